@@ -1,0 +1,21 @@
+"""tables: the pool of tables that everything is drawn from."""
+
+from prefect import flow, get_run_logger
+
+from shardcore import files
+from tasks import paths, services
+from tasks.tables import TablesConfig, make_pool, write_pool
+
+
+@flow(name="tables", persist_result=False)
+def tables() -> None:
+    config = files.read_params(paths.PARAMS, "tables", TablesConfig)
+    pool = make_pool(config)
+    write_pool(paths.POOL, pool)
+    live = [t for t in pool if t.pooling > 0]
+    get_run_logger().info("%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d", len(pool),
+                          len(pool) - len(live), sum(t.pooling for t in pool), sum(t.bytes for t in pool) / 2**30, pool[0].dim)
+
+
+if __name__ == "__main__":
+    services.run_flow(tables)

@@ -1,0 +1,50 @@
+"""ShardCore: place the embedding tables of recommendation models on accelerators, by pre-train and search.
+
+The nouns are here; the verbs live in their modules and load when asked for:
+
+  lower(plan, problem)       what one training step of a plan does          shardcore.workload
+  price(workload, model)     what a model predicts that it costs            shardcore.cost.model
+  load_model(folder)         a trained cost model                           shardcore.cost.neural
+  SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
+  load_plan(root, name)      a published plan and its problem               shardcore.store
+"""
+
+from importlib import import_module
+
+from shardcore.types import (
+    Constraints,
+    Device,
+    Infeasible,
+    Placement,
+    Plan,
+    Problem,
+    Reuse,
+    Setting,
+    SettingMismatch,
+    Shard,
+    ShardCoreError,
+    StepCost,
+    Table,
+    Topology,
+    Zipf,
+)
+
+_VERBS = {
+    "lower": ("shardcore.workload", "lower"),
+    "price": ("shardcore.cost.model", "price"),
+    "load_model": ("shardcore.cost.neural", "load"),
+    "SHARDERS": ("shardcore.search", "SHARDERS"),
+    "load_plan": ("shardcore.store", "load_plan"),
+}
+
+__all__ = [
+    "Constraints", "Device", "Infeasible", "Placement", "Plan", "Problem", "Reuse", "Setting", "SettingMismatch", "Shard",
+    "ShardCoreError", "StepCost", "Table", "Topology", "Zipf", *_VERBS,
+]
+
+
+def __getattr__(name: str):
+    if name not in _VERBS:
+        raise AttributeError(f"module 'shardcore' has no attribute {name!r}")
+    module, attribute = _VERBS[name]
+    return getattr(import_module(module), attribute)

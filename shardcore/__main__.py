@@ -1,0 +1,222 @@
+"""The library's command line: files in, files out. Exit code 0, 1 (it failed; one line says why) or 2 (bad usage)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardcore.types import Device, Problem, Setting, ShardCoreError, Topology
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+    except (ShardCoreError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def plan(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.cost import neural
+    from shardcore.search import compare
+    from shardcore.search.budget import Budget
+    from shardcore.types import Infeasible, Plan
+    from shardcore.workload import lower
+
+    compare.require_known([args.algorithm])
+    problem, model = files.read_problem(args.problem), neural.load(args.model)
+    problem.require_setting(model.setting)
+    budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
+    outcome = compare.run(args.algorithm, problem, model, args.seed, budget)
+    if outcome.plan is None:
+        raise Infeasible(outcome.error)
+    found = Plan(outcome.plan.placements, {**outcome.plan.provenance, "model_digest": files.model_digest(args.model)})
+    files.write_plan(args.out, found, problem)
+    beyond = neural.out_of_range(model, lower(found, problem))
+    print(f"{args.out}: {outcome.cost.total_ms:.3f} ms predicted, found in {outcome.seconds:.2f} s by {args.algorithm}")
+    _say_extrapolated(beyond)
+
+
+def price(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.cost import neural
+    from shardcore.cost.model import price as predict
+    from shardcore.workload import lower
+
+    problem, model = files.read_problem(args.problem), neural.load(args.model)
+    problem.require_setting(model.setting)
+    workload = lower(files.read_plan(args.plan, problem), problem)
+    cost, beyond = predict(workload, model), neural.out_of_range(model, workload)
+    body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes),
+            "extrapolated": beyond}
+    if args.out:
+        files.write_json(args.out, body)
+    else:
+        print(json.dumps(body, indent=1))
+    _say_extrapolated(beyond)
+
+
+def _say_extrapolated(sentences: Sequence[str]) -> None:
+    for sentence in sentences[:5]:
+        print(f"extrapolated: {sentence}", file=sys.stderr)
+    if len(sentences) > 5:
+        print(f"extrapolated: and {len(sentences) - 5} more", file=sys.stderr)
+
+
+def measure(args: argparse.Namespace) -> None:
+    from shardcore import dataset, files, sampling, tables
+    from shardcore.measure import hardware, kernels
+
+    device = args.device or hardware.detect_device()
+    setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
+    pool = files.read_pool(args.pool) if args.pool else tables.generate_pool(tables.PoolConfig())
+    live = [t for t in pool if t.pooling > 0]
+    if not live:
+        raise ShardCoreError(f"{args.pool} holds no table with lookups")
+    config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), precision=args.relative_precision,
+                                  max_repeats=args.max_repeats)
+    groups = sampling.GroupConfig(max_shard_bytes=config.arena_bytes)
+    known, name = dataset.read_ids(args.out, "compute"), dataset.write_pool(args.out, pool)
+    bench = kernels.KernelBench(setting, device, config)
+    print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
+    began, done, index, kernel_s = time.monotonic(), 0, 0, 0.0
+    while (args.samples is None or index < args.samples) and (time.monotonic() - began < args.minutes * 60):
+        chunk = []
+        while len(chunk) < args.chunk and (args.samples is None or index < args.samples):
+            request = sampling.compute_request(live, index, setting.batch, args.seed, groups)
+            index += 1
+            if dataset.compute_id(setting, request) not in known:
+                chunk.append(request)
+        if chunk:
+            samples = list(bench.measure(chunk))
+            dataset.write_compute(args.out, samples, name)
+            done, kernel_s = done + len(samples), bench.kernel_s
+            elapsed = time.monotonic() - began
+            print(f"{done} samples, {done / elapsed:.1f} a second, {100 * kernel_s / elapsed:.0f}% of the time in kernels, "
+                  f"{max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
+    dataset.merge_parts(args.out)
+
+
+def train(args: argparse.Namespace) -> None:
+    from shardcore import dataset, files
+    from shardcore.cost import fit, neural
+
+    found = dataset.settings(args.dataset)
+    chosen = [s for s in found if args.hardware in (None, s.hardware)]
+    if len(chosen) != 1:
+        raise ShardCoreError(f"{args.dataset} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; name one with "
+                             "--hardware")
+    compute, comm = dataset.read_compute(args.dataset, chosen[0]), dataset.read_comm(args.dataset, chosen[0])
+    config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
+    trained = fit.train(compute, comm, chosen[0], config, _say_progress)
+    neural.save(trained.model, args.out)
+    metrics = fit.evaluate(trained.model, fit.held_out(compute), fit.held_out(comm))
+    print(json.dumps(metrics, indent=1))
+
+
+def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
+    if epoch % 50 == 0:
+        print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}", file=sys.stderr)
+
+
+def problem(args: argparse.Namespace) -> None:
+    from shardcore import files, sampling, tables
+
+    if args.tables.endswith(".json"):
+        pool = files.read_pool(args.tables)
+        if args.draw is None:
+            raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public list)")
+        shape = sampling.ProblemConfig(devices=args.devices, max_dim=args.max_dim)
+        made = sampling.problem(pool, args.draw, args.batch, args.seed, shape)
+    else:
+        devices = (Device(int(args.memory_gib * 2**30)),) * args.devices
+        made = Problem(f"{args.tables}-{args.devices}", tables.public_pool(args.tables), Topology(devices), args.batch)
+    files.write_problem(args.out, made)
+    print(f"{args.out}: {len(made.tables)} tables, {sum(t.bytes for t in made.tables) / 2**30:.1f} GiB, {args.devices} devices")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(function, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(function.__name__, help=summary, description=summary,
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub.set_defaults(command=function)
+        return sub
+
+    p = add(plan, "Search a plan for a problem under a cost model.")
+    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
+    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--algorithm", default="neuroshard", help="random, size_greedy, dim_greedy, lookup_greedy, "
+                   "size_lookup_greedy or neuroshard")
+    budget = p.add_mutually_exclusive_group()
+    budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
+    budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
+
+    p = add(price, "Predict what one training step of a plan costs, per device.")
+    p.add_argument("plan", type=Path, metavar="PLAN.json")
+    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
+    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
+
+    p = add(measure, "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.")
+    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    p.add_argument("--minutes", type=_positive(float), default=10.0, help="time to spend")
+    p.add_argument("--samples", type=_positive(int), help="stop after the first N draws; default: when the time is up")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
+    p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the calibrated pool")
+    p.add_argument("--batch", type=_positive(int), default=2048, help="global batch")
+    p.add_argument("--precision", choices=["fp32", "fp16"], default="fp32", help="of the weights")
+    p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"], default="exact_sgd")
+    p.add_argument("--hardware", help="the setting's name of the device; default: its own")
+    p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory, the largest shard measured")
+    p.add_argument("--relative-precision", type=_positive(float), default=0.02, help="to which a median needs to be known")
+    p.add_argument("--max-repeats", type=_positive(int), default=24)
+    p.add_argument("--chunk", type=_positive(int), default=64, help="samples written at once, the most a kill can lose")
+    p.add_argument("--seed", type=int, default=0)
+
+    p = add(train, "Train cost models on a dataset folder.")
+    p.add_argument("dataset", type=Path, metavar="DIR")
+    p.add_argument("--hardware", help="which of the dataset's, where it holds several")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
+
+    p = add(problem, "Make a problem file from a public list of tables, or by drawing from a pool.")
+    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...) or a POOL.json")
+    p.add_argument("--devices", type=_positive(int), default=4)
+    p.add_argument("--memory-gib", type=_positive(float), default=24.0, help="a device, for a public list")
+    p.add_argument("--batch", type=_positive(int), default=2048, help="global batch")
+    p.add_argument("--draw", type=int, metavar="INDEX", help="which problem to draw from a pool")
+    p.add_argument("--max-dim", type=_positive(int), default=128, help="of the drawn tables")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
+    return parser
+
+
+def _positive(kind: type):
+    def parse(text: str):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Cost models: what a step costs, predicted."""

@@ -1,0 +1,79 @@
+"""CostModel: what a search needs of a model. price: what a model says of a Workload.
+
+Shapes: N shards, F features, G groups, D devices; ... any leading dimensions, for several plans at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from shardcore.types import Setting, Shard, StepCost, Topology
+from shardcore.workload import Traffic, Workload
+
+
+class CostModel(Protocol):
+    """Costs of fused ops and collectives, in ms.
+
+    A group's cost is head(sum of its shards' encodings): a search adds and subtracts rows of F numbers instead of running
+    a network over all shards again. All three are pure.
+    """
+
+    setting: Setting
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        """[G] ms, forward + backward, of groups from their summed encodings [G, F]; 0 for an empty group (a row of 0)."""
+
+    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """Costs of the collectives, given each device's compute ms [..., D] (the skew with which devices arrive)."""
+
+
+@dataclass(frozen=True, eq=False)
+class CommCost:
+    """Arrays [..., D] in ms: transfer forward and backward, and what a device waits for the last one before the forward
+    exchange."""
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    waiting_ms: np.ndarray
+
+    @property
+    def total_ms(self) -> np.ndarray:
+        return self.forward_ms + self.backward_ms + self.waiting_ms
+
+
+def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
+    """[G] ms of groups of shards, each run as one fused op; 0 for an empty group."""
+    flat = [s for g in groups for s in g]
+    if not flat:
+        return np.zeros(len(groups))
+    codes = model.encode(flat, batch)
+    sums = np.zeros((len(groups), codes.shape[1]))
+    np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
+    costs = np.asarray(model.head(sums), dtype=float)
+    return np.where([len(g) > 0 for g in groups], costs, 0.0)
+
+
+def price(workload: Workload, model: CostModel) -> StepCost:
+    """What `model` predicts that one step of `workload` costs.
+
+    Compute is divided by a device's speed factor. A model that tells forward from backward compute has a method
+    `forward_share(sums) -> [G]`; without it all compute counts as backward, which runs the costlier kernel.
+    """
+    n_devices = len(workload.ops)
+    forward, backward = np.zeros(n_devices), np.zeros(n_devices)
+    for device, ops in enumerate(workload.ops):
+        for op in ops:
+            sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
+            cost = float(model.head(sums)[0]) / workload.topology.devices[device].speed
+            share = float(model.forward_share(sums)[0]) if hasattr(model, "forward_share") else 0.0
+            forward[device] += share * cost
+            backward[device] += (1 - share) * cost
+    comm = model.comm(workload.traffic, forward + backward, workload.topology)
+    return StepCost(*(tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms)))

@@ -1,0 +1,200 @@
+"""Measurements on disk: a folder of Parquet parts that only grows.
+
+  pool-<digest>.json            the tables that the samples of some parts speak of
+  compute-<sha256>.parquet      compute samples, columns as in COMPUTE
+  comm-<sha256>.parquet         communication samples, columns as in COMM
+
+A part is named after its content, written to a temporary name and renamed; the name is checked when it is read, so a part cut
+short is refused. A sample's id is the digest of its setting, its request and MEASUREMENT_VERSION: the same request is the same
+sample wherever and whenever it was measured. Parts of several machines merge by copying them into one folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardcore import files
+from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread, Table
+
+MEASUREMENT_VERSION = 1
+"""Raised by hand when the meaning of a timing changes; older samples then no longer count."""
+
+_SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()), ("repeats", pa.int32())])
+_SHARD = pa.struct([("table", pa.string()), ("dim", pa.int32()), ("row_lo", pa.int64()), ("row_hi", pa.int64()),
+                    ("col_lo", pa.int32()), ("col_hi", pa.int32())])
+_COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.int64()), ("precision", pa.string()),
+           ("optimizer", pa.string()), ("measurement_version", pa.int32()), ("measured_at", pa.float64()),
+           ("error", pa.string()), ("batch", pa.int64())]
+COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD), ("backward", _SPREAD)])
+"""batch: samples the op ran over. pool: the pool file that holds its tables; a shard's table has the dim given here."""
+COMM = pa.schema([*_COMMON, ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
+                  ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)), ("waiting_ms", pa.list_(pa.float64()))])
+"""Per rank: widths sent, start skew asked for, forward and backward transfer, waiting found."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _table_digest(table: Table) -> str:
+    return files.digest(files.table_to_json(table))
+
+
+def compute_id(setting: Setting, request: ComputeRequest) -> str:
+    shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
+    return files.digest(["compute", MEASUREMENT_VERSION, files.setting_to_json(setting), request.batch, shards])
+
+
+def comm_id(setting: Setting, request: CommRequest) -> str:
+    return files.digest(["comm", MEASUREMENT_VERSION, files.setting_to_json(setting), dataclasses.asdict(request)])
+
+
+def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
+    """Keep a pool beside the parts that speak of it; returns its digest."""
+    name = files.digest([files.table_to_json(t) for t in tables])
+    path = Path(folder) / f"pool-{name}.json"
+    if not path.exists():
+        files.write_pool(path, tables)
+    return name
+
+
+def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
+    """Write one part of compute samples over the tables of `pool` (a digest from write_pool)."""
+    rows = [{**_common(s, s.request.batch), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
+             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward)} for s in samples]
+    return _write_part(folder, "compute", rows, COMPUTE)
+
+
+def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
+    rows = [{**_common(s, s.request.batch), "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
+             "forward": s.forward and [_spread_row(x) for x in s.forward],
+             "backward": s.backward and [_spread_row(x) for x in s.backward],
+             "waiting_ms": s.waiting_ms and list(s.waiting_ms)} for s in samples]
+    return _write_part(folder, "comm", rows, COMM)
+
+
+def _common(sample: ComputeSample | CommSample, batch: int) -> dict[str, Any]:
+    s = sample.setting
+    return {"id": sample.id, "hardware": s.hardware, "setting_batch": s.batch, "precision": s.precision,
+            "optimizer": s.optimizer, "measurement_version": MEASUREMENT_VERSION, "measured_at": sample.measured_at,
+            "error": sample.error, "batch": batch}
+
+
+def _shard_row(s: Shard) -> dict[str, Any]:
+    return {"table": s.table.name, "dim": s.table.dim, "row_lo": s.row_lo, "row_hi": s.row_hi, "col_lo": s.col_lo,
+            "col_hi": s.col_hi}
+
+
+def _spread_row(spread: Spread | None) -> dict[str, Any] | None:
+    return spread and dataclasses.asdict(spread)
+
+
+def _write_part(folder: str | Path, kind: str, rows: list[dict[str, Any]], schema: pa.Schema) -> Path:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    content = sink.getvalue().to_pybytes()
+    path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
+    files.write_atomic(path, content)
+    return path
+
+
+def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
+    """The compute samples of a folder (of one setting), each id once, in the order of their ids.
+
+    Where an id was measured several times, a timing is preferred to an error and the later one to the earlier.
+    """
+    pools: dict[str, dict[str, Table]] = {}
+    tables: dict[tuple[str, str, int], Table] = {}
+
+    def table(pool: str, name: str, dim: int) -> Table:
+        key = (pool, name, dim)
+        if key not in tables:
+            if pool not in pools:
+                pools[pool] = {t.name: t for t in files.read_pool(Path(folder) / f"pool-{pool}.json")}
+            tables[key] = dataclasses.replace(pools[pool][name], dim=dim)
+        return tables[key]
+
+    samples = []
+    for row in _rows(folder, "compute", setting):
+        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"]), s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"])
+                       for s in row["shards"])
+        samples.append(ComputeSample(row["id"], _setting(row), ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
+                                     _spread(row["backward"]), row["measured_at"], row["error"]))
+    return _once(samples)
+
+
+def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:
+    """The communication samples of a folder (of one setting), as read_compute."""
+    samples = []
+    for row in _rows(folder, "comm", setting):
+        request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]))
+        both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
+        samples.append(CommSample(row["id"], _setting(row), request, both[0], both[1],
+                                  row["waiting_ms"] and tuple(row["waiting_ms"]), row["measured_at"], row["error"]))
+    return _once(samples)
+
+
+def read_ids(folder: str | Path, kind: str) -> set[str]:
+    """Ids of the samples that a folder holds ("compute" or "comm"), failed ones included."""
+    return {row["id"] for row in _rows(folder, kind, None, columns=["id", "measurement_version"])}
+
+
+def merge_parts(folder: str | Path) -> None:
+    """Make one part of each kind out of all, dropping none of their samples. Killed in between, both are there, which reads the
+    same; done again on the same samples, it gives the same file."""
+    for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
+        paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
+        if len(paths) < 2:
+            continue
+        rows = {(r["id"], r["measured_at"]): r for path in paths for r in _read_part(path, schema, None)}
+        merged = _write_part(folder, kind, [rows[k] for k in sorted(rows)], schema)
+        for path in paths:
+            if path != merged:
+                path.unlink()
+
+
+def settings(folder: str | Path) -> list[Setting]:
+    """The settings that a folder holds compute samples of."""
+    columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
+    found = {_setting(row) for row in _rows(folder, "compute", None, columns)}
+    return sorted(found, key=str)
+
+
+def _rows(folder: str | Path, kind: str, setting: Setting | None, columns: list[str] | None = None) -> Iterable[dict[str, Any]]:
+    for path in sorted(Path(folder).glob(f"{kind}-*.parquet")):
+        for row in _read_part(path, COMPUTE if kind == "compute" else COMM, columns):
+            if row["measurement_version"] == MEASUREMENT_VERSION and (setting is None or _setting(row) == setting):
+                yield row
+
+
+def _read_part(path: Path, schema: pa.Schema, columns: list[str] | None) -> list[dict[str, Any]]:
+    content = path.read_bytes()
+    name = path.stem.split("-", 1)[1]
+    if hashlib.sha256(content).hexdigest()[:24] != name:
+        raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. Remove it, and a "
+                             "rerun of `measure` measures only what it held")
+    table = pq.read_table(pa.BufferReader(content))
+    missing = [f.name for f in schema if f.name not in table.schema.names]
+    if missing:
+        raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
+    return (table.select(columns) if columns else table).to_pylist()
+
+
+def _setting(row: dict[str, Any]) -> Setting:
+    return Setting(row["hardware"], row["setting_batch"], row["precision"], row["optimizer"])
+
+
+def _spread(row: dict[str, Any] | None) -> Spread | None:
+    return row and Spread(**row)
+
+
+def _once(samples: list) -> list:
+    best: dict[str, Any] = {}
+    for sample in sorted(samples, key=lambda s: (s.error is None, s.measured_at)):
+        best[sample.id] = sample
+    return [best[k] for k in sorted(best)]

@@ -1,0 +1,324 @@
+"""Every on-disk format: problems, pools of tables, plans, models, parameters. (Measurements: dataset.py.)
+
+Each file carries `schema` and `version`, and is checked on read: an unknown key, a missing one, a wrong type, a file cut short
+or (where a program wrote it) edited by hand is refused by name. Writing goes to a temporary name and renames.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardcore.types import (
+    Constraints,
+    Device,
+    Placement,
+    Plan,
+    Problem,
+    Reuse,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    Topology,
+    Zipf,
+)
+
+T = TypeVar("T")
+VERSION = 1
+_SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
+
+
+# --- reading and writing -----------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: str | Path, content: bytes) -> None:
+    """Write a file whole or not at all, creating its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_atomic(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: str | Path) -> Any:
+    """Raises ShardCoreError naming the file where it is missing or not whole JSON."""
+    try:
+        return json.loads(Path(path).read_bytes(), object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ShardCoreError(f"{path} is not whole JSON: {error}; it was cut short or edited") from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [k for k, _ in pairs]
+    twice = {k for k in keys if keys.count(k) > 1} if len(set(keys)) < len(keys) else set()
+    if twice:
+        raise ValueError(f"key {sorted(twice)[0]!r} appears twice")
+    return dict(pairs)
+
+
+def digest(value: Any) -> str:
+    """16 hex digits of the SHA-256 of a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"schema": f"shardcore/{schema}", "version": VERSION, **body}
+
+
+def _open_document(path: str | Path, schema: str) -> dict[str, Any]:
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise ShardCoreError(f"{path} has schema {found!r}; expected 'shardcore/{schema}'")
+    if data.get("version") != VERSION:
+        raise ShardCoreError(f"{path} has version {data.get('version')!r} of {data['schema']}; this ShardCore reads {VERSION}")
+    return {k: v for k, v in data.items() if k not in ("schema", "version")}
+
+
+def _seal(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {**body, "digest": digest(body)}
+
+
+def _unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    found = body.pop("digest", None)
+    if found != digest(body):
+        raise ShardCoreError(f"{path} does not match its digest {found!r}; it was edited after ShardCore wrote it")
+    return body
+
+
+def build(cls: type[T], data: Any, what: str, **given: Any) -> T:
+    """Make a flat dataclass from a mapping, strictly. `given` fields are set by the caller and not allowed in `data`.
+
+    Raises ShardCoreError naming an unknown key, a missing one, or a value of the wrong type.
+    """
+    if not isinstance(data, Mapping):
+        raise ShardCoreError(f"{what} is {data!r}; it needs to be an object with keys")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise ShardCoreError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join(fields)}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if name not in data and required:
+            raise ShardCoreError(f"{what} lacks the key {name!r}")
+        if name in data:
+            _check_type(data[name], str(field.type), f"{what}: {name}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    return cls(**values, **given)
+
+
+def _check_type(value: Any, annotation: str, what: str) -> None:
+    options = [a.strip() for a in annotation.split("|")]
+    if "None" in options and value is None:
+        return
+    for option in options:
+        if option.startswith("tuple[") and isinstance(value, (list, tuple)):
+            inner = option[6:-1].split(",")[0].strip()
+            for v in value:
+                _check_type(v, inner, what)
+            return
+        wanted = _SCALARS.get(option)
+        if wanted and isinstance(value, wanted) and (option == "bool" or not isinstance(value, bool)):
+            return
+    raise ShardCoreError(f"{what} is {value!r}; it needs to be {annotation}")
+
+
+# --- parameters --------------------------------------------------------------------------------------------------------
+
+
+def read_params(path: str | Path, section: str, cls: type[T]) -> T:
+    """One section of params.yaml as its config dataclass; raises ShardCoreError naming an unknown key."""
+    import yaml
+
+    try:
+        params = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as error:
+        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(params, dict):
+        raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
+    return build(cls, params.get(section) or {}, f"{path}, section {section!r}")
+
+
+# --- tables, problems --------------------------------------------------------------------------------------------------
+
+
+def table_to_json(table: Table) -> dict[str, Any]:
+    access = ({"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}} if isinstance(table.access, Reuse)
+              else {"zipf_alpha": table.access.alpha})
+    optional = {k: v for k, v, default in (("precision", table.precision, "fp32"), ("ordered", table.ordered, False))
+                if v != default}
+    return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling, **access, **optional}
+
+
+def table_from_json(data: Any, what: str) -> Table:
+    if not isinstance(data, Mapping):
+        raise ShardCoreError(f"{what} is {data!r}; it needs to be a table: name, rows, dim, pooling and access statistics")
+    what = f"{what}, table {data.get('name')!r}"
+    rest = {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")}
+    if "reuse" in data and "zipf_alpha" in data:
+        raise ShardCoreError(f"{what} has both reuse and zipf_alpha; it needs one of them")
+    given: dict[str, Any] = {}
+    if "reuse" in data:
+        given["access"] = build(Reuse, data["reuse"], f"{what}: reuse")
+    elif "zipf_alpha" in data:
+        given["access"] = build(Zipf, {"alpha": data["zipf_alpha"]}, f"{what}: zipf_alpha")
+    elif "access" in data:
+        raise ShardCoreError(f"{what} has a key 'access'; it needs 'reuse' or 'zipf_alpha'")
+    return build(Table, rest, what, **given)
+
+
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    topology = dataclasses.asdict(problem.topology)
+    topology["devices"] = [dataclasses.asdict(d) for d in problem.topology.devices]
+    return _document("problem", {
+        "name": problem.name,
+        "global_batch": problem.global_batch,
+        "optimizer": problem.optimizer,
+        "topology": {**topology, "devices": _counted(topology["devices"])},
+        "constraints": {"reserved_bytes": problem.constraints.reserved_bytes, "unsplit": list(problem.constraints.unsplit)},
+        "tables": [table_to_json(t) for t in problem.tables],
+    })
+
+
+def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs of equal devices as one entry with a count."""
+    runs: list[dict[str, Any]] = []
+    for device in devices:
+        if runs and {k: v for k, v in runs[-1].items() if k != "count"} == device:
+            runs[-1]["count"] += 1
+        else:
+            runs.append({"count": 1, **device})
+    return runs
+
+
+def read_problem(path: str | Path) -> Problem:
+    data = _open_document(path, "problem")
+    what = str(path)
+    topology = data.pop("topology", None)
+    if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
+        raise ShardCoreError(f"{what} needs a 'topology' with a list of 'devices', such as "
+                             '[{"count": 8, "memory_bytes": 80000000000}]')
+    devices: list[Device] = []
+    for entry in topology["devices"]:
+        entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
+        count = entry.pop("count", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ShardCoreError(f"{what}: a device entry has count {count!r}; it needs a whole number from 1")
+        devices += [build(Device, entry, f"{what}: device")] * count
+    tables = data.pop("tables", None)
+    if not isinstance(tables, list):
+        raise ShardCoreError(f"{what} lacks the list 'tables'")
+    return build(
+        Problem, {k: v for k, v in data.items() if k != "constraints"}, what,
+        topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology",
+                       devices=tuple(devices)),
+        tables=tuple(table_from_json(t, what) for t in tables),
+        constraints=build(Constraints, data.get("constraints", {}), f"{what}: constraints"),
+    )
+
+
+def write_problem(path: str | Path, problem: Problem) -> None:
+    write_json(path, problem_to_json(problem))
+
+
+def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
+    write_json(path, _document("pool", _seal({"tables": [table_to_json(t) for t in tables]})))
+
+
+def read_pool(path: str | Path) -> tuple[Table, ...]:
+    data = _unseal(_open_document(path, "pool"), path)
+    return tuple(table_from_json(t, str(path)) for t in data["tables"])
+
+
+# --- plans -------------------------------------------------------------------------------------------------------------
+
+
+def problem_digest(problem: Problem) -> str:
+    return digest(problem_to_json(problem))
+
+
+def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
+    placements = [{"table": p.shard.table.name, "rows": [p.shard.row_lo, p.shard.row_hi],
+                   "columns": [p.shard.col_lo, p.shard.col_hi], "devices": list(p.devices)} for p in plan.placements]
+    return _document("plan", _seal({"problem": problem.name, "problem_digest": problem_digest(problem),
+                                    "provenance": dict(plan.provenance), "placements": placements}))
+
+
+def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
+    write_json(path, plan_to_json(plan, problem))
+
+
+def read_plan(path: str | Path, problem: Problem) -> Plan:
+    """A plan for `problem`; raises ShardCoreError where it was made for another one."""
+    data = _unseal(_open_document(path, "plan"), path)
+    if data["problem_digest"] != problem_digest(problem):
+        raise ShardCoreError(f"{path} is a plan for problem {data['problem']!r} with digest {data['problem_digest']}; "
+                             f"problem {problem.name!r} here has {problem_digest(problem)}")
+    tables = {t.name: t for t in problem.tables}
+    return Plan(tuple(Placement(Shard(tables[p["table"]], *p["rows"], *p["columns"]), tuple(p["devices"]))
+                      for p in data["placements"]), data["provenance"])
+
+
+# --- models ------------------------------------------------------------------------------------------------------------
+
+MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
+
+
+def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """A model's folder: model.json (its `meta`, and the digest of the weights) and weights.safetensors."""
+    from safetensors.numpy import save
+
+    weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
+    write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
+    write_json(Path(folder) / MODEL_JSON,
+               _document("model", _seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
+
+
+def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A model's meta and tensors; safetensors and JSON only, so reading one runs none of its code."""
+    from safetensors.numpy import load
+
+    meta = _unseal(_open_document(Path(folder) / MODEL_JSON, "model"), Path(folder) / MODEL_JSON)
+    path = Path(folder) / MODEL_WEIGHTS
+    try:
+        weights = path.read_bytes()
+    except OSError as error:
+        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
+    if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256"):
+        raise ShardCoreError(f"{path} does not match the digest in {MODEL_JSON}; it was cut short or edited")
+    return meta, load(weights)
+
+
+def model_digest(folder: str | Path) -> str:
+    """16 hex digits that change whenever the model's content does."""
+    return digest(read_json(Path(folder) / MODEL_JSON))
+
+
+def setting_to_json(setting: Setting) -> dict[str, Any]:
+    return dataclasses.asdict(setting)
+
+
+def setting_from_json(data: Any, what: str) -> Setting:
+    return build(Setting, data, what)

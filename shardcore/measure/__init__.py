@@ -1,0 +1,1 @@
+"""Measuring real kernels and collectives on the device at hand."""

@@ -1,0 +1,51 @@
+"""What is measured on: the device's name, and FBGEMM fit for the torch at hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from shardcore.types import ShardCoreError
+
+AUTO = "auto"
+
+
+def detect_device() -> str:
+    """"cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def hardware_name(device: str) -> str:
+    """The name of this machine's device as settings and model registries use it: "nvidia-h200", "cpu-amd-epyc-9654"."""
+    if device == "cuda":
+        return _slug(torch.cuda.get_device_name())
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    name = found.group(1) if found else "unknown"
+    return "cpu-" + _slug(re.sub(r"\((R|TM)\)|CPU|@.*|\d+-Core|Processor", " ", name))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def require_fbgemm() -> None:
+    """Import FBGEMM; raises ShardCoreError saying what to install where it is missing or was built for another torch."""
+    try:
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401 (loads the ops)
+
+        torch.ops.fbgemm.split_embedding_codegen_lookup_sgd_function_pt2  # noqa: B018 (an AttributeError where they did not load)
+    except ImportError as error:
+        raise ShardCoreError("FBGEMM is not installed: pip install 'shardcore[cpu]' (or [gpu] on a CUDA machine); "
+                             f"importing it said: {_line(error)}") from None
+    except (AttributeError, OSError, RuntimeError) as error:
+        raise ShardCoreError(f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, 1.7 with 2.12, 1.6 with "
+                             f"2.11): {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

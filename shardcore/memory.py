@@ -1,0 +1,54 @@
+"""What a device must hold for the shards placed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardcore.types import OUTPUT_BYTES, Infeasible, Plan, Problem, Shard
+
+OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
+
+
+def shard_bytes(shard: Shard, batch: int, optimizer: str, replicated: bool = False) -> int:
+    """Bytes that a shard takes on a device that runs it over `batch` samples.
+
+    Weights, optimizer state (row-wise Adagrad keeps one FP32 a row), the pooled output and its gradient; a replicated shard
+    has its dense gradient besides, which the all-reduce needs whole.
+    """
+    dense_gradient = shard.rows * shard.width * OUTPUT_BYTES if replicated else 0
+    state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
+    return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_gradient
+
+
+def used_bytes(plan: Plan, problem: Problem) -> list[int]:
+    """Bytes per device that a plan takes, [D]."""
+    used = [0] * len(problem.topology)
+    for placement in plan.placements:
+        replicated = len(placement.devices) > 1
+        batch = problem.local_batch if replicated else problem.global_batch
+        for device in placement.devices:
+            used[device] += shard_bytes(placement.shard, batch, problem.optimizer, replicated)
+    return used
+
+
+def free_bytes(problem: Problem) -> list[int]:
+    """Bytes per device that embeddings may use, [D]: the device's memory less what the constraints reserve."""
+    return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
+
+
+def require_fits(plan: Plan, problem: Problem) -> None:
+    """Raise Infeasible naming the first device that holds more than it may."""
+    for device, (used, free) in enumerate(zip(used_bytes(plan, problem), free_bytes(problem), strict=True)):
+        if used > free:
+            raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; it may hold {gib(free)}")
+
+
+def gib(n_bytes: float) -> str:
+    """A size for people, in GiB (MiB below 0.1 GiB, bytes below 0.1 MiB)."""
+    if abs(n_bytes) >= 0.1 * 2**30:
+        return f"{n_bytes / 2**30:.1f} GiB"
+    return f"{n_bytes / 2**20:.1f} MiB" if abs(n_bytes) >= 0.1 * 2**20 else f"{n_bytes:.0f} bytes"
+
+
+def total_bytes(shards: Iterable[Shard], batch: int, optimizer: str) -> int:
+    return sum(shard_bytes(s, batch, optimizer) for s in shards)

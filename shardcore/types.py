@@ -1,0 +1,380 @@
+"""The nouns: frozen, validated when made, plain data.
+
+Everything here is a value: equal by content, hashable, and free of behaviour beyond what follows from its own fields.
+Nothing of ours is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+REUSE_BINS = 17
+"""Bins of a reuse histogram: bin k holds unique rows seen (2^(k-1), 2^k] times, bin 0 once, bin 16 more than 2^15 times."""
+
+PRECISION_BYTES = {"fp32": 4, "fp16": 2}
+OPTIMIZERS = ("exact_sgd", "rowwise_adagrad")
+OUTPUT_BYTES = 4
+"""Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default."""
+
+MIN_WIDTH = 4
+"""Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
+
+
+class ShardCoreError(ValueError):
+    """What a user can mend: the message names the thing, its value and what would be right."""
+
+
+class Infeasible(ShardCoreError):
+    """No plan fits; the message says what does not fit and by how much."""
+
+
+class SettingMismatch(ShardCoreError):
+    """A problem, dataset or plan belongs to another setting than the model; the message shows both."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ShardCoreError(message)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Access statistics as a reuse histogram, as in the dlrm_datasets release and NeuroShard.
+
+    bins: REUSE_BINS fractions of the unique rows of a batch, by how often each is seen; they sum to 1, or are all 0 for a
+    table that is never accessed. batch: the samples of the batch that it was taken at; without it the bins mean nothing.
+    """
+
+    bins: tuple[float, ...]
+    batch: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bins", tuple(float(b) for b in self.bins))
+        total = sum(self.bins)
+        _require(len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs {REUSE_BINS}")
+        _require(all(0 <= b <= 1 + 1e-6 for b in self.bins), f"reuse bins {self.bins} are not fractions within 0 and 1")
+        _require(total == 0 or abs(total - 1) < 1e-3, f"reuse bins sum to {total:.6g}; they need to sum to 1 (or be all 0)")
+        _require(self.batch >= 1, f"reuse batch is {self.batch}; it needs to be the samples it was taken at")
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """Access statistics as a power law: the row of rank r (from 1) is accessed in proportion to r^-alpha; 0 is uniform."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.alpha < 10, f"zipf alpha is {self.alpha}; it needs to be within 0 and 10")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table.
+
+    rows, dim: its shape. pooling: mean lookups per sample. access: which rows those lookups hit. precision: of the weights.
+    ordered: ids are ordered by frequency (row 0 the most accessed); otherwise they count as hashed over the rows.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float
+    access: Reuse | Zipf = Zipf(1.05)
+    precision: str = "fp32"
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        t = f"table {self.name!r}"
+        _require(bool(self.name), "a table has an empty name")
+        _require(self.rows >= 1, f"{t} has {self.rows} rows; it needs at least 1")
+        _require(self.dim >= MIN_WIDTH and self.dim % MIN_WIDTH == 0,
+                 f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}")
+        _require(0 <= self.pooling < float("inf"), f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 or more")
+        _require(self.precision in PRECISION_BYTES,
+                 f"{t} has precision {self.precision!r}; known are {', '.join(PRECISION_BYTES)}")
+        if isinstance(self.access, Reuse):
+            _require(self.pooling == 0 or sum(self.access.bins) > 0,
+                     f"{t} has pooling {self.pooling} but an empty reuse histogram")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered))
+
+    def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:  # but not across processes, where strings hash otherwise
+        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.dim * PRECISION_BYTES[self.precision]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of a table: rows [row_lo, row_hi) × columns [col_lo, col_hi). A pure value, the key of every cache."""
+
+    table: Table
+    row_lo: int
+    row_hi: int
+    col_lo: int
+    col_hi: int
+
+    def __post_init__(self) -> None:
+        t = self.table
+        _require(0 <= self.row_lo < self.row_hi <= t.rows,
+                 f"shard of table {t.name!r} has rows [{self.row_lo}, {self.row_hi}); the table has [0, {t.rows})")
+        _require(0 <= self.col_lo < self.col_hi <= t.dim,
+                 f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); the table has [0, {t.dim})")
+        _require(self.width % MIN_WIDTH == 0 and self.col_lo % MIN_WIDTH == 0,
+                 f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); "
+                 f"FBGEMM needs multiples of {MIN_WIDTH}")
+
+    @classmethod
+    def whole(cls, table: Table) -> Shard:
+        return cls(table, 0, table.rows, 0, table.dim)
+
+    @property
+    def rows(self) -> int:
+        return self.row_hi - self.row_lo
+
+    @property
+    def width(self) -> int:
+        return self.col_hi - self.col_lo
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its weights."""
+        return self.rows * self.width * PRECISION_BYTES[self.table.precision]
+
+    @property
+    def full_rows(self) -> bool:
+        return self.rows == self.table.rows
+
+    @property
+    def label(self) -> str:
+        return f"{self.table.name}[{self.row_lo}:{self.row_hi}, {self.col_lo}:{self.col_hi}]"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A shard and the devices it lives on; on several it is replicated, that is data-parallel."""
+
+    shard: Shard
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
+        _require(len(self.devices) > 0 and len(set(self.devices)) == len(self.devices) and min(self.devices) >= 0,
+                 f"placement of {self.shard.label} names devices {self.devices}; it needs one or more different ones")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every shard lives. provenance: algorithm, seed, model and data version, search settings; not part of equality."""
+
+    placements: tuple[Placement, ...]
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Device:
+    """memory_bytes: what embeddings may use. speed: compute relative to the measured hardware (2 is twice as fast)."""
+
+    memory_bytes: int
+    speed: float = 1.0
+    host: str = "host-0"
+
+    def __post_init__(self) -> None:
+        _require(self.memory_bytes > 0, f"a device has memory_bytes {self.memory_bytes}; it needs to be positive")
+        _require(self.speed > 0, f"a device has speed {self.speed}; it needs to be positive, 1 being the measured hardware")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices and how they are joined.
+
+    hardware: the setting's name of a device ("nvidia-h200"); None means whatever the cost model was measured on.
+    Bandwidths in GB/s per device, latency in ms; None means that the cost model's own measurements hold.
+    """
+
+    devices: tuple[Device, ...]
+    hardware: str | None = None
+    within_host_gbps: float | None = None
+    between_hosts_gbps: float | None = None
+    latency_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        _require(len(self.devices) >= 1, "a topology has no devices; it needs at least 1")
+        for name in ("within_host_gbps", "between_hosts_gbps"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"topology has {name} {value}; it needs to be positive")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(d.host for d in self.devices))
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a cost model is valid for. batch is the global batch: what a model-parallel op processes in one step."""
+
+    hardware: str
+    batch: int
+    precision: str = "fp32"
+    optimizer: str = "exact_sgd"
+
+    def __post_init__(self) -> None:
+        _require(bool(self.hardware), "setting has an empty hardware name")
+        _require(self.batch >= 1, f"setting has batch {self.batch}; it needs at least 1 sample")
+        _require(self.precision in PRECISION_BYTES,
+                 f"setting has precision {self.precision!r}; known are {', '.join(PRECISION_BYTES)}")
+        _require(self.optimizer in OPTIMIZERS, f"setting has optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
+
+    def __str__(self) -> str:
+        return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}"
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """reserved_bytes: kept free on every device. unsplit: names of tables that stay whole."""
+
+    reserved_bytes: int = 0
+    unsplit: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unsplit", tuple(self.unsplit))
+        _require(self.reserved_bytes >= 0, f"constraints have reserved_bytes {self.reserved_bytes}; it needs 0 or more")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tables to place on a topology. global_batch: samples of one training step over all devices.
+
+    A table- or column-wise shard looks up the global batch; a replicated one the local batch, global_batch / devices.
+    """
+
+    name: str
+    tables: tuple[Table, ...]
+    topology: Topology
+    global_batch: int
+    optimizer: str = "exact_sgd"
+    constraints: Constraints = Constraints()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", tuple(self.tables))
+        p = f"problem {self.name!r}"
+        _require(len(self.tables) >= 1, f"{p} has no tables; it needs at least 1")
+        _require(self.global_batch >= 1, f"{p} has global_batch {self.global_batch}; it needs at least 1 sample")
+        _require(self.global_batch % len(self.topology) == 0,
+                 f"{p} has global_batch {self.global_batch}, which {len(self.topology)} devices do not divide evenly")
+        _require(self.optimizer in OPTIMIZERS, f"{p} has optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
+        names = [t.name for t in self.tables]
+        twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+        _require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
+        precisions = sorted({t.precision for t in self.tables})
+        _require(len(precisions) == 1, f"{p} mixes weight precisions {precisions}; a setting has one")
+        unknown = sorted(set(self.constraints.unsplit) - set(names))
+        _require(not unknown, f"{p} forbids splitting {unknown[:3]}, which it does not have")
+
+    @property
+    def local_batch(self) -> int:
+        return self.global_batch // len(self.topology)
+
+    def require_setting(self, setting: Setting) -> None:
+        """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
+        own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.tables[0].precision, self.optimizer)
+        if own != setting:
+            raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
+                                  "measure and train one for the problem's setting, or change the problem")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one training step costs, per device, in ms: five tuples of D numbers.
+
+    A device computes, waits for the last one, and transfers; its total is their sum, the step's the largest total.
+    """
+
+    forward_compute_ms: tuple[float, ...]
+    backward_compute_ms: tuple[float, ...]
+    forward_comm_ms: tuple[float, ...]
+    backward_comm_ms: tuple[float, ...]
+    waiting_ms: tuple[float, ...]
+
+    @property
+    def compute_ms(self) -> tuple[float, ...]:
+        return tuple(f + b for f, b in zip(self.forward_compute_ms, self.backward_compute_ms, strict=True))
+
+    @property
+    def device_ms(self) -> tuple[float, ...]:
+        return tuple(map(sum, zip(self.compute_ms, self.forward_comm_ms, self.backward_comm_ms, self.waiting_ms, strict=True)))
+
+    @property
+    def total_ms(self) -> float:
+        return max(self.device_ms)
+
+
+@dataclass(frozen=True)
+class ComputeRequest:
+    """Shards to run as one fused op over `batch` samples."""
+
+    shards: tuple[Shard, ...]
+    batch: int
+
+
+@dataclass(frozen=True)
+class CommRequest:
+    """An all-to-all among len(widths) ranks of pooled outputs: rank d owns widths[d] columns of batch samples.
+
+    start_ms: how much later than the first each rank enters the forward exchange.
+    """
+
+    widths: tuple[int, ...]
+    batch: int
+    start_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one timing, in ms."""
+
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class ComputeSample:
+    """One measured op: forward, and backward with the fused optimizer. error: why there is no timing, or None."""
+
+    id: str
+    setting: Setting
+    request: ComputeRequest
+    forward: Spread | None
+    backward: Spread | None
+    measured_at: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class CommSample:
+    """One measured exchange, per rank: transfer is from the last rank's start to the own end, waiting what lies before."""
+
+    id: str
+    setting: Setting
+    request: CommRequest
+    forward: tuple[Spread, ...] | None
+    backward: tuple[Spread, ...] | None
+    waiting_ms: tuple[float, ...] | None
+    measured_at: float
+    error: str | None = None

@@ -1,0 +1,130 @@
+"""lower: what one training step of a plan does. The one place that knows how a plan executes.
+
+A step, per device: look up (forward), exchange pooled outputs, [dense part], exchange their gradients, update (backward).
+As in TorchRec, shards of a kind run as one fused FBGEMM op with one collective:
+
+  kind         shards                      op runs over    forward           backward
+  COLUMN       all rows, one device        global batch    all-to-all        all-to-all
+  ROW          a row range, one device     global batch    reduce-scatter    all-gather
+  REPLICATED   several devices             local batch     nothing           all-reduce of the dense gradient
+
+Table-wise is COLUMN with one shard. Input ids also travel, but TorchRec's pipeline overlaps that with the previous batch's
+compute, so a step does not wait for it and it is not part of the Workload.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore import memory
+from shardcore.types import OUTPUT_BYTES, Plan, Problem, Shard, ShardCoreError, Topology
+
+COLUMN, ROW, REPLICATED = "column", "row", "replicated"
+KINDS = (COLUMN, ROW, REPLICATED)
+
+
+@dataclass(frozen=True)
+class Op:
+    """Shards that run as one fused FBGEMM op over `batch` samples."""
+
+    kind: str
+    shards: tuple[Shard, ...]
+    batch: int
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes per device and step that enter each collective: float arrays [..., D], leading dimensions for several plans at
+    once. All 0 along D means that the collective does not run.
+
+    all_to_all: pooled outputs of the device's COLUMN shards, global batch × their widths; backward moves as many gradients.
+    reduce_scatter: partial outputs of its ROW shards, global batch × their widths; backward gathers as many.
+    all_reduce: dense gradients of its REPLICATED shards, rows × widths.
+    """
+
+    all_to_all: np.ndarray
+    reduce_scatter: np.ndarray
+    all_reduce: np.ndarray
+
+    @classmethod
+    def of_columns(cls, all_to_all: np.ndarray) -> Traffic:
+        """Traffic of plans that only have COLUMN shards."""
+        all_to_all = np.asarray(all_to_all, dtype=float)
+        return cls(all_to_all, np.zeros_like(all_to_all), np.zeros_like(all_to_all))
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """One step of a plan: per device its ops (D tuples, in the order of KINDS), the traffic [D], the memory in bytes (D)."""
+
+    ops: tuple[tuple[Op, ...], ...]
+    traffic: Traffic
+    memory_bytes: tuple[int, ...]
+    topology: Topology
+    global_batch: int
+
+
+def kind_of(shard: Shard, devices: tuple[int, ...]) -> str:
+    if len(devices) > 1:
+        return REPLICATED
+    return COLUMN if shard.full_rows else ROW
+
+
+def lower(plan: Plan, problem: Problem) -> Workload:
+    """The Workload of a plan. Raises ShardCoreError where the plan does not cover the problem's tables exactly once or names
+    a device that is not there, Infeasible where a device would hold more than it may."""
+    require_cover(plan, problem)
+    memory.require_fits(plan, problem)
+    n_devices = len(problem.topology)
+    groups: dict[tuple[int, str], list[Shard]] = defaultdict(list)
+    for placement in plan.placements:
+        for device in placement.devices:
+            groups[device, kind_of(placement.shard, placement.devices)].append(placement.shard)
+    batch = {COLUMN: problem.global_batch, ROW: problem.global_batch, REPLICATED: problem.local_batch}
+    ops = tuple(
+        tuple(Op(kind, tuple(groups[d, kind]), batch[kind]) for kind in KINDS if groups[d, kind]) for d in range(n_devices)
+    )
+
+    def output_bytes(device: int, kind: str) -> int:
+        return problem.global_batch * OUTPUT_BYTES * sum(s.width for s in groups[device, kind])
+
+    devices = range(n_devices)
+    traffic = Traffic(
+        all_to_all=np.array([output_bytes(d, COLUMN) for d in devices], dtype=float),
+        reduce_scatter=np.array([output_bytes(d, ROW) for d in devices], dtype=float),
+        all_reduce=np.array([OUTPUT_BYTES * sum(s.rows * s.width for s in groups[d, REPLICATED]) for d in devices], dtype=float),
+    )
+    return Workload(ops, traffic, tuple(memory.used_bytes(plan, problem)), problem.topology, problem.global_batch)
+
+
+def require_cover(plan: Plan, problem: Problem) -> None:
+    """Raise ShardCoreError unless every cell of every table is placed exactly once, on devices that exist."""
+    n_devices = len(problem.topology)
+    by_table: dict[str, list[Shard]] = defaultdict(list)
+    known = {t.name: t for t in problem.tables}
+    for placement in plan.placements:
+        shard = placement.shard
+        if known.get(shard.table.name) != shard.table:
+            raise ShardCoreError(f"plan places table {shard.table.name!r}, which problem {problem.name!r} does not have "
+                                 "(or not with this shape and these statistics)")
+        if max(placement.devices) >= n_devices:
+            raise ShardCoreError(f"plan places {shard.label} on device {max(placement.devices)}; "
+                                 f"problem {problem.name!r} has devices 0 to {n_devices - 1}")
+        by_table[shard.table.name].append(shard)
+    for table in problem.tables:
+        shards = by_table[table.name]
+        placed = sum(s.rows * s.width for s in shards)
+        overlap = next(((a, b) for i, a in enumerate(shards) for b in shards[:i] if _overlap(a, b)), None)
+        if overlap:
+            raise ShardCoreError(f"plan places cells twice: {overlap[1].label} and {overlap[0].label}")
+        if placed != table.rows * table.dim:
+            raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}")
+
+
+def _overlap(a: Shard, b: Shard) -> bool:
+    return a.row_lo < b.row_hi and b.row_lo < a.row_hi and a.col_lo < b.col_hi and b.col_lo < a.col_hi

@@ -1,0 +1,107 @@
+"""How good the cost models are on held-out samples, and the sharders on held-out problems."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import get_run_logger, task
+
+from shardcore import dataset, files, report, sampling
+from shardcore.cost import fit, neural
+from shardcore.search import SHARDERS, compare
+from shardcore.search.budget import Budget
+from shardcore.types import ShardCoreError
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Held-out problems to compare the sharders on, drawn as in sampling.ProblemConfig; budget_evals: of the searches."""
+
+    problems: int = 6
+    seed: int = 1
+    devices: int = 4
+    min_tables: int = 10
+    max_tables: int = 60
+    max_dim: int = 128
+    budget_evals: int = 20_000
+
+    def __post_init__(self) -> None:
+        if self.problems < 1 or self.budget_evals < 1:
+            raise ShardCoreError(f"evaluate config {self} needs at least 1 problem and 1 evaluation")
+
+
+@task(task_run_name="evaluate-model")
+def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
+    """Accuracy on the test split: the metrics, and predictions.csv and predictions.png in `out`."""
+    model = neural.load(folder)
+    compute = [s for s in fit.held_out(dataset.read_compute(measurements, model.setting)) if s.error is None]
+    comm = fit.held_out(dataset.read_comm(measurements, model.setting))
+    if not compute:
+        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
+    measured = np.array([s.forward.median_ms + s.backward.median_ms for s in compute])
+    predicted = fit.predict(model, compute)
+    rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5), "predicted_ms": round(float(p), 5)}
+            for s, m, p in zip(compute, measured, predicted, strict=True)]
+    _write_csv(out / "predictions.csv", rows)
+    _write_figure(out / "predictions.png", report.predicted_against_measured(measured, predicted, "held-out groups"))
+    return fit.evaluate(model, compute, comm)
+
+
+@task(task_run_name="compare-sharders")
+def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
+    """Every sharder on the same held-out problems: sharders.csv in `out`, and per sharder the share of problems solved, the cost
+    relative to the best of the others and the seconds, over the problems that all solved."""
+    model, pool = neural.load(folder), files.read_pool(pool_path)
+    shape = sampling.ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
+    rows = []
+    for i in range(config.problems):
+        problem = sampling.problem(pool, i, model.setting.batch, config.seed, shape)
+        outcomes = [compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals)) for name in SHARDERS]
+        rows += [{"problem": problem.name, "tables": len(problem.tables), "algorithm": o.algorithm,
+                  "total_ms": round(o.cost.total_ms, 5) if o.cost else "", "balance": round(compare.balance(o.cost), 4) if o.cost
+                  else "", "seconds": round(o.seconds, 4)} for o in outcomes]
+        get_run_logger().info("problem %d of %d: %s", i + 1, config.problems,
+                              ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost))
+    _write_csv(out / "sharders.csv", rows)
+    return summary(rows)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Flat metrics of sharders.csv; costs are compared on the problems that all solved."""
+    problems = list(dict.fromkeys(r["problem"] for r in rows))
+    cost = {(r["problem"], r["algorithm"]): r["total_ms"] for r in rows}
+    common = [p for p in problems if all(cost[p, a] != "" for a in SHARDERS)]
+    metrics: dict[str, float] = {}
+    for name in SHARDERS:
+        mine = [r for r in rows if r["algorithm"] == name]
+        metrics[f"{name}_solved"] = float(np.mean([r["total_ms"] != "" for r in mine]))
+        metrics[f"{name}_seconds"] = float(np.mean([r["seconds"] for r in mine]))
+        if common:
+            metrics[f"{name}_relative_cost"] = float(np.mean(
+                [cost[p, name] / min(cost[p, a] for a in SHARDERS if a != name) for p in common]))
+    return metrics
+
+
+@task
+def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float]) -> None:
+    files.write_json(out / "metrics.json", {"accuracy": accuracy, "sharders": sharders})
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write_atomic(path, text.getvalue().encode())
+
+
+def _write_figure(path: Path, figure: Any) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    files.write_atomic(path, content.getvalue())

@@ -1,0 +1,11 @@
+"""Where the stages keep their results, relative to the project's folder (DVC runs each stage there)."""
+
+from pathlib import Path
+
+PARAMS = Path("params.yaml")
+POOL = Path("data/pool.json")
+MEASUREMENTS = Path("data/measurements")
+MODEL = Path("data/model")
+EVALUATION = Path("data/evaluation")
+PROBLEMS = Path("problems")
+PLANS = Path("plans")

@@ -1,0 +1,32 @@
+"""DVC from Prefect: rebuild what changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from prefect import get_run_logger, task
+
+from shardcore.types import ShardCoreError
+from tasks import services
+
+STAGES = ("tables", "measure", "train", "evaluate")
+
+
+@task(task_run_name="dvc-repro-{target}")
+def repro(target: str) -> None:
+    """`dvc repro` of a stage and what it depends on, its lines in the run's log; raises ShardCoreError where a stage fails."""
+    if target not in STAGES:
+        raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(STAGES)}")
+    logger = get_run_logger()
+    process = subprocess.Popen([sys.executable, "-m", "dvc", "repro", target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, preexec_fn=services.die_with_parent)
+    reason = ""
+    for line in process.stdout:
+        line = line.rstrip()
+        if line:
+            logger.info("%s", line)
+        if line.lower().startswith("error: ") and not reason:
+            reason = line.split(": ", 1)[1]
+    if process.wait():
+        raise ShardCoreError(reason or f"dvc repro {target} ended with exit code {process.returncode}")

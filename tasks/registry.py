@@ -1,0 +1,92 @@
+"""The MLflow model registry: versions of a cost model, named after its hardware, told apart by the digest of their files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import mlflow
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from shardcore import files
+from shardcore.cost import neural
+from shardcore.types import ShardCoreError
+from tasks import services
+
+CHALLENGER, CHAMPION = "challenger", "champion"
+EXPERIMENT = "shardcore"
+_ARTIFACT = "cost-model"
+DIGEST_TAG = "shardcore.model_digest"
+
+
+def connect() -> mlflow.MlflowClient:
+    """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder); raises ShardCoreError where it does not answer."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    uri = mlflow.get_tracking_uri()
+    if uri.startswith("http"):
+        services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")
+    try:
+        mlflow.set_experiment(EXPERIMENT)
+    except (MlflowException, OSError) as error:
+        raise ShardCoreError(f"MLflow cannot be used at {uri}: {' '.join(str(error).split())[:200]}") from None
+    return mlflow.MlflowClient()
+
+
+def model_name(hardware: str) -> str:
+    return f"shardcore-cost-{hardware}"
+
+
+def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    """The version that an alias points to, or None."""
+    try:
+        return client.get_model_version_by_alias(name, alias)
+    except MlflowException:
+        return None
+
+
+def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
+    """The version that holds a model's files, made on the first call; it becomes challenger."""
+    digest = files.model_digest(folder)
+    name = model_name(neural.load(folder).setting.hardware)
+    existing = [v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest]
+    version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
+    client.set_registered_model_alias(name, CHALLENGER, version.version)
+    return version
+
+
+def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
+    with mlflow.start_run(run_id=run_id, run_name=None if run_id else "register"):
+        info = mlflow.pyfunc.log_model(
+            name=_ARTIFACT,
+            python_model=str(Path(__file__).with_name("served_model.py")),
+            artifacts={"model": str(folder)},
+            code_paths=[str(Path(files.__file__).parent)],
+            pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
+        )
+        return mlflow.register_model(info.model_uri, name, tags=tags)
+
+
+def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:
+    """Load a version's model from its safetensors and JSON; nothing of the registry is run."""
+    with tempfile.TemporaryDirectory() as temporary:
+        path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}", dst_path=temporary)
+        folders = [p.parent for p in Path(path).rglob(files.MODEL_JSON)]
+        if not folders:
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; it was not "
+                                 "registered by ShardCore")
+        return neural.load(folders[0])
+
+
+def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralModel, ModelVersion]:
+    """Raises ShardCoreError where no version is champion."""
+    name = model_name(hardware)
+    version = find(client, name, CHAMPION)
+    if version is None:
+        raise ShardCoreError(f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
+                             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias in MLflow")
+    return download(client, version), version

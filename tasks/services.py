@@ -1,0 +1,116 @@
+"""The services that flows talk to: is there one, does it answer, and a temporary one where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlparse
+
+from shardcore.types import ShardCoreError
+
+_PATIENCE_S = 5.0
+
+
+def require_answer(address: str, what: str) -> None:
+    """Raise ShardCoreError unless something accepts connections at a "scheme://host:port/…" or "host:port" address."""
+    url = urlparse(address if "://" in address else f"tcp://{address}")
+    try:
+        port = url.port or {"https": 443, "http": 80, "ray": 10001}.get(url.scheme)
+        if not url.hostname or port is None:
+            raise OSError("it needs a host and a port")
+        with socket.create_connection((url.hostname, port), timeout=_PATIENCE_S):
+            pass
+    except (OSError, ValueError) as error:
+        raise ShardCoreError(f"{what} does not answer at {address}: {error}; start it, or unset the address to use a "
+                             "local one") from None
+
+
+def require_services() -> None:
+    """Raise ShardCoreError for the first configured address (Prefect, MLflow, Ray) that does not answer."""
+    for variable, what in (("PREFECT_API_URL", "Prefect"), ("MLFLOW_TRACKING_URI", "MLflow"), ("RAY_ADDRESS", "Ray")):
+        address = os.environ.get(variable, "")
+        if address and address not in ("auto", "local") and not address.startswith(("sqlite:", "file:", "postgresql", "mysql")):
+            require_answer(address, f"{what} ({variable})")
+
+
+@contextmanager
+def prefect_server() -> Iterator[str]:
+    """The URL of the Prefect API: PREFECT_API_URL, or a server of our own for as long as the context lasts."""
+    if os.environ.get("PREFECT_API_URL"):
+        yield os.environ["PREFECT_API_URL"]
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/api"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    try:
+        _wait_healthy(f"{url}/health", server)
+        os.environ["PREFECT_API_URL"] = url
+        yield url
+    finally:
+        os.environ.pop("PREFECT_API_URL", None)
+        server.terminate()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise ShardCoreError(f"a Prefect server of our own did not come up at {url} within {timeout_s:.0f} s; "
+                         "`prefect server start` shows why")
+
+
+def die_with_parent() -> None:
+    """End this process when its parent dies, however that dies (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+class _NoTracebackForUserErrors(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], ShardCoreError):
+            record.msg, record.args, record.exc_info = "%s", (str(record.exc_info[1]),), None
+        return True
+
+
+def show_user_errors_plainly() -> None:
+    """What a user can mend is logged as its message, without a traceback."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(f, _NoTracebackForUserErrors) for f in logger.filters):
+            logger.addFilter(_NoTracebackForUserErrors())
+
+
+def run_flow(flow: Callable[[], object]) -> None:
+    """Run a flow as a program: exit code 0, or 1 with one line that says why."""
+    die_with_parent()
+    show_user_errors_plainly()
+    try:
+        require_services()
+        flow()
+    except ShardCoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,37 @@
+"""The Setting that the stages work in."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardcore import dataset
+from shardcore.measure import hardware
+from shardcore.types import Setting, ShardCoreError
+
+
+@dataclass(frozen=True)
+class SettingConfig:
+    """The Setting to measure in. hardware: "auto" is the name of the device at hand."""
+
+    hardware: str = hardware.AUTO
+    batch: int = 2048
+    precision: str = "fp32"
+    optimizer: str = "exact_sgd"
+
+    def setting(self) -> Setting:
+        name = hardware.hardware_name(hardware.detect_device()) if self.hardware == hardware.AUTO else self.hardware
+        return Setting(name, self.batch, self.precision, self.optimizer)
+
+    def of_dataset(self, folder: Path) -> Setting:
+        """The dataset's setting that this asks for; with hardware "auto", one measured on other hardware will do if it is the
+        only one. Raises ShardCoreError where there is none."""
+        found, local = dataset.settings(folder), self.setting()
+        if local in found:
+            return local
+        same = [s for s in found if dataclasses.replace(s, hardware=local.hardware) == local]
+        if self.hardware == hardware.AUTO and len(same) == 1:
+            return same[0]
+        raise ShardCoreError(f"{folder} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; the parameters ask for "
+                             f"({local}): run the measure stage for it, or set `setting` in params.yaml to one of them")

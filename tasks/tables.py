@@ -1,0 +1,37 @@
+"""The pool of tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from prefect import task
+
+from shardcore import files, tables
+from shardcore.types import Table
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """source: "generated" (calibrated to dlrm_datasets), the name of a public list, or the path of a dlrm_datasets file.
+    The rest is for generated pools; dim is what the tables have until a draw gives them another."""
+
+    source: str = "generated"
+    tables: int = 856
+    seed: int = 0
+    dim: int = 64
+
+
+@task
+def make_pool(config: TablesConfig) -> tuple[Table, ...]:
+    if config.source == "generated":
+        return tables.generate_pool(tables.PoolConfig(**{f.name: getattr(config, f.name) for f in fields(config)
+                                                         if f.name != "source"}))
+    if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
+        return tables.dlrm_datasets_pool(config.source, dim=config.dim)
+    return tables.public_pool(config.source)
+
+
+@task
+def write_pool(path: Path, pool: tuple[Table, ...]) -> None:
+    files.write_pool(path, pool)

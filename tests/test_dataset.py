@@ -1,0 +1,68 @@
+import dataclasses
+import time
+
+import pytest
+
+from shardcore import dataset, sampling
+from shardcore.types import CommSample, ComputeSample, Setting, ShardCoreError, Spread
+
+SETTING = Setting("cpu-test", 256)
+SPREAD = Spread(1.0, 0.9, 1.1, 7)
+
+
+def compute_sample(tables, i, error=None, at=1.0):
+    request = sampling.compute_request(tables, i, 256)
+    timing = None if error else SPREAD
+    return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, timing, timing, at, error)
+
+
+def comm_sample(i):
+    request = sampling.comm_request(i, 2, 256)
+    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 2, (SPREAD,) * 2, (0.0, 1.5), time.time())
+
+
+def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    samples = [compute_sample(tables, i) for i in range(6)]
+    dataset.write_compute(tmp_path, samples[:4], pool)
+    dataset.write_compute(tmp_path, samples[2:], pool)
+    comm = [comm_sample(i) for i in range(3)]
+    dataset.write_comm(tmp_path, comm)
+    assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
+    dataset.merge_parts(tmp_path)
+    assert len(list(tmp_path.glob("compute-*.parquet"))) == 1
+    assert dataset.read_compute(tmp_path, SETTING) == sorted(samples, key=lambda s: s.id)
+    assert dataset.read_comm(tmp_path) == sorted(comm, key=lambda s: s.id)
+    assert dataset.read_ids(tmp_path, "compute") == {s.id for s in samples}
+    assert dataset.settings(tmp_path) == [SETTING]
+    assert dataset.read_compute(tmp_path, Setting("other", 256)) == []
+
+
+def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=2.0)], pool)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0, error="out of memory", at=3.0)], pool)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
+    [sample] = dataset.read_compute(tmp_path)
+    assert sample.error is None and sample.measured_at == 2.0
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-9] + b"x" + b[-8:]])
+def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
+    pool = dataset.write_pool(tmp_path, tables)
+    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ShardCoreError, match=path.name):
+        dataset.read_compute(tmp_path)
+
+
+def test_an_id_is_the_setting_and_the_request(tables):
+    request = sampling.compute_request(tables, 3, 256)
+    same = dataset.compute_id(SETTING, sampling.compute_request(tables, 3, 256))
+    assert dataset.compute_id(SETTING, request) == same
+    assert dataset.compute_id(dataclasses.replace(SETTING, batch=512), request) != same
+    assert dataset.compute_id(SETTING, dataclasses.replace(request, batch=128)) != same
+
+
+def test_an_empty_folder_holds_nothing(tmp_path):
+    assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path / "none", "comm") == set()

@@ -1,0 +1,42 @@
+import dataclasses
+
+import pytest
+
+from shardcore import sampling
+from shardcore.sampling import GroupConfig, ProblemConfig
+from shardcore.types import ShardCoreError
+
+
+def test_draws_depend_on_seed_and_index_alone(tables):
+    assert sampling.compute_request(tables, 5, 256, seed=1) == sampling.compute_request(tables, 5, 256, seed=1)
+    assert sampling.compute_request(tables, 5, 256, seed=1) != sampling.compute_request(tables, 5, 256, seed=2)
+    assert sampling.comm_request(4, 3, 256) == sampling.comm_request(4, 3, 256)
+
+
+def test_groups_cover_what_a_search_asks_about(tables):
+    config = GroupConfig(max_shards=30, max_width=256, max_shard_bytes=1 << 20)
+    requests = [sampling.compute_request(tables, i, 256, config=config) for i in range(300)]
+    shards = [s for r in requests for s in r.shards]
+    assert {len(r.shards) for r in requests} >= {1, 30}
+    assert all(s.bytes <= 1 << 20 and s.width % 4 == 0 and s.width <= 256 for s in shards)
+    assert any(s.width not in sampling.DIMS for s in shards) and any(not s.full_rows for s in shards)
+    assert any(len(set(r.shards)) < len(r.shards) for r in requests)
+
+
+def test_exchanges_vary_in_balance_and_skew():
+    requests = [sampling.comm_request(i, 2, 256) for i in range(100)]
+    ratios = [max(r.widths) / max(1, min(r.widths)) for r in requests]
+    assert min(ratios) < 1.1 and max(ratios) > 1.5
+    assert all(min(r.start_ms) == 0 for r in requests) and sum(max(r.start_ms) > 0 for r in requests) == 50
+
+
+def test_problems_are_like_neuroshards(tables):
+    pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
+    for i in range(20):
+        problem = sampling.problem(pool, i, 256, config=ProblemConfig(max_dim=32))
+        assert 10 <= len(problem.tables) <= 50 and len(problem.topology) == 4
+        assert all(t.dim <= 32 and t.pooling > 0 for t in problem.tables)
+    with pytest.raises(ShardCoreError, match="5 tables with lookups"):
+        sampling.problem(tables, 0, 256)
+    with pytest.raises(ShardCoreError, match="no tables"):
+        sampling.compute_request([], 0, 256)
