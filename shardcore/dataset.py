@@ -146,7 +146,9 @@ def read_ids(folder: str | Path, kind: str) -> set[str]:
 
 def merge_parts(folder: str | Path) -> None:
     """Make one part of each kind out of all, dropping none of their samples. Killed in between, both are there, which reads the
-    same; done again on the same samples, it gives the same file."""
+    same; done again on the same samples, it gives the same file. What a killed writer left unfinished is removed."""
+    for unfinished in Path(folder).glob(".*.tmp"):
+        unfinished.unlink()
     for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
         paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
         if len(paths) < 2:

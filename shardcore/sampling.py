@@ -42,7 +42,8 @@ class GroupConfig:
     repeats: float = 0.02
 
 
-def compute_request(pool: Sequence[Table], index: int, batch: int, seed: int = 0, config: GroupConfig | None = None) -> ComputeRequest:
+def compute_request(pool: Sequence[Table], index: int, batch: int, seed: int = 0,
+                    config: GroupConfig | None = None) -> ComputeRequest:
     """Group `index`: 1 to max_shards shards, with replacement, of the pool's tables at random widths (NeuroShard's draw,
     widened to the shards that a search makes)."""
     config = config or GroupConfig()

@@ -1,0 +1,101 @@
+"""The whole pipeline at toy size, through DVC, Prefect, Ray and MLflow as a user runs them."""
+
+import json
+import re
+
+import yaml
+
+from shardcore import dataset, files, store
+
+
+def measured_at(project):
+    return {s.id: s.measured_at for s in dataset.read_compute(project.folder / "data/measurements")}
+
+
+def stages_run(log):
+    return set(re.findall(r"Running stage '(\w+)'", log))
+
+
+def test_refresh_builds_everything_and_says_what_to_look_at(project):
+    log = (project.folder / "log").read_text()
+    assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
+    assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
+    assert len(dataset.read_compute(project.folder / "data/measurements")) == 120
+    metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
+    assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["neuroshard_solved"] == 1
+    for name in ("predictions.csv", "predictions.png", "sharders.csv"):
+        assert (project.folder / "data/evaluation" / name).stat().st_size > 100
+    for i in range(2):
+        plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
+        assert plan.provenance["algorithm"] == "neuroshard" and plan.provenance["model_version"] == "1"
+        assert problem.global_batch == 64
+
+
+def test_the_run_in_mlflow_names_its_data_and_commit(project):
+    client = project.mlflow()
+    [run] = client.search_runs([client.get_experiment_by_name("shardcore").experiment_id], "tags.data_version != ''")
+    lock = yaml.safe_load((project.folder / "dvc.lock").read_text())
+    version = lock["stages"]["measure"]["outs"][0]["md5"]
+    assert run.data.tags["data_version"] == version and re.fullmatch(r"[0-9a-f]{40}", run.data.tags["git_commit"])
+    assert run.inputs.dataset_inputs[0].dataset.digest == version[:36]
+    assert "test_compute_mape" in run.data.metrics and run.data.params["setting_batch"] == "64"
+    assert any(len(client.get_metric_history(run.info.run_id, k)) > 5 for k in run.data.metrics)
+    [model] = client.search_registered_models()
+    assert re.match(r"shardcore-cost-", model.name) and set(model.aliases) == {"challenger", "champion"}
+
+
+def test_a_second_run_has_nothing_to_do(project):
+    log = project.run("dvc", "repro").stdout
+    assert "up to date" in log and not stages_run(log)
+
+
+def test_comment_edits_rerun_exactly_their_stages_and_measure_nothing(project):
+    before = measured_at(project)
+    project.edit("shardcore/measure/kernels.py")
+    log = project.run("dvc", "repro").stdout
+    assert stages_run(log) == {"measure"} and ", 0 of them to measure" in log
+    project.edit("shardcore/search/greedy.py")
+    assert stages_run(project.run("dvc", "repro").stdout) == {"evaluate"}
+    assert measured_at(project) == before
+
+
+def test_more_samples_keep_those_already_measured(project):
+    before = measured_at(project)
+    project.set_params("measure", compute_samples=140)
+    log = project.run("dvc", "repro", "measure").stdout
+    after = measured_at(project)
+    assert ", 20 of them to measure" in log and len(after) == 140
+    assert {k: after[k] for k in before} == before
+
+
+def test_promotion_is_idempotent_and_keeps_the_better_model(project):
+    client = project.mlflow()
+    [model] = client.search_registered_models()
+    assert "champion already" in project.run("flows.promote").stdout
+    assert len(client.search_model_versions(f"name = '{model.name}'")) == 1
+    project.set_params("train", epochs=1)
+    project.run("flows.train")
+    log = project.run("flows.promote").stdout
+    assert re.search(r"version 1 stays champion; challenger 2 lost by \d+\.\d+ points", log), log[-2000:]
+    [model] = client.search_registered_models()
+    assert model.aliases == {"challenger": "2", "champion": "1"}
+
+
+def test_a_champion_set_by_hand_is_what_publish_uses(project):
+    client = project.mlflow()
+    [model] = client.search_registered_models()
+    client.set_registered_model_alias(model.name, "champion", "2")
+    project.run("flows.publish")
+    plan, _ = store.load_plan(project.folder / "plans", "pool-0-00")
+    assert plan.provenance["model_version"] == "2"
+    client.set_registered_model_alias(model.name, "champion", "1")
+
+
+def test_the_library_plans_with_the_same_files_alone(project):
+    arguments = ["problems/draw-0.json", "--model", "data/model", "--budget-evals", "50", "--seed", "3"]
+    for name in ("a", "b"):
+        project.run("shardcore", "plan", *arguments, "--out", f"{name}.json")
+    assert (project.folder / "a.json").read_bytes() == (project.folder / "b.json").read_bytes()
+    priced = project.run("shardcore", "price", "a.json", "--problem", "problems/draw-0.json", "--model", "data/model",
+                         "--out", "cost.json")
+    assert priced.returncode == 0 and files.read_json(project.folder / "cost.json")["total_ms"] > 0

@@ -1,0 +1,158 @@
+"""Streams have the statistics of their table's specification, and the expectations given for them hold."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcore import streams
+from shardcore.types import REUSE_BINS, Reuse, Shard, Table, Zipf
+
+BATCH = 4096
+
+
+def reuse_table(rows_in_bin, batch=BATCH, rows=None, ordered=False, name="t"):
+    """A table with whole rows in each bin, at the bins' mean counts."""
+    n = np.zeros(REUSE_BINS)
+    n[: len(rows_in_bin)] = rows_in_bin
+    lookups = round(float(n @ streams.BIN_MEAN))
+    return Table(name, rows or int(3 * n.sum()), 16, lookups / batch, Reuse(tuple(n / n.sum()), batch), ordered=ordered)
+
+
+@st.composite
+def whole_bins(draw):
+    return draw(st.lists(st.integers(0, 60), min_size=1, max_size=REUSE_BINS).filter(any))
+
+
+@given(whole_bins())
+@settings(max_examples=60, deadline=None)
+def test_reference_counts_are_the_specified_bins(rows_in_bin):
+    table = reuse_table(rows_in_bin)
+    counts = streams.reference_counts(table)
+    assert counts.sum() == streams.lookups(table, BATCH)
+    assert np.all(np.diff(counts) <= 0)
+    assert np.bincount(streams.reuse_bin(counts), minlength=REUSE_BINS)[: len(rows_in_bin)].tolist() == rows_in_bin
+
+
+@given(bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS).filter(lambda b: sum(b) > 0.1),
+       lookups=st.integers(1, 200_000), rows=st.integers(1, 100_000))
+@settings(max_examples=60, deadline=None)
+def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
+    """Also one that the lookups or the rows cannot hold, or that is not of whole rows."""
+    table = Table("t", rows, 16, lookups / BATCH, Reuse(tuple(np.array(bins) / sum(bins)), BATCH))
+    counts = streams.reference_counts(table)
+    assert counts.sum() == lookups
+    assert counts.min() >= 1
+    assert len(counts) <= rows
+
+
+def test_reuse_bin_edges():
+    counts = np.array([1, 2, 3, 4, 5, 8, 9, 32768, 32769, 10**9])
+    assert streams.reuse_bin(counts).tolist() == [0, 1, 2, 2, 3, 3, 4, 15, 16, 16]
+
+
+@given(whole_bins(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=20, deadline=None)
+def test_stream_at_the_reference_batch_has_the_histogram_exactly(rows_in_bin, ordered, seed):
+    table = reuse_table(rows_in_bin[:12] if any(rows_in_bin[:12]) else [1], ordered=ordered)
+    ids, offsets = streams.stream(table, BATCH, seed)
+    assert streams.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-12)
+    assert len(ids) == streams.lookups(table, BATCH) == offsets[-1]
+    assert offsets[0] == 0 and len(offsets) == BATCH + 1 and np.all(np.diff(offsets) >= 0)
+    assert ids.dtype == offsets.dtype == np.int64
+    assert ids.min() >= 0 and ids.max() < table.rows
+
+
+MIXED = [4000, 1500, 1200, 800, 500, 200, 80, 30, 12, 5, 2, 1]
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.1, 0.01])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_smaller_batches_touch_the_expected_rows(keep, ordered):
+    table, batch = reuse_table(MIXED, ordered=ordered), round(BATCH * keep)
+    whole = Shard.whole(table)
+    measured = [len(np.unique(streams.stream(table, batch, seed)[0])) for seed in range(5)]
+    assert np.mean(measured) == pytest.approx(streams.unique_rows(whole, batch), rel=0.04)
+    lookups = np.mean([len(streams.stream(table, batch, seed)[0]) for seed in range(5)])
+    assert lookups == pytest.approx(streams.lookups(table, batch), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [1.3, 2, 3.5])
+def test_larger_batches_have_their_lookups_and_no_new_rows(factor):
+    table, batch = reuse_table(MIXED), round(BATCH * factor)
+    ids, _ = streams.stream(table, batch)
+    assert len(ids) == pytest.approx(streams.lookups(table, batch), rel=0.01)
+    assert len(np.unique(ids)) == streams.unique_rows(Shard.whole(table), batch) == sum(MIXED)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.0, 1.05, 1.5])
+@pytest.mark.parametrize("rows", [7, 1000, 2_000_000])
+def test_zipf_streams_touch_the_expected_rows(alpha, rows):
+    table = Table("z", rows, 16, 8, Zipf(alpha))
+    ids, offsets = streams.stream(table, BATCH, seed=1)
+    assert np.all(np.diff(offsets) == 8)
+    assert ids.min() >= 0 and ids.max() < rows
+    assert len(np.unique(ids)) == pytest.approx(streams.unique_rows(Shard.whole(table), BATCH), rel=0.03, abs=1)
+
+
+def test_zipf_with_fractional_pooling_spreads_over_the_samples():
+    ids, offsets = streams.stream(Table("z", 100, 16, 0.3, Zipf(1.05)), BATCH)
+    assert len(ids) == offsets[-1] == round(0.3 * BATCH)
+    assert set(np.diff(offsets)) >= {0, 1}
+
+
+TABLES = [reuse_table(MIXED), reuse_table(MIXED, ordered=True, name="o"), Table("z", 5000, 16, 4, Zipf(1.05)),
+          Table("y", 5000, 16, 4, Zipf(1.05), ordered=True)]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
+@given(cut=st.floats(0.01, 0.99), batch=st.sampled_from([512, BATCH]))
+@settings(max_examples=8, deadline=None)
+def test_row_ranges_partition_the_stream(table, cut, batch):
+    at = max(1, int(cut * table.rows))
+    low, high = Shard(table, 0, at, 0, table.dim), Shard(table, at, table.rows, 0, table.dim)
+    ids, offsets = streams.stream(table, batch)
+    (low_ids, low_offsets), (high_ids, high_offsets) = (streams.shard_stream(s, batch) for s in (low, high))
+    assert np.array_equal(low_offsets + high_offsets, offsets)
+    assert np.array_equal(np.sort(np.concatenate([low_ids, high_ids + at])), np.sort(ids))
+    assert low_ids.max(initial=0) < low.rows and high_ids.max(initial=0) < high.rows
+    assert streams.access_share(low) + streams.access_share(high) == pytest.approx(1)
+    parts = streams.unique_rows(low, batch) + streams.unique_rows(high, batch)
+    assert parts == pytest.approx(streams.unique_rows(Shard.whole(table), batch), rel=1e-6)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
+def test_a_row_range_serves_its_expected_share(table):
+    shard = Shard(table, 0, table.rows // 4, 0, table.dim)
+    ids, _ = streams.shard_stream(shard, BATCH)
+    share = len(ids) / streams.lookups(table, BATCH)
+    assert share == pytest.approx(streams.access_share(shard), abs=0.06)  # hashed: a few hot rows fall to one side
+    assert len(np.unique(ids)) == pytest.approx(streams.unique_rows(shard, BATCH), rel=0.05)
+    assert streams.access_share(shard) > 0.7 if table.ordered else streams.access_share(shard) == pytest.approx(0.25, abs=0.001)
+
+
+def test_column_shards_see_the_whole_stream():
+    table = TABLES[0]
+    ids, offsets = streams.stream(table, BATCH)
+    part_ids, part_offsets = streams.shard_stream(Shard(table, 0, table.rows, 4, 8), BATCH)
+    assert np.array_equal(ids, part_ids) and np.array_equal(offsets, part_offsets)
+    assert streams.access_share(Shard(table, 0, table.rows, 4, 8)) == 1
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
+def test_streams_follow_from_table_batch_and_seed(table):
+    ids, offsets = streams.stream(table, BATCH, seed=5)
+    again, offsets_again = streams.stream(table, BATCH, seed=5)
+    other, _ = streams.stream(table, BATCH, seed=6)
+    assert np.array_equal(ids, again) and np.array_equal(offsets, offsets_again)
+    assert not np.array_equal(ids, other)
+
+
+def test_empty_tables_have_empty_streams():
+    for access in (Reuse((0.0,) * REUSE_BINS, BATCH), Zipf(1.05)):
+        table = Table("e", 10, 16, 0, access)
+        ids, offsets = streams.stream(table, 64)
+        assert len(ids) == 0 and offsets.tolist() == [0] * 65
+        assert streams.unique_rows(Shard.whole(table), 64) == 0
+        assert streams.reuse_of(ids, 64).bins == (0.0,) * REUSE_BINS
+    assert len(streams.reference_counts(Table("e", 10, 16, 0, Reuse((0.0,) * REUSE_BINS, BATCH)))) == 0
