@@ -6,11 +6,13 @@ or (where a program wrote it) edited by hand is refused by name. Writing goes to
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +58,15 @@ def write_atomic(path: str | Path, content: bytes) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line a row; the columns are those of the first."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue().encode())
 
 
 def read_json(path: str | Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     predicted = fit.predict(model, compute)
     rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5), "predicted_ms": round(float(p), 5)}
             for s, m, p in zip(compute, measured, predicted, strict=True)]
-    _write_csv(out / "predictions.csv", rows)
+    files.write_csv(out / "predictions.csv", rows)
     _write_figure(out / "predictions.png", report.predicted_against_measured(measured, predicted, "held-out groups"))
     return fit.evaluate(model, compute, comm)
 
@@ -68,7 +67,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
                   else "", "seconds": round(o.seconds, 4)} for o in outcomes]
         get_run_logger().info("problem %d of %d: %s", i + 1, config.problems,
                               ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost))
-    _write_csv(out / "sharders.csv", rows)
+    files.write_csv(out / "sharders.csv", rows)
     return summary(rows)
 
 
@@ -91,14 +90,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 @task
 def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float]) -> None:
     files.write_json(out / "metrics.json", {"accuracy": accuracy, "sharders": sharders})
-
-
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    files.write_atomic(path, text.getvalue().encode())
 
 
 def _write_figure(path: Path, figure: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,21 +91,29 @@ class Exchange:
         return self._rank.measure(requests)
 
 
-def missing_compute(pool: Sequence[Table], setting: Setting, config: MeasureConfig, folder: Path) -> list[ComputeRequest]:
-    """The requests of this configuration that the dataset does not hold yet."""
-    known = dataset.read_ids(folder, "compute")
-    live = [t for t in pool if t.pooling > 0] or list(pool)
-    wanted = {}
-    for i in range(config.compute_samples):
-        request = sampling.compute_request(live, i, setting.batch, config.seed, config.groups())
-        wanted[dataset.compute_id(setting, request)] = request
-    return [r for k, r in wanted.items() if k not in known]
+def wanted_compute(pool: Sequence[Table], setting: Setting, config: MeasureConfig) -> dict[str, ComputeRequest]:
+    """The first compute_samples different groups of the seed's draws, by id."""
+    live = [t for t in pool if t.pooling > 0]
+    if not live:
+        raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
+    return _first_different(config.compute_samples, lambda r: dataset.compute_id(setting, r), lambda i: sampling.compute_request(
+        live, i, setting.batch, config.seed, config.groups()))
 
 
-def missing_comm(setting: Setting, ranks: int, config: MeasureConfig, folder: Path) -> list[CommRequest]:
-    known = dataset.read_ids(folder, "comm")
-    requests = [sampling.comm_request(i, ranks, setting.batch, config.seed) for i in range(config.comm_samples)]
-    return [r for r in requests if dataset.comm_id(setting, r) not in known]
+def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CommRequest]:
+    """The first comm_samples different exchanges of the seed's draws, by id."""
+    return _first_different(config.comm_samples, lambda r: dataset.comm_id(setting, r),
+                            lambda i: sampling.comm_request(i, ranks, setting.batch, config.seed))
+
+
+def _first_different(n: int, id_of: Callable[[Any], str], draw: Callable[[int], Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for i in range(10 * n):  # a tiny pool may not have n different ones
+        if len(found) == n:
+            break
+        request = draw(i)
+        found.setdefault(id_of(request), request)
+    return found
 
 
 def n_devices(config: MeasureConfig) -> int:
@@ -119,7 +127,8 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     """Measure the groups that the dataset lacks, on all devices; the number measured."""
     device = hardware.detect_device()
     pool = files.read_pool(pool_path)
-    requests = missing_compute(pool, setting, config, folder)
+    known = dataset.read_ids(folder, "compute")
+    requests = [r for k, r in wanted_compute(pool, setting, config).items() if k not in known]
     get_run_logger().info("%d compute samples wanted, %d of them to measure", config.compute_samples, len(requests))
     if not requests:
         return 0
@@ -155,7 +164,7 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
                     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                         ray.kill(actors[slot])
                         actors[slot] = new_actor(slot)
-                        reason = "hung" if ref in late else f"killed its actor: {' '.join(str(error).split())[:200]}"
+                        reason = "hung" if ref in late else f"killed its actor: {_reason(error)}"
                         if len(chunk) > 1:
                             waiting.extend([r] for r in chunk)
                             continue
@@ -178,10 +187,15 @@ def _all_ready(calls: list[Any]) -> None:
     try:
         ray.get(calls, timeout=300)
     except ray.exceptions.RayActorError as error:
-        raise ShardCoreError(f"a measuring actor cannot start: {' '.join(str(error).split())[-300:]}") from None
+        raise ShardCoreError(f"a measuring actor cannot start: {_reason(error)}") from None
     except ray.exceptions.GetTimeoutError:
         raise ShardCoreError(f"{len(calls)} measuring actors found no free device in 300 s; the cluster has "
                              f"{ray.cluster_resources()}; set measure.devices lower") from None
+
+
+def _reason(error: Exception) -> str:
+    """Why an actor failed, in one line, without Ray's frames."""
+    return " ".join(str(error).split("ShardCoreError: ")[-1].split())[-300:]
 
 
 def _failed(setting: Setting, request: ComputeRequest, reason: str) -> ComputeSample:
@@ -198,7 +212,8 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
     device = hardware.detect_device()
     with ray_cluster():
         ranks = config.ranks or max(2, n_devices(config))
-        requests = missing_comm(setting, ranks, config, folder)
+        known = dataset.read_ids(folder, "comm")
+        requests = [r for k, r in wanted_comm(setting, ranks, config).items() if k not in known]
         if not requests:
             return 0
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
@@ -236,7 +251,7 @@ def _get_all(calls: list[Any], timeout_s: float) -> list[list[collectives.RankTi
         try:
             ray.get(done)
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            raise ShardCoreError(f"a rank of the exchange failed: {' '.join(str(error).split())[-300:]}; "
+            raise ShardCoreError(f"a rank of the exchange failed: {_reason(error)}; "
                                  "what was measured before is kept") from None
     return ray.get(calls)
 

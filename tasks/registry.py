@@ -25,6 +25,7 @@ DIGEST_TAG = "shardcore.model_digest"
 def connect() -> mlflow.MlflowClient:
     """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder); raises ShardCoreError where it does not answer."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     uri = mlflow.get_tracking_uri()

@@ -61,7 +61,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig
         _log_curves(client, run.info.run_id, trained.curves)
         _log_figures(model, held_out[0], trained.curves)
         neural.save(model, folder)
-        files.write_json(folder.parent / "curves.json", trained.curves)
+        files.write_csv(folder.parent / "curves.csv", trained.curves)
         mlflow.set_tag(registry.DIGEST_TAG, files.model_digest(folder))
     return metrics
 

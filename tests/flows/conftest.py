@@ -55,8 +55,8 @@ class Project:
 
 
 def copy_project(folder: Path, api: str, home: Path) -> Project:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.split():
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in listed.split():
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)

@@ -13,7 +13,8 @@ from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.types import ComputeRequest, Setting, Shard, Table, Zipf
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, precision=0.2, min_repeats=3, max_repeats=5, interleave=4)
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -43,7 +44,8 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
     for shard, place in zip(shards, places, strict=True):
         weights = before[place:place + shard.rows * shard.width].view(shard.rows, shard.width)
         ids, offsets = streams.shard_stream(shard, 256)
-        expected.append(torch.nn.functional.embedding_bag(torch.from_numpy(ids), weights, torch.from_numpy(offsets[:-1]), mode="sum"))
+        ids, offsets = torch.from_numpy(ids), torch.from_numpy(offsets[:-1])
+        expected.append(torch.nn.functional.embedding_bag(ids, weights, offsets, mode="sum"))
     torch.testing.assert_close(output.detach().cpu(), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
     output.backward(run.gradient)
     after = bench._arena.detach().cpu()

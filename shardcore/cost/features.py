@@ -1,0 +1,43 @@
+"""What a shard costs an FBGEMM op, as numbers: additive drivers of time, and the conditions under which they act.
+
+Shapes: N shards, K drivers, C conditions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from shardcore import streams
+from shardcore.types import PRECISION_BYTES, Shard
+
+DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells")
+"""What an op does for a shard, each adding up over the shards of a group: one table set up; `bags` offsets read (one a sample)
+and output_cells = batch × width written; lookups ids read and lookup_cells = lookups × width summed (backward: gradients
+applied); unique_rows and unique_cells = unique_rows × width that memory has to deliver."""
+
+CONDITIONS = ("width", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows", "bytes", "batch")
+"""What changes the price of the drivers, as natural logarithms: pooling = lookups per sample in the shard's rows; unique_share =
+unique rows per lookup; unique_bytes (what a batch touches) and bytes (all weights) against the reach of caches and TLB."""
+
+
+def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
+    rows = np.array([_features(s, batch) for s in shards], dtype=float).reshape(-1, len(DRIVERS) + len(CONDITIONS))
+    return rows[:, : len(DRIVERS)], rows[:, len(DRIVERS) :]
+
+
+@lru_cache(maxsize=1 << 17)
+def _features(shard: Shard, batch: int) -> tuple[float, ...]:
+    width, unique = shard.width, streams.unique_rows(shard, batch)
+    pooling = shard.table.pooling * streams.access_share(shard)
+    lookups = pooling * batch
+    unique_bytes = unique * width * PRECISION_BYTES[shard.table.precision]
+    additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
+    # The offsets keep the logarithms finite for shards that no lookup hits.
+    unique_share = (unique + 1) / (lookups + 1)
+    conditions = (width, pooling + 0.1, unique_share, unique + 1, unique_bytes + 1, shard.rows, shard.bytes, batch)
+    return (*additive, *map(math.log, conditions))

@@ -1,0 +1,184 @@
+"""NeuralModel: the trained cost model: its predictions, its files, and where it has not been measured.
+
+Shapes: N shards, G groups, D devices; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardcore import files, streams
+from shardcore.cost import features, nets
+from shardcore.cost.model import CommCost
+from shardcore.memory import gib
+from shardcore.types import Setting, Shard, ShardCoreError, Topology
+from shardcore.workload import ROW, Traffic, Workload
+
+
+@dataclass(frozen=True, eq=False)
+class NeuralModel:
+    """A CostModel with the formulas of nets.py. weights: their arrays. meta: JSON; what it was trained on (`ranges`: smallest and
+    largest of each quantity of QUANTITIES measured, `samples`: how many), how (`config`), how good it is on its validation
+    split (`metrics`), and what the trainer adds (`provenance`)."""
+
+    setting: Setting
+    weights: Mapping[str, np.ndarray]
+    meta: Mapping[str, Any]
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        """[N, 3]: count, forward ms, backward ms of each shard in an op over `batch` samples (None: the setting's)."""
+        return nets.encode(self.weights, *features.features(shards, batch or self.setting.batch))
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        """[...] ms, forward + backward, of groups from their summed encodings [..., 3]; 0 for an empty group."""
+        sums = np.asarray(sums, dtype=float)
+        return self.weights["launch"].sum() * np.minimum(sums[..., 0], 1.0) + sums[..., 1] + sums[..., 2]
+
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[...] the share of forward in a group's ms; 0 for an empty group."""
+        both = nets.parts(self.weights, np.asarray(sums, dtype=float))
+        total = both.sum(-1)
+        return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
+
+        A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one.
+        Reduce-scatter and all-gather are priced as the all-to-all that moves the same bytes, the all-reduce as nets.ring_ms,
+        until they are measured.
+        """
+        forward, backward = (
+            nets.exchange_ms(self.weights, traffic.all_to_all, topology, way)
+            + nets.exchange_ms(self.weights, traffic.reduce_scatter, topology, way) for way in (False, True))
+        backward = backward + nets.ring_ms(self.weights, traffic.all_reduce, topology)
+        ready = np.asarray(compute_ms, dtype=float) + backward
+        meets = (traffic.all_to_all + traffic.reduce_scatter + traffic.all_reduce).sum(-1, keepdims=True) > 0
+        waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
+        return CommCost(forward, backward, waiting)
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+_NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITIONS), "exchange_terms": list(nets.EXCHANGE_TERMS)}
+
+
+def save(model: NeuralModel, folder: str | Path) -> None:
+    """Write model.json and weights.safetensors."""
+    files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}, model.weights)
+
+
+def load(folder: str | Path) -> NeuralModel:
+    """Read what `save` wrote, bit for bit. Raises ShardCoreError where a file is missing, cut short or edited, or was trained on
+    other features than this ShardCore's."""
+    meta, weights = files.read_model(folder)
+    setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
+    for what, names in _NAMES.items():
+        found = meta.pop(what, None)
+        if found != names:
+            raise ShardCoreError(f"model in {folder} was trained on {what} {found}; this ShardCore computes {names}: train again")
+    return NeuralModel(setting, weights, meta)
+
+
+# --- the measured range ------------------------------------------------------------------------------------------------
+
+SLACK = 1.1
+"""A size counts as measured up to a tenth beyond the range."""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that a training range has. phrase and both ends complete "NAME <phrase VALUE>; <end> measured LIMIT"."""
+
+    phrase: str
+    upper: str = "largest"
+    lower: str = ""
+    show: Callable[[float], str] = _number
+    slack: float = SLACK
+
+
+QUANTITIES = {
+    "shard_bytes": Quantity("is {}", show=gib),
+    "shard_rows": Quantity("has {} rows", "most"),
+    "shard_width": Quantity("is {} columns wide", "widest", "narrowest"),
+    "shard_pooling": Quantity("has {} lookups a sample", "most"),
+    "op_shards": Quantity("runs {} shards in one op", "most"),
+    "op_bytes": Quantity("holds {} in one op", show=gib),
+    "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
+    "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
+    "exchange_bytes": Quantity("exchanges {} of pooled outputs", show=gib),
+}
+
+
+def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]:
+    """The values of QUANTITIES that one op has; shard_* has one per shard."""
+    return {
+        "shard_bytes": [s.bytes for s in shards],
+        "shard_rows": [s.rows for s in shards],
+        "shard_width": [s.width for s in shards],
+        "shard_pooling": [s.table.pooling * streams.access_share(s) for s in shards],
+        "op_shards": [len(shards)],
+        "op_bytes": [sum(s.bytes for s in shards)],
+        "op_batch": [batch],
+    }
+
+
+def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
+    """Sentences that name what of a workload lies beyond what the model was trained on (the worst of each kind, and how many
+    more); empty where nothing does."""
+    found: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
+    for device, ops in enumerate(workload.ops):
+        for op in ops:
+            for name, values in op_quantities(op.shards, op.batch).items():
+                of_shard = name.startswith("shard_")
+                named = [_name(s) for s in op.shards] if of_shard else [f"device {device}"]
+                found[name] += zip(named, values, strict=True)
+    if len(workload.topology) > 1:
+        found["devices"].append(("the topology", len(workload.topology)))
+        found["exchange_bytes"] += ((f"device {d}", b) for d, b in enumerate(workload.traffic.all_to_all))
+    sentences = [s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))]
+    return sentences + list(_unmeasured(workload))
+
+
+def _name(shard: Shard) -> str:
+    return f"table {shard.table.name!r}" if shard == Shard.whole(shard.table) else f"shard {shard.label}"
+
+
+def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None) -> Iterable[str]:
+    quantity = QUANTITIES[name]
+    if measured is None:
+        return
+    low, high = measured
+    above = sorted({(v, n) for n, v in values if v > high * quantity.slack}, reverse=True)
+    below = sorted({(v, n) for n, v in values if v < low / quantity.slack}) if quantity.lower else []
+    for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
+        if side:
+            value, owner = side[0]
+            more = f" (and {len(side) - 1} more)" if len(side) > 1 else ""
+            yield f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; {end} measured {quantity.show(limit)}"
+
+
+def _unmeasured(workload: Workload) -> Iterable[str]:
+    topology, traffic = workload.topology, workload.traffic
+    given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
+             if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms") and getattr(topology, f.name) is not None]
+    if given and len(topology) > 1:
+        yield f"the topology gives {', '.join(given)}: its links are taken from there, not measured"
+    elif len(topology.hosts) > 1:
+        yield f"{len(topology.hosts)} hosts; links between hosts count as those measured within one"
+    if any(op.kind == ROW for ops in workload.ops for op in ops):
+        yield "row-wise shards: their reduce-scatter is priced as an all-to-all, not measured"
+    if traffic.all_reduce.any():
+        yield "replicated shards: their all-reduce is priced as a ring over the all-to-all's links, not measured"
+    slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
+    if slow_or_fast:
+        yield f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the measured hardware"

@@ -1,0 +1,35 @@
+"""Search: from a Problem and a CostModel to a Plan.
+
+    plan = SHARDERS["neuroshard"](problem, model, seed=0, budget=Budget(evals=10_000))
+
+Every sharder has this form. It raises Infeasible, naming what does not fit and by how much, and SettingMismatch where the
+model is for another setting. With the same seed, and a budget in evals or none, it returns the same plan. Its plans are
+consolidated (see `pieces`) and carry their algorithm, seed and predicted cost as provenance.
+
+Every sharder begins with `feasible_pieces`: also the table-wise ones cut a table that no device can hold.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shardcore.cost.model import CostModel
+from shardcore.search import greedy, neuroshard
+from shardcore.search.budget import Budget
+from shardcore.types import Plan, Problem
+
+__all__ = ["SHARDERS", "Budget", "Sharder"]
+
+
+class Sharder(Protocol):
+    def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
+
+
+SHARDERS: dict[str, Sharder] = {
+    "random": greedy.random,
+    "size_greedy": greedy.size_greedy,
+    "dim_greedy": greedy.dim_greedy,
+    "lookup_greedy": greedy.lookup_greedy,
+    "size_lookup_greedy": greedy.size_lookup_greedy,
+    "neuroshard": neuroshard.neuroshard,
+}

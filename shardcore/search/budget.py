@@ -1,0 +1,41 @@
+"""Budget: how long a search may go on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from shardcore.types import ShardCoreError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """evals: complete plans priced; seconds: wall time; None: no limit. A search returns its best plan so far when either is
+    used up, and always one, however small the budget. Only a budget in evals makes a run repeatable."""
+
+    evals: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("evals", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ShardCoreError(f"budget has {name} {value}; it needs to be positive, or None for no limit")
+
+    def start(self) -> Meter:
+        return Meter(self, time.monotonic())
+
+
+@dataclass
+class Meter:
+    """What one run has used of its budget."""
+
+    budget: Budget
+    started_s: float
+    evals: int = 0
+
+    def affordable(self, wanted: int, evals_each: int) -> int:
+        """How many of `wanted` units of work, at evals_each evaluations, are still within the budget."""
+        if self.budget.seconds is not None and time.monotonic() - self.started_s >= self.budget.seconds:
+            return 0
+        return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))

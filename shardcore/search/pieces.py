@@ -1,0 +1,97 @@
+"""Pieces: how tables are cut for a search, and how its result becomes a plan.
+
+A piece is a Shard that a search places on one device. The columns of a row range are exchangeable: what a device does
+depends on how many it holds, not on which. So pieces of one row range that meet on a device count as one shard, everywhere:
+in the memory they take, in what they cost, and in the plan. (TorchRec's fused kernel fails on two shards of unequal width of
+one table on one rank, so this is a must, not only a saving.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardcore.cost.model import CostModel, price
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.workload import lower
+
+RowRange = tuple[Table, int, int]
+
+
+def row_range(shard: Shard) -> RowRange:
+    """The key of shards whose columns may be exchanged: table, row_lo, row_hi."""
+    return shard.table, shard.row_lo, shard.row_hi
+
+
+def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
+    """The left and right half, in multiples of MIN_WIDTH (12 columns make 4 and 8); None where it cannot be cut."""
+    middle = shard.col_lo + shard.width // (2 * MIN_WIDTH) * MIN_WIDTH
+    if middle == shard.col_lo:
+        return None
+    return replace(shard, col_hi=middle), replace(shard, col_lo=middle)
+
+
+def halve_rows(shard: Shard) -> tuple[Shard, Shard] | None:
+    """The upper and lower half; None for a single row."""
+    middle = shard.row_lo + shard.rows // 2
+    if middle == shard.row_lo:
+        return None
+    return replace(shard, row_hi=middle), replace(shard, row_lo=middle)
+
+
+def column_runs(shards: Iterable[Shard]) -> list[Shard]:
+    """Neighbours within a row range joined: the rectangles whose columns may be exchanged."""
+    runs: list[Shard] = []
+    for shard in sorted(shards, key=_position):
+        if runs and row_range(runs[-1]) == row_range(shard) and runs[-1].col_hi == shard.col_lo:
+            runs[-1] = replace(runs[-1], col_hi=shard.col_hi)
+        else:
+            runs.append(shard)
+    return runs
+
+
+def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """The same plan in canonical form: one shard per row range and device, columns dealt out in the order of the devices,
+    sorted by table name, rows and columns.
+
+    Every device (every set of devices, for replicas) keeps the number of columns it had. Cells that were placed twice or not
+    at all stay so, for `lower` to refuse. Where the columns of a row range have a gap, a device may keep a shard on each side.
+    """
+    groups: dict[RowRange, list[Placement]] = defaultdict(list)
+    for placement in placements:
+        groups[row_range(placement.shard)].append(placement)
+    result = []
+    for group in groups.values():
+        widths: dict[tuple[int, ...], int] = defaultdict(int)
+        for placement in group:
+            widths[tuple(sorted(placement.devices))] += placement.shard.width
+        result += _deal(column_runs(p.shard for p in group), sorted(widths.items()))
+    return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
+
+
+def _deal(runs: list[Shard], widths: list[tuple[tuple[int, ...], int]]) -> Iterator[Placement]:
+    """Give each owner its number of columns from the runs, from the left."""
+    waiting = iter(runs)
+    run = next(waiting)
+    for devices, width in widths:
+        while width:
+            taken = min(width, run.width)
+            yield Placement(replace(run, col_hi=run.col_lo + taken), devices)
+            width -= taken
+            run = replace(run, col_lo=run.col_lo + taken) if taken < run.width else next(waiting, run)
+
+
+def _position(shard: Shard) -> tuple[str, int, int, int, int]:
+    return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
+
+
+def to_plan(pieces: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+    """The consolidated plan that puts pieces[i] on devices[i], with its provenance and its own predicted cost.
+
+    Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
+    """
+    plan = Plan(consolidate(Placement(s, (int(d),)) for s, d in zip(pieces, devices, strict=True)))
+    predicted_ms = price(lower(plan, problem), model).total_ms
+    return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

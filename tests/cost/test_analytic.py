@@ -1,0 +1,111 @@
+"""AnalyticModel against hand-worked numbers, and what any CostModel has to be."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import group_costs, price
+from shardcore.streams import unique_rows
+from shardcore.types import Device, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.workload import Traffic, lower
+
+MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1, update_gbps=0.5,
+                      exchange_latency_ms=0.25, exchange_gbps=2)
+TABLE = Table("t", 500, 8, 2.0, Zipf(1.0))
+
+
+def test_compute_adds_up():
+    whole = Shard.whole(TABLE)
+    # 10 us + 1 us + 2,000 lookups × 100 ns + 64,000 bytes at 1 GB/s + unique rows × 32 bytes at 0.5 GB/s
+    expected = 0.010 + 0.001 + 0.2 + 0.064 + unique_rows(whole, 1000) * 32 / 0.5e6
+    assert group_costs([[whole]], MODEL)[0] == pytest.approx(expected)
+    np.testing.assert_allclose(MODEL.encode([whole]), [[1, 2000, 64_000, unique_rows(whole, 1000) * 32]])
+    np.testing.assert_allclose(MODEL.encode([whole], 500)[0, :3], [1, 1000, 32_000])
+
+
+def test_parts_of_a_table_share_its_load():
+    left, right = Shard(TABLE, 0, 500, 0, 4), Shard(TABLE, 0, 500, 4, 8)
+    upper, lower_ = Shard(TABLE, 0, 100, 0, 8), Shard(TABLE, 100, 500, 0, 8)
+    whole, columns, rows = MODEL.encode([Shard.whole(TABLE)])[0], MODEL.encode([left, right]), MODEL.encode([upper, lower_])
+    np.testing.assert_allclose(columns.sum(0), whole * [2, 2, 1, 1])  # both look up every id
+    np.testing.assert_allclose(rows.sum(0), whole * [2, 1, 1, 1])
+    assert rows[1, 1] == pytest.approx(4 * rows[0, 1])
+
+
+def test_nothing_costs_nothing():
+    np.testing.assert_array_equal(MODEL.head(np.zeros((3, 4))), 0)
+    assert MODEL.encode([]).shape == (0, 4)
+    idle = Shard.whole(Table("idle", 5, 4, 0.0))
+    assert group_costs([[idle], []], MODEL) == pytest.approx([0.011, 0])  # it still takes its part of a launch
+
+
+@given(sums=st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=2, max_size=2))
+def test_monotone_and_fusing_never_costs_more(sums):
+    a, b = (np.array([np.rint(s[0]), *s[1:]]) for s in sums)
+    one, other, both = MODEL.head(np.array([a, b, a + b]))
+    assert max(one, other) <= both * (1 + 1e-12) and both <= (one + other) * (1 + 1e-12)
+
+
+def test_fusing_pays_one_launch():
+    shards = [Shard.whole(Table(f"t{i}", 500, 8, 2.0)) for i in range(5)]
+    assert sum(group_costs([[s] for s in shards], MODEL)) - group_costs([shards], MODEL)[0] == pytest.approx(4 * 0.010)
+
+
+def topology(n: int, **fields) -> Topology:
+    return Topology((Device(2**30),) * n, **fields)
+
+
+def test_transfer_is_latency_and_the_busiest_devices_bytes():
+    # Device 0 sends 3 of its 4 MB, which takes 1.5 ms at 2 GB/s; all wait for it.
+    cost = MODEL.comm(Traffic.of_columns(np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]), topology(4))
+    np.testing.assert_allclose(cost.forward_ms, [1.75] * 4)
+    np.testing.assert_allclose(cost.backward_ms, [1.75] * 4)
+    np.testing.assert_allclose(cost.waiting_ms, [2, 0, 3, 1])
+
+
+def test_the_topologys_own_links_go_first():
+    traffic, compute = Traffic.of_columns(np.full(4, 4e6)), np.zeros(4)
+    hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"), within_host_gbps=10, between_hosts_gbps=1, latency_ms=0.0)
+    np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)  # 2 of 4 MB leave the host, 1 GB/s
+    one_host = topology(4, within_host_gbps=3.0, latency_ms=1.0)
+    np.testing.assert_allclose(MODEL.comm(traffic, compute, one_host).forward_ms, [2.0] * 4)
+
+
+def test_each_collective_runs_only_where_it_has_bytes():
+    none, some = np.zeros(2), np.array([2e6, 2e6])  # 1 MB leaves each device: 0.25 + 0.5 ms
+    compute = np.zeros(2)
+    rows = MODEL.comm(Traffic(some, some, none), compute, topology(2))
+    np.testing.assert_allclose([rows.forward_ms[0], rows.backward_ms[0]], [1.5, 1.5])
+    replicas = MODEL.comm(Traffic(none, none, some), compute, topology(2))
+    np.testing.assert_allclose([replicas.forward_ms[0], replicas.backward_ms[0]], [0, 1.5])
+    alone = MODEL.comm(Traffic.of_columns(np.array([5e6])), np.array([1.0]), topology(1))
+    assert alone.total_ms == [0]
+
+
+def test_many_plans_at_once_are_the_same_plans_one_by_one():
+    rng = np.random.default_rng(0)
+    loads, compute = rng.uniform(0, 1e6, (3, 2, 4)), rng.uniform(0, 2, (3, 2, 4))
+    loads[0, 0] = 0
+    together = MODEL.comm(Traffic.of_columns(loads), compute, topology(4)).total_ms
+    for i in np.ndindex(3, 2):
+        np.testing.assert_allclose(together[i], MODEL.comm(Traffic.of_columns(loads[i]), compute[i], topology(4)).total_ms)
+
+
+def test_price_of_a_plan():
+    other = Table("o", 100, 4, 1.0)
+    problem = Problem("p", (TABLE, other), Topology((Device(2**30), Device(2**30, speed=2.0))), 1000)
+    plan = Plan((Placement(Shard.whole(TABLE), (0,)), Placement(Shard.whole(other), (1,))))
+    cost = price(lower(plan, problem), MODEL)
+    single = group_costs([[Shard.whole(TABLE)], [Shard.whole(other)]], MODEL)
+    transfer_ms = 0.25 + 1000 * 8 * 4 / 2 / 2e6
+    assert cost.compute_ms == pytest.approx([single[0], single[1] / 2])
+    assert cost.waiting_ms == pytest.approx([0, single[0] - single[1] / 2])
+    assert cost.total_ms == pytest.approx(single[0] + 2 * transfer_ms)
+
+
+@pytest.mark.parametrize("wrong", [{"launch_us": -1}, {"exchange_gbps": 0}])
+def test_constants_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ShardCoreError, match=f"{next(iter(wrong))} .*need"):
+        AnalyticModel(Setting("made-up", 1000), **wrong)

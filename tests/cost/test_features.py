@@ -1,0 +1,55 @@
+"""Features follow from what a shard makes an op do."""
+
+import numpy as np
+import pytest
+
+from shardcore.cost.features import CONDITIONS, DRIVERS, features
+from shardcore.types import Reuse, Shard, Table, Zipf
+
+TABLE = Table("t", 10_000, 64, 5.0, Zipf(0.9))
+
+
+def drivers(shard: Shard, batch: int = 256) -> dict[str, float]:
+    return dict(zip(DRIVERS, features([shard], batch)[0][0], strict=True))
+
+
+def test_by_hand():
+    uniform = Table("u", 10**6, 8, 2.0, Zipf(0.0))
+    found = drivers(Shard.whole(uniform), 100)
+    assert found.pop("unique_rows") == pytest.approx(200, rel=1e-3)
+    assert found.pop("unique_cells") == pytest.approx(1600, rel=1e-3)
+    assert found == {"shards": 1, "bags": 100, "output_cells": 800, "lookups": 200, "lookup_cells": 1600}
+    conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
+    assert conditions["width"] == pytest.approx(np.log(8))
+    assert conditions["bytes"] == pytest.approx(np.log(32e6))
+
+
+def test_column_halves_share_the_cells_and_repeat_the_lookups():
+    whole, half = drivers(Shard.whole(TABLE)), drivers(Shard(TABLE, 0, TABLE.rows, 0, 32))
+    assert half["lookup_cells"] == whole["lookup_cells"] / 2
+    assert half["unique_cells"] == whole["unique_cells"] / 2
+    assert half["lookups"] == whole["lookups"]
+
+
+def test_row_halves_share_the_lookups():
+    whole = drivers(Shard.whole(TABLE))
+    halves = [drivers(Shard(TABLE, lo, lo + 5000, 0, 64)) for lo in (0, 5000)]
+    for name in ("lookups", "lookup_cells", "unique_rows", "unique_cells"):
+        assert sum(h[name] for h in halves) == pytest.approx(whole[name])
+
+
+def test_a_larger_batch_repeats_rows():
+    small, large = drivers(Shard.whole(TABLE), 256), drivers(Shard.whole(TABLE), 512)
+    assert large["lookups"] == 2 * small["lookups"]
+    assert small["unique_rows"] < large["unique_rows"] < 2 * small["unique_rows"]
+
+
+def test_a_table_that_is_never_accessed_has_finite_features():
+    empty = Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256))
+    found, conditions = features([Shard.whole(empty)], 256)
+    assert found[0, DRIVERS.index("lookups")] == found[0, DRIVERS.index("unique_rows")] == 0
+    assert np.isfinite(conditions).all()
+
+
+def test_no_shards():
+    assert [x.shape for x in features([], 256)] == [(0, len(DRIVERS)), (0, len(CONDITIONS))]

@@ -1,0 +1,223 @@
+"""What a search relies on: monotone, 0 for nothing, order-free, any number of devices, files that are what was saved."""
+
+import json
+
+import numpy as np
+import pytest
+from laws import SETTING, cache_law, compute_samples, pool
+
+from shardcore.cost import neural
+from shardcore.cost.model import group_costs
+from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.workload import Traffic, lower
+
+GIB = 1 << 30
+
+
+def topology(n: int, **links) -> Topology:
+    return Topology((Device(64 * GIB),) * n, **links)
+
+
+# --- compute
+
+
+def test_adding_a_shard_never_lowers_a_cost(model):
+    rng = np.random.default_rng(0)
+    odd = [Table("huge", 10**9, 256, 500.0), Table("never", 10, 4, 0.0), Table("one", 1, 4, 1.0, Zipf(0.0))]
+    shards = [Shard.whole(t) for t in [*pool(), *odd]]
+    groups = [[shards[i] for i in rng.integers(0, len(shards), rng.integers(0, 20))] for _ in range(2000)]
+    more = [[*g, shards[rng.integers(len(shards))]] for g in groups]
+    before, after = group_costs(groups, model), group_costs(more, model)
+    assert (after >= before).all() and (after > 0).all() and np.isfinite(after).all()
+
+
+def test_empty_group_costs_nothing(model):
+    assert group_costs([[]], model).tolist() == [0.0]
+    assert model.head(np.zeros((3, 3))).tolist() == [0.0] * 3
+    assert model.forward_share(np.zeros((1, 3))).tolist() == [0.0]
+
+
+def test_order_does_not_matter(model):
+    shards = [Shard.whole(t) for t in pool()]
+    assert group_costs([shards], model) == pytest.approx(group_costs([shards[::-1]], model), rel=1e-12)
+
+
+def test_sums_can_be_kept_by_adding_and_subtracting(model):
+    codes = model.encode([Shard.whole(t) for t in pool()])
+    assert model.head(codes[:10].sum(0) - codes[3] + codes[20]) == pytest.approx(
+        model.head(codes[[0, 1, 2, 4, 5, 6, 7, 8, 9, 20]].sum(0)))
+
+
+def test_fusing_pays(model):
+    shards = [Shard.whole(t) for t in pool()[:5]]
+    assert group_costs([shards], model)[0] < group_costs([[s] for s in shards], model).sum()
+
+
+def test_forward_share_is_that_of_the_law(model):
+    for sample in compute_samples(cache_law, 10):
+        sums = model.encode(sample.request.shards, sample.request.batch).sum(0, keepdims=True)
+        forward, backward = cache_law(sample.request.shards, sample.request.batch)
+        assert model.forward_share(sums)[0] == pytest.approx(forward / (forward + backward), abs=0.1)
+
+
+def test_batch_defaults_to_the_settings(model):
+    shards = [Shard.whole(pool()[0])]
+    assert np.array_equal(model.encode(shards), model.encode(shards, SETTING.batch))
+    assert model.head(model.encode(shards, 64).sum(0)) < model.head(model.encode(shards).sum(0))
+
+
+def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
+    one, ten = (Shard.whole(Table("far", 10**9, 64, p, Zipf(0.5))) for p in (1e3, 1e4))
+    a, b = group_costs([[one], [ten]], model)
+    assert 5 < b / a < 10.1
+
+
+# --- communication
+
+
+def test_permuting_devices_permutes_costs(model):
+    rng = np.random.default_rng(0)
+    owned, compute, order = rng.random(6) * 1e6, rng.random(6), rng.permutation(6)
+    traffic = Traffic(owned, owned[::-1].copy(), np.full(6, 1e5))
+    permuted = Traffic(*(x[order] for x in (traffic.all_to_all, traffic.reduce_scatter, traffic.all_reduce)))
+    a, b = model.comm(traffic, compute, topology(6)), model.comm(permuted, compute[order], topology(6))
+    for name in ("forward_ms", "backward_ms", "waiting_ms"):
+        assert getattr(b, name) == pytest.approx(getattr(a, name)[order])
+
+
+def test_several_plans_at_once(model):
+    rng = np.random.default_rng(1)
+    owned, compute = rng.random((2, 5, 4)) * 1e6, rng.random((2, 5, 4))
+    owned[1, 2] = 0
+    links = topology(4, within_host_gbps=10.0)
+    for where in (topology(4), links):
+        together = model.comm(Traffic.of_columns(owned), compute, where)
+        alone = model.comm(Traffic.of_columns(owned[0, 3]), compute[0, 3], where)
+        assert together.total_ms.shape == (2, 5, 4)
+        assert together.total_ms[0, 3] == pytest.approx(alone.total_ms)
+        assert not together.total_ms[1, 2].any()
+
+
+def test_waiting_ends_when_the_last_is_ready(model):
+    compute = np.array([1.0, 5.0, 2.0])
+    cost = model.comm(Traffic.of_columns(np.array([3e5, 1e5, 2e5])), compute, topology(3))
+    ready = compute + cost.backward_ms + cost.waiting_ms
+    assert ready == pytest.approx(np.full(3, ready[0]))
+    assert cost.waiting_ms.min() == 0
+
+
+def test_one_device_exchanges_nothing(model):
+    cost = model.comm(Traffic(*(np.array([1e6]),) * 3), np.array([4.0]), topology(1))
+    assert cost.total_ms.tolist() == [0.0]
+
+
+def test_more_bytes_never_take_less(model):
+    owned = np.array([1e5, 2e5, 3e5, 0.0])
+    before = model.comm(Traffic.of_columns(owned), np.zeros(4), topology(4))
+    after = model.comm(Traffic.of_columns(owned + [0, 0, 0, 5e5]), np.zeros(4), topology(4))
+    assert (after.forward_ms >= before.forward_ms).all() and (after.backward_ms >= before.backward_ms).all()
+
+
+def test_links_that_the_topology_gives():
+    hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
+    links = Topology(hosts, within_host_gbps=100.0, between_hosts_gbps=10.0, latency_ms=0.5)
+    model = neural.NeuralModel(SETTING, {"exchange_forward": np.full(5, 7.0), "exchange_backward": np.full(5, 7.0)}, {})
+    cost = model.comm(Traffic.of_columns(np.full(4, 4e6)), np.zeros(4), links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
+    assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))
+    reduced = model.comm(Traffic(np.zeros(4), np.zeros(4), np.full(4, 4e6)), np.zeros(4), links)
+    assert reduced.backward_ms == pytest.approx(np.full(4, 0.5 + 6 / 10))  # 2 · 3/4 of 4 MB at 10 GB/s
+    assert not reduced.forward_ms.any()
+    one_host = Topology(hosts[:2], within_host_gbps=100.0, latency_ms=0.5)
+    cost = model.comm(Traffic.of_columns(np.array([2e6, 0.0])), np.zeros(2), one_host)
+    assert cost.forward_ms == pytest.approx([0.51, 0.51])
+
+
+# --- files
+
+
+def test_saved_and_loaded_bit_for_bit(model, tmp_path):
+    neural.save(model, tmp_path / "m")
+    again = neural.load(tmp_path / "m")
+    assert again.setting == model.setting and again.meta == model.meta
+    assert again.weights.keys() == model.weights.keys()
+    assert all(np.array_equal(again.weights[k], model.weights[k]) for k in model.weights)
+    shards = [Shard.whole(t) for t in pool()]
+    assert np.array_equal(group_costs([shards], again), group_costs([shards], model))
+
+
+def test_saving_twice_gives_the_same_files(model, tmp_path):
+    for name in ("a", "b"):
+        neural.save(model, tmp_path / name)
+    for name in ("model.json", "weights.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_damaged_files_are_refused(model, tmp_path):
+    neural.save(model, tmp_path)
+    weights, text = (tmp_path / "weights.safetensors").read_bytes(), (tmp_path / "model.json").read_text()
+    (tmp_path / "weights.safetensors").write_bytes(weights[:-8])
+    with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest"):
+        neural.load(tmp_path)
+    (tmp_path / "weights.safetensors").write_bytes(weights)
+    (tmp_path / "model.json").write_text(text.replace('"batch": 256', '"batch": 512'))
+    with pytest.raises(ShardCoreError, match="edited"):
+        neural.load(tmp_path)
+    (tmp_path / "model.json").write_text(text[: len(text) // 2])
+    with pytest.raises(ShardCoreError, match="not whole JSON"):
+        neural.load(tmp_path)
+    with pytest.raises(ShardCoreError, match="cannot read"):
+        neural.load(tmp_path / "nowhere")
+
+
+def test_a_model_of_other_features_is_refused(model, tmp_path):
+    from shardcore import files
+
+    neural.save(model, tmp_path)
+    meta, weights = files.read_model(tmp_path)
+    body = {k: v for k, v in meta.items() if k != "schema"}
+    files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
+    with pytest.raises(ShardCoreError, match=r"was trained on drivers \['lookups'\]; .*train again"):
+        neural.load(tmp_path)
+
+
+def test_meta_says_what_was_measured(model):
+    assert model.meta["ranges"]["op_batch"] == [64.0, 256.0]
+    assert model.meta["ranges"]["devices"] == [2.0, 4.0]
+    assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == 240
+    assert model.meta["metrics"]["compute_mape"] > 0
+    json.dumps(dict(model.meta), allow_nan=False)
+
+
+# --- the measured range
+
+
+def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:
+    problem = Problem("p", tables, topology(n_devices, **links), 256)
+    return neural.out_of_range(model, lower(Plan(tuple(placements)), problem))
+
+
+def test_nothing_to_say_within_the_range(model):
+    tables = tuple(pool()[:8])
+    assert beyond(model, tables, 4, [Placement(Shard.whole(t), (i % 4,)) for i, t in enumerate(tables)]) == []
+
+
+def test_what_lies_beyond_the_range_is_named(model):
+    tables = (Table("c00", 2 * 10**7, 128, 300.0), Table("c01", 10**7, 128, 1.0))
+    said = beyond(model, tables, 8, [Placement(Shard.whole(t), (i,)) for i, t in enumerate(tables)])
+    largest = model.meta["ranges"]["shard_bytes"][1] / 2**20
+    assert f"table 'c00' is 9.5 GiB (and 1 more); largest measured {largest:.1f} MiB" in said
+    assert any(s.startswith("table 'c00' has 20,000,000 rows (and 1 more); most measured") for s in said)
+    assert "table 'c01' is 128 columns wide (and 1 more); widest measured 64" in said
+    assert any(s.startswith("table 'c00' has 300 lookups a sample; most measured") for s in said)
+    assert "the topology has 8 devices; most measured 4" in said
+
+
+def test_collectives_and_batches_never_measured_are_named(model):
+    table = pool()[0]
+    half = table.rows // 2
+    rows = [Placement(Shard(table, lo, hi, 0, table.dim), (d,)) for d, (lo, hi) in enumerate(((0, half), (half, table.rows)))]
+    assert any("reduce-scatter" in s for s in beyond(model, (table,), 2, rows))
+    said = beyond(model, (table,), 8, [Placement(Shard.whole(table), tuple(range(8)))], within_host_gbps=5.0)
+    assert any("all-reduce" in s for s in said)
+    assert any("an op over 32 samples (and 7 more); smallest measured 64" in s for s in said)
+    assert any("within_host_gbps 5" in s for s in said)

@@ -1,0 +1,260 @@
+"""One suite for every entry of SHARDERS: what a plan has to be, whoever made it."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.memory import free_bytes, shard_bytes
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.pieces import consolidate
+from shardcore.types import (
+    MIN_WIDTH,
+    Constraints,
+    Device,
+    Infeasible,
+    Placement,
+    Plan,
+    Problem,
+    Setting,
+    SettingMismatch,
+    Shard,
+    ShardCoreError,
+    Table,
+    Topology,
+    Zipf,
+)
+from shardcore.workload import lower
+
+BATCH = 48  # 1, 2, 3 and 4 devices divide it
+every_sharder = pytest.mark.parametrize("name", SHARDERS)
+
+
+def model_for(problem: Problem) -> AnalyticModel:
+    setting = Setting("made-up", problem.global_batch, problem.tables[0].precision, problem.optimizer)
+    # A slow network and a short launch, so that balance of compute and of communication both matter at this size.
+    return AnalyticModel(setting, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001, exchange_gbps=1)
+
+
+def draw_tables(rng: np.random.Generator, n: int, dims=(4, 8, 12, 16, 32)) -> tuple[Table, ...]:
+    return tuple(Table(f"t{i}", int(rng.integers(1, 400)), int(rng.choice(dims)), float(rng.choice([0, 1, 2.5, 10, 30])),
+                       Zipf(float(rng.uniform(0, 1.5)))) for i in range(n))
+
+
+def draw_problem(seed: int, n_tables: int, memory: list[int], speeds: list[float] | None = None, **fields) -> Problem:
+    rng = np.random.default_rng(seed)
+    devices = tuple(Device(m, s) for m, s in zip(memory, speeds or [1.0] * len(memory), strict=True))
+    return Problem(f"drawn-{seed}", draw_tables(rng, n_tables), Topology(devices), BATCH, **fields)
+
+
+def with_slack(seed: int, n_devices: int, slack: float, **fields) -> Problem:
+    """Devices that hold the tables' bytes × slack together."""
+    loose = draw_problem(seed, 12, [1] * n_devices, **fields)
+    needed = sum(shard_bytes(Shard.whole(t), BATCH, loose.optimizer) for t in loose.tables)
+    return replace(loose, topology=Topology((Device(int(needed * slack / n_devices)),) * n_devices))
+
+
+HUGE = Table("huge", 5000, 64, 20.0)
+DEEP = Table("deep", 200_000, 4, 3.0)
+SMALL = tuple(Table(f"small{i}", 50 + i, 8, 2.0) for i in range(5))
+MIB = 2**20
+CASES = {
+    "one device": draw_problem(0, 8, [64 * MIB]),
+    "one table": Problem("one", (SMALL[0],), Topology((Device(MIB),) * 4), BATCH),
+    "more devices than tables": draw_problem(1, 2, [MIB] * 4),
+    "unequal memory": draw_problem(2, 15, [MIB // 2, MIB, 3 * MIB]),
+    "unequal speed": draw_problem(3, 15, [MIB] * 3, [1.0, 2.0, 0.5]),
+    "tight memory": with_slack(4, 4, 1.05),
+    "adagrad, tight": with_slack(5, 3, 1.08, optimizer="rowwise_adagrad"),
+    "a full device": draw_problem(6, 6, [2000, MIB]),
+    "all empty": Problem("empty", tuple(replace(t, pooling=0.0) for t in SMALL), Topology((Device(MIB),) * 2), BATCH),
+    "a table to cut": Problem("cut", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 2),) * 3), BATCH),
+    "rows to cut": Problem("rows", (DEEP, *SMALL), Topology((Device(DEEP.bytes // 2),) * 3), BATCH),
+    "rows and columns to cut": Problem("both", (replace(HUGE, rows=50_000), *SMALL), Topology((Device(700_000),) * 24), BATCH),
+    "unsplit": replace(with_slack(7, 3, 1.3), constraints=Constraints(unsplit=("t0", "t3", "t7"))),
+    "all unsplit": replace(with_slack(8, 3, 1.4), constraints=Constraints(unsplit=tuple(f"t{i}" for i in range(12)))),
+    "reserved": replace(draw_problem(9, 10, [MIB] * 2), constraints=Constraints(reserved_bytes=MIB // 2)),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def check_plan(plan: Plan, problem: Problem) -> None:
+    """What every plan has to be. Cells are counted here one by one where the tables are small, apart from `lower`."""
+    workload = lower(plan, problem)
+    for table in problem.tables:
+        if table.rows * table.dim <= 50_000:
+            cells = np.zeros((table.rows, table.dim), dtype=int)
+            for p in plan.placements:
+                if p.shard.table == table:
+                    cells[p.shard.row_lo:p.shard.row_hi, p.shard.col_lo:p.shard.col_hi] += 1
+            assert (cells == 1).all(), f"cells of {table.name} are placed {set(cells.flat)} times"
+    assert all(used <= free or used == 0 for used, free in zip(workload.memory_bytes, free_bytes(problem), strict=True))
+    together = Counter((p.shard.table.name, p.shard.row_lo, d) for p in plan.placements for d in p.devices)
+    assert max(together.values()) == 1, f"several column shards of one table on one device: {together.most_common(1)}"
+    assert plan.placements == consolidate(plan.placements)
+    split = {p.shard.table.name for p in plan.placements if p.shard != Shard.whole(p.shard.table)}
+    assert not split & set(problem.constraints.unsplit)
+
+
+def solve(name: str, problem: Problem, **arguments) -> Plan:
+    return SHARDERS[name](problem, model_for(problem), **arguments)
+
+
+@every_sharder
+@every_case
+def test_plan_is_valid_and_says_where_it_comes_from(name, case):
+    problem = CASES[case]
+    plan = solve(name, problem, seed=3)
+    check_plan(plan, problem)
+    assert (plan.provenance["algorithm"], plan.provenance["seed"]) == (name, 3)
+    json.dumps(plan.provenance, allow_nan=False)
+    assert plan.provenance["predicted_ms"] == price(lower(plan, problem), model_for(problem)).total_ms
+
+
+@every_sharder
+@pytest.mark.parametrize("case", ["unequal memory", "tight memory", "rows to cut"])
+def test_same_seed_same_plan(name, case):
+    problem, budget = CASES[case], Budget(evals=200)
+    first, second = (solve(name, problem, seed=5, budget=budget) for _ in range(2))
+    assert first == second and first.provenance == second.provenance
+
+
+@every_sharder
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), n_tables=st.integers(1, 9), n_devices=st.sampled_from([1, 2, 3, 4]), whole=st.booleans(),
+       optimizer=st.sampled_from(["exact_sgd", "rowwise_adagrad"]))
+def test_a_problem_with_a_hidden_plan_gets_one(name, seed, n_tables, n_devices, whole, optimizer):
+    """Devices hold exactly what some table-wise plan puts on them, to the byte."""
+    rng = np.random.default_rng(seed)
+    tables = draw_tables(rng, n_tables)
+    memory = np.ones(n_devices, dtype=int)
+    for table in tables:
+        memory[rng.integers(n_devices)] += shard_bytes(Shard.whole(table), BATCH, optimizer)
+    devices = tuple(Device(int(m) - 1 or 1, float(rng.choice([0.5, 1, 2]))) for m in memory)
+    unsplit = tuple(t.name for t in tables) if whole else ()
+    problem = Problem("hidden", tables, Topology(devices), BATCH, optimizer, Constraints(unsplit=unsplit))
+    check_plan(solve(name, problem, seed=seed, budget=Budget(evals=300)), problem)
+
+
+@every_sharder
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), n_devices=st.sampled_from([2, 3, 4]), slack=st.floats(1.02, 2.0))
+def test_little_slack_is_enough_where_tables_may_be_cut(name, seed, n_devices, slack):
+    problem = with_slack(seed, n_devices, slack)
+    try:
+        check_plan(solve(name, problem, seed=seed, budget=Budget(evals=300)), problem)
+    except Infeasible:
+        # Four columns of the largest table, or its outputs when rows are cut, may be more than the slack.
+        grain = max(8 * BATCH * t.dim for t in problem.tables) + max(shard_bytes(Shard(t, 0, t.rows, 0, 4), BATCH, "exact_sgd")
+                                                                     for t in problem.tables)
+        spare = sum(free_bytes(problem)) - sum(shard_bytes(Shard.whole(t), BATCH, "exact_sgd") for t in problem.tables)
+        assert spare < n_devices * grain
+
+
+def column_plans(problem: Problem):
+    """Every plan of column shards, up to which columns a device holds: all ways to deal each table's units to the devices."""
+    n_devices = len(problem.topology)
+    ways = [list(combinations_with_replacement(range(n_devices), t.dim // MIN_WIDTH)) for t in problem.tables]
+    for choice in product(*ways):
+        yield Plan(consolidate(
+            Placement(Shard(t, 0, t.rows, MIN_WIDTH * i, MIN_WIDTH * (i + 1)), (d,))
+            for t, dealt in zip(problem.tables, choice, strict=True) for i, d in enumerate(dealt)))
+
+
+def tiny_problem(seed: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    speeds = [1.0, 1.0] if seed % 2 else [1.0, 2.0]
+    return Problem("tiny", draw_tables(rng, 4, dims=(4, 8, 16)), Topology(tuple(Device(MIB, s) for s in speeds)), BATCH)
+
+
+@pytest.fixture(scope="module")
+def optima():
+    problems = [tiny_problem(seed) for seed in range(6)]
+    return [(p, min(price(lower(plan, p), model_for(p)).total_ms for plan in column_plans(p))) for p in problems]
+
+
+@every_sharder
+def test_never_better_than_brute_force(name, optima):
+    ratios = [solve(name, p).provenance["predicted_ms"] / optimum for p, optimum in optima]
+    assert min(ratios) >= 1 - 1e-9
+    if name == "neuroshard":
+        assert np.mean(ratios) < 1.10, ratios
+
+
+NOTHING_FITS = {
+    "sum": (Problem("sum", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 4),) * 3), BATCH),
+            ["'sum'", "6 tables take 1.3 MiB", "3 devices may hold 0.9 MiB", "0.4 MiB too little",
+             "more per device", "more devices"]),
+    "unsplit": (Problem("whole", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 2),) * 4), BATCH,
+                        constraints=Constraints(unsplit=("huge",))),
+                ["'huge'", "must stay whole", "1.2 MiB", "0.6 MiB", "more per device"]),
+    "side by side": (Problem("pigeons", tuple(Table(f"p{i}", 1000, 32, 1.0) for i in range(3)), Topology((Device(240_000),) * 2),
+                             96, constraints=Constraints(unsplit=("p0", "p1", "p2"))),
+                     ["'p0'", "'p1'", "'p2'", "must stay whole", "do not fit side by side", "every assignment", "more per device",
+                      "1 more device like"]),
+    "outputs": (Problem("batch", SMALL[:1], Topology((Device(19 * MIB // 10),) * 4), 2**16),
+                ["one row of 4 columns of table 'small0'", "with its outputs", "2.0 MiB", "1.9 MiB", "more per device"]),
+    "no memory left": (Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,
+                               constraints=Constraints(reserved_bytes=2 * MIB)),
+                 ["0 bytes", "too little", "more per device"]),
+}
+
+
+@every_sharder
+@pytest.mark.parametrize("case", NOTHING_FITS)
+def test_infeasible_names_what_does_not_fit_and_what_would_help(name, case):
+    problem, words = NOTHING_FITS[case]
+    with pytest.raises(Infeasible) as error:
+        solve(name, problem)
+    for word in words:
+        assert word in str(error.value)
+
+
+@every_sharder
+def test_a_problem_for_another_setting_is_refused(name):
+    problem = CASES["one device"]
+    with pytest.raises(SettingMismatch, match="batch 48.*batch 96"):
+        SHARDERS[name](problem, AnalyticModel(Setting("made-up", 96)))
+
+
+def without_a_table(plan: Plan) -> Plan:
+    return Plan(plan.placements[1:])
+
+
+def with_a_table_twice(plan: Plan) -> Plan:
+    return Plan(consolidate([*plan.placements, plan.placements[0]]))
+
+
+def with_the_halves_of_a_table_on_one_device(plan: Plan) -> Plan:
+    first = next(p for p in plan.placements if p.shard.width > MIN_WIDTH)
+    halves = [replace(first, shard=replace(first.shard, col_hi=first.shard.col_lo + MIN_WIDTH)),
+              replace(first, shard=replace(first.shard, col_lo=first.shard.col_lo + MIN_WIDTH))]
+    return Plan((*halves, *(p for p in plan.placements if p != first)))
+
+
+def on_a_device_that_is_not_there(plan: Plan) -> Plan:
+    return Plan((replace(plan.placements[0], devices=(99,)), *plan.placements[1:]))
+
+
+def all_on_the_first_device(plan: Plan) -> Plan:
+    return Plan(consolidate(replace(p, devices=(0,)) for p in plan.placements))
+
+
+@pytest.mark.parametrize("spoil", [without_a_table, with_a_table_twice, with_the_halves_of_a_table_on_one_device,
+                                   on_a_device_that_is_not_there, all_on_the_first_device])
+def test_the_suite_itself_catches_a_broken_sharder(spoil, monkeypatch):
+    def broken(problem, model, *, seed=0, budget=None):
+        return replace(spoil(sound(problem, model, seed=seed)), provenance={"algorithm": "broken", "seed": seed})
+
+    sound = SHARDERS["size_greedy"]
+    monkeypatch.setitem(SHARDERS, "broken", broken)
+    with pytest.raises((AssertionError, ShardCoreError)):
+        test_plan_is_valid_and_says_where_it_comes_from("broken", "tight memory")
+    check_plan(sound(CASES["tight memory"], model_for(CASES["tight memory"])), CASES["tight memory"])

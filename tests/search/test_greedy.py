@@ -1,0 +1,169 @@
+"""The baselines' rules, the cuts before them and the packing behind them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.memory import shard_bytes
+from shardcore.search import SHARDERS
+from shardcore.search.feasible import feasible_pieces
+from shardcore.search.packing import best_fit, pack
+from shardcore.search.pieces import column_runs, consolidate, halve_columns, halve_rows
+from shardcore.search.room import Room
+from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
+from shardcore.workload import require_cover
+
+BATCH = 48  # 2, 3, 4 and 24 devices divide it
+MIB = 2**20
+
+
+def problem_of(tables, memory=(MIB, MIB), speeds=None, **fields) -> Problem:
+    devices = tuple(Device(m, s) for m, s in zip(memory, speeds or [1.0] * len(memory), strict=True))
+    return Problem("p", tuple(tables), Topology(devices), BATCH, **fields)
+
+
+def device_of(name: str, problem: Problem, seed: int = 0) -> dict[str, int]:
+    """Each table's device, of a plan that cuts none."""
+    plan = SHARDERS[name](problem, AnalyticModel(Setting("made-up", BATCH)), seed=seed)
+    return {p.shard.table.name: p.devices[0] for p in plan.placements}
+
+
+# Each table leads one measure: wide the columns, long the bytes, busy the lookups; busy has the fewest rows.
+WIDE, LONG = Table("wide", 100, 64, 1.0), Table("long", 4000, 4, 5.0)
+BUSY, REST = Table("busy", 10, 8, 50.0), Table("rest", 20, 8, 6.0)
+
+
+@pytest.mark.parametrize("name, first, others", [
+    ("size_greedy", "long", {"wide", "busy", "rest"}),  # 16,000 cells against 6,400 + 80 + 160
+    ("dim_greedy", "wide", {"long", "busy", "rest"}),  # 64 columns against 4 + 8 + 8
+    ("lookup_greedy", "busy", {"wide", "long", "rest"}),  # 400 elements a sample against 64 + 20 + 48
+    ("size_lookup_greedy", "busy", {"wide", "long", "rest"}),  # 400 against 128 + 72 + 62
+])
+def test_each_greedy_balances_its_own_measure(name, first, others):
+    devices = device_of(name, problem_of([WIDE, LONG, BUSY, REST]))
+    assert {devices[o] for o in others} == {1 - devices[first]}
+
+
+def test_size_lookup_weighs_rows_by_their_logarithm():
+    # Lookups 50 | 20 + 20; times the logarithm 80 + 50 | 80.
+    problem = problem_of([Table("flat", 10, 4, 12.5), Table("deep0", 10**4, 4, 5.0), Table("deep1", 10**4, 4, 5.0)])
+    by_lookups, by_both = device_of("lookup_greedy", problem), device_of("size_lookup_greedy", problem)
+    assert by_lookups["deep0"] == by_lookups["deep1"] != by_lookups["flat"]
+    assert by_both["deep0"] != by_both["deep1"]
+
+
+def test_a_fast_device_takes_more():
+    tables = [Table(f"t{i}", 100, 8, 4.0) for i in range(12)]
+    devices = list(device_of("dim_greedy", problem_of(tables, speeds=[1.0, 2.0])).values())
+    assert devices.count(1) == 8
+
+
+def test_random_uses_its_seed_and_every_device():
+    problem = problem_of([Table(f"t{i}", 100, 8, 4.0) for i in range(30)], memory=(MIB,) * 3)
+    plans = [device_of("random", problem, seed) for seed in range(3)]
+    assert plans[0] != plans[1] != plans[2] and set(plans[0].values()) == {0, 1, 2}
+    assert device_of("random", problem, 1) == plans[1]
+
+
+def test_fit_halves_columns_then_rows_and_nothing_that_fits():
+    wide, deep, small = Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0), Table("small", 10, 8, 1.0)
+    outputs = 2 * BATCH * 4  # per column
+    problem = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs, 10**6, 10**6))
+    assert feasible_pieces(problem) == [Shard.whole(t) for t in problem.tables]
+    tight = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs,) * 24)
+    pieces = feasible_pieces(tight)
+    assert [(p.width, p.rows) for p in pieces if p.table == wide] == [(12, 1000), (12, 1000)]
+    assert {p.rows for p in pieces if p.table == deep} == {3125} and {p.width for p in pieces if p.table == deep} == {4}
+    assert Shard.whole(small) in pieces
+
+
+def test_halves_are_multiples_of_four_columns():
+    shard = Shard.whole(Table("t", 5, 12, 1.0))
+    assert [h.width for h in halve_columns(shard)] == [4, 8]
+    assert halve_columns(replace(shard, col_hi=4)) is None
+    assert [h.rows for h in halve_rows(shard)] == [2, 3]
+    assert halve_rows(replace(shard, row_hi=1)) is None
+
+
+@given(data=st.data(), rows_cut=st.booleans())
+def test_consolidate_keeps_columns_per_device_and_covers_the_table(data, rows_cut):
+    table = Table("t", 10, 64, 1.0)
+    ranges = [(0, 4), (4, 10)] if rows_cut else [(0, 10)]
+    placements = []
+    for low, high in ranges:
+        edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 15)))), 64]
+        for a, b in zip(edges, edges[1:], strict=False):
+            placements.append(Placement(Shard(table, low, high, a, b), (data.draw(st.integers(0, 3)),)))
+    shuffled = data.draw(st.permutations(placements))
+    result = consolidate(shuffled)
+
+    def columns(ps):
+        return {(d, lo): sum(p.shard.width for p in ps if (p.devices, p.shard.row_lo) == ((d,), lo))
+                for d in range(4) for lo, _ in ranges}
+
+    assert columns(result) == columns(placements)
+    assert len(result) == sum(n > 0 for n in columns(placements).values())
+    assert consolidate(result) == result
+    require_cover(Plan(result), problem_of([table], memory=(MIB,) * 4))
+
+
+def test_consolidate_keeps_replicas_and_does_not_hide_faults():
+    table = Table("t", 10, 16, 1.0)
+    left, right = halve_columns(Shard.whole(table))
+    mixed = consolidate([Placement(right, (1, 0)), Placement(left, (1,))])
+    assert {(p.devices, p.shard.width) for p in mixed} == {((0, 1), 8), ((1,), 8)}
+    for wrong in ([Placement(left, (0,))], [Placement(Shard.whole(table), (0,)), Placement(right, (1,))]):
+        with pytest.raises(ValueError, match="plan places"):
+            require_cover(Plan(consolidate(wrong)), problem_of([table]))
+
+
+def test_column_runs_joins_neighbours_only():
+    table = Table("t", 10, 16, 1.0)
+    a, b, c = (Shard(table, 0, 10, lo, hi) for lo, hi in ((0, 4), (4, 8), (12, 16)))
+    assert column_runs([c, b, a]) == [Shard(table, 0, 10, 0, 8), c]
+    steps = [Shard(table, 0, 5, 0, 8), Shard(table, 5, 10, 8, 16)]
+    assert column_runs(steps) == steps
+
+
+def test_best_fit_goes_back_where_the_first_choice_was_wrong():
+    # Best fit puts 6 beside nothing, then 5 and 4: only 6 + 4 and 5 + 5 fill both devices.
+    devices, certain = best_fit([6, 5, 5, 4], [10, 10], nodes=100)
+    assert certain and sorted(np.bincount(devices, weights=[6, 5, 5, 4])) == [10, 10]
+    assert best_fit([6, 6, 6], [10, 10], nodes=100) == (None, True)
+    assert best_fit([6, 5, 5, 4], [10, 10], nodes=2) == (None, False)
+    assert best_fit([], [10], nodes=5) == ([], True)
+
+
+def test_columns_that_join_others_of_their_table_bring_no_optimizer_state():
+    problem = problem_of([Table("t", 1000, 16, 1.0)], optimizer="rowwise_adagrad")
+    left, right = halve_columns(Shard.whole(problem.tables[0]))
+    room = Room(problem)
+    room.put(left, 1)
+    assert list(room.extra_bytes(right)) == [32_000 + 4_000 + 2 * BATCH * 32, 32_000 + 2 * BATCH * 32]
+    room.put(right, 1)
+    assert MIB - room.left[1] == shard_bytes(Shard.whole(problem.tables[0]), BATCH, "rowwise_adagrad")
+
+
+def test_packing_cuts_where_whole_tables_leave_gaps():
+    tables = [Table(f"t{i}", 1000, 16, 1.0) for i in range(3)]
+    each = shard_bytes(Shard.whole(tables[0]), BATCH, "exact_sgd")
+    problem = problem_of(tables, memory=(3 * each // 2,) * 2)
+    packing = pack(problem, [3 * each // 2] * 2)
+    assert sorted(p.width for p in packing.pieces) == [8, 8, 16, 16]
+    plan = SHARDERS["size_greedy"](problem, AnalyticModel(Setting("made-up", BATCH)))
+    assert plan.provenance["packed"] and len(plan.placements) == 4
+    kept = replace(problem, constraints=Constraints(unsplit=("t0", "t1", "t2")))
+    assert pack(kept, [3 * each // 2] * 2) is None
+
+
+def test_packing_cuts_rows_where_no_column_fits_a_gap():
+    deep = Table("deep", 10_000, 4, 1.0)
+    outputs = shard_bytes(Shard.whole(deep), BATCH, "exact_sgd") - deep.bytes
+    free = [deep.bytes // 4 + outputs] * 4
+    packing = pack(problem_of([deep], memory=free), free)
+    assert sorted(p.rows for p in packing.pieces) == [2500] * 4
+    assert pack(problem_of([deep], memory=[f - 16 for f in free]), [f - 16 for f in free]) is None

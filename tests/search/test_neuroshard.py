@@ -1,0 +1,178 @@
+"""NeuroShard's search: its bookkeeping against `price`, its inner rule against a plain reading of it, its beam and budget."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import group_costs, price
+from shardcore.memory import shard_bytes
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.ledger import Ledger
+from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
+from shardcore.search.pieces import consolidate, halve_columns, halve_rows
+from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.workload import lower
+
+BATCH = 48
+
+class SlowScatter(AnalyticModel):
+    """Reduce-scatters take twice their bytes: tells the two collectives of a pooled output apart."""
+
+    def comm(self, traffic, compute_ms, topology):
+        return super().comm(replace(traffic, reduce_scatter=2 * traffic.reduce_scatter), compute_ms, topology)
+
+
+MODEL = SlowScatter(Setting("made-up", BATCH), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
+                    exchange_gbps=1)
+
+
+def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22, optimizer: str = "exact_sgd") -> Problem:
+    rng = np.random.default_rng(seed)
+    tables = tuple(Table(f"t{i}", int(rng.integers(1, 2000)), int(rng.choice([4, 8, 12, 32, 64])),
+                         float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5)))) for i in range(n_tables))
+    devices = tuple(Device(memory, float(rng.choice([1, 1, 2]))) for _ in range(n_devices))
+    return Problem("drawn", tables, Topology(devices), BATCH, optimizer)
+
+
+def total_ms(shards, devices, problem) -> float:
+    plan = Plan(consolidate(Placement(s, (int(d),)) for s, d in zip(shards, devices, strict=True)))
+    return price(lower(plan, problem), replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
+
+
+def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
+    """Tables cut at random: now and then by rows, then some pieces by columns."""
+    pieces = [Shard.whole(t) for t in problem.tables]
+    for halve, n in ((halve_rows, 2 if rows else 0), (halve_columns, 8)):
+        for _ in range(n):
+            i = rng.integers(len(pieces))
+            pieces[i:i + 1] = halve(pieces[i]) or [pieces[i]]
+    return pieces
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.booleans())
+def test_the_ledgers_total_is_the_price_of_the_plan(seed, rows):
+    """Halves that meet on a device cost what their union costs, in any assignment."""
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(seed, n_tables=6, n_devices=3)
+    shards = draw_cuts(rng, problem, rows)
+    ledger = Ledger(problem, MODEL, shards)
+    pieces = [ledger.piece(s) for s in shards]
+    devices = rng.integers(3, size=len(shards))
+    expected = total_ms(shards, devices, problem)
+    assert ledger.plan_ms(pieces, devices) == pytest.approx(expected, rel=1e-9)
+    assert total_ms(ledger.shards(pieces), devices, problem) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.booleans(), optimizer=st.sampled_from(["exact_sgd", "rowwise_adagrad"]))
+def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(seed, n_tables=6, n_devices=3, memory=500_000, optimizer=optimizer)
+    shards = draw_cuts(rng, problem, rows)
+    ledger = Ledger(problem, MODEL, shards)
+    pieces = [ledger.piece(s) for s in shards]
+    ledger.add(pieces)
+    orders = [rng.permutation(len(pieces)) for _ in range(3)]
+    scales = np.array([1.0, 1.2, np.inf])
+    totals, devices = greedy_grid(ledger, np.array([[pieces[i] for i in order] for order in orders]), scales)
+    assert totals.shape == (3, 3) and devices.shape == (3, 3, len(pieces))
+    for c, k in np.argwhere(np.isfinite(totals)):  # price also checks that what is called feasible fits
+        assert totals[c, k] == pytest.approx(total_ms([shards[i] for i in orders[c]], devices[c, k], problem), rel=1e-9)
+        columns = np.bincount(devices[c, k], weights=[shards[i].width for i in orders[c]], minlength=3)
+        assert columns.max() <= scales[k] * columns.mean() + 1e-6 or np.isinf(scales[k])
+
+
+def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
+    """The published inner pass, word by word, for equal devices and whole tables."""
+    shards = [Shard.whole(t) for t in problem.tables]
+    n_devices, memory = len(problem.topology), problem.topology.devices[0].memory_bytes
+    single = group_costs([[s] for s in shards], MODEL)
+    mean = sum(s.width for s in shards) / n_devices
+    held: list[list[Shard]] = [[] for _ in range(n_devices)]
+    devices = [0] * len(shards)
+
+    def memory_of(group):
+        return sum(shard_bytes(s, BATCH, "exact_sgd") for s in group)
+
+    for i in sorted(range(len(shards)), key=lambda i: (-single[i], -shards[i].bytes)):
+        options = [d for d in range(n_devices)
+                   if memory_of([*held[d], shards[i]]) <= memory
+                   and sum(s.width for s in [*held[d], shards[i]]) <= scale * mean]
+        if not options:
+            return float("inf"), []
+        devices[i] = min(options, key=lambda d: (group_costs([held[d]], MODEL)[0], memory_of(held[d])))
+        held[devices[i]].append(shards[i])
+    return total_ms(shards, devices, problem), devices
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_cuts_it_is_the_best_of_the_published_passes(seed):
+    problem = draw_problem(seed)
+    problem = replace(problem, topology=Topology(tuple(replace(d, speed=1.0) for d in problem.topology.devices)))
+    config = NeuroShardConfig(steps=0)
+    best = min(plain_greedy(problem, scale)[0] for scale in config.caps)
+    assert neuroshard(problem, MODEL, config=config).provenance["predicted_ms"] == pytest.approx(best, rel=1e-9)
+
+
+def test_cutting_the_table_that_costs_most_pays():
+    cold = tuple(Table(f"cold{i}", 9000 + i, 8, 1.0) for i in range(3))
+    tables = (*cold, Table("hot", 100, 64, 50.0), Table("large", 10_000, 32, 1.0))
+    problem = Problem("hot", tables, Topology((Device(2**22),) * 4), BATCH)
+    model = replace(MODEL, gather_gbps=1, lookup_ns=0)  # columns are what costs
+    whole = neuroshard(problem, model, config=NeuroShardConfig(steps=0))
+    cut = neuroshard(problem, model, config=NeuroShardConfig(beam=1, candidates=1))
+    assert cut.provenance["predicted_ms"] < 0.6 * whole.provenance["predicted_ms"]
+    assert sum(p.shard.table.name == "hot" for p in cut.placements) == 4
+    kept = neuroshard(replace(problem, constraints=Constraints(unsplit=("hot",))), model)
+    assert sum(p.shard.table.name == "hot" for p in kept.placements) == 1
+
+
+def test_a_pass_without_cap_solves_what_the_caps_forbid():
+    """One wide table beside narrow ones: no device may hold it within 1.5 × the mean of columns."""
+    tables = (Table("wide", 50, 64, 1.0), *(Table(f"t{i}", 50, 4, 1.0) for i in range(3)))
+    problem = Problem("wide", tables, Topology((Device(2**20),) * 4), BATCH, constraints=Constraints(unsplit=("wide",)))
+    assert not neuroshard(problem, MODEL).provenance["packed"]
+    capped = NeuroShardConfig(uncapped=False)
+    assert neuroshard(problem, MODEL, config=capped).provenance["packed"]
+
+
+@pytest.mark.parametrize("evals", [1, 12, 13, 100, 600])
+def test_a_budget_in_evaluations_is_kept_and_more_is_never_worse(evals):
+    problem = draw_problem(3)
+    plan = neuroshard(problem, MODEL, budget=Budget(evals=evals))
+    assert plan.provenance["evals"] <= max(evals, 12)  # the first inner search always runs
+    more = neuroshard(problem, MODEL, budget=Budget(evals=2 * evals))
+    assert more.provenance["predicted_ms"] <= plan.provenance["predicted_ms"]
+
+
+def test_a_budget_in_seconds_that_is_gone_still_gives_a_plan():
+    plan = neuroshard(draw_problem(3), MODEL, budget=Budget(seconds=1e-9))
+    assert plan.provenance["evals"] == 12
+
+
+def test_the_result_does_not_depend_on_how_much_runs_in_lockstep(monkeypatch):
+    problem = draw_problem(5)
+    together = neuroshard(problem, MODEL)
+    monkeypatch.setattr("shardcore.search.neuroshard._ROWS_AT_ONCE", 1)
+    assert neuroshard(problem, MODEL) == together
+
+
+def test_it_beats_the_baselines_on_average():
+    ratios = []
+    for seed in range(10):
+        problem = draw_problem(seed, n_tables=20)
+        costs = {name: sharder(problem, MODEL).provenance["predicted_ms"] for name, sharder in SHARDERS.items()}
+        ratios.append(costs.pop("neuroshard") / min(costs.values()))
+    assert np.mean(ratios) < 0.95 and max(ratios) < 1.02, ratios
+
+
+@pytest.mark.parametrize("make", [lambda: NeuroShardConfig(beam=0), lambda: NeuroShardConfig(scales=(), uncapped=False),
+                                  lambda: Budget(evals=0), lambda: Budget(seconds=-1.0)])
+def test_settings_that_make_no_sense_are_refused(make):
+    with pytest.raises(ShardCoreError, match="needs"):
+        make()
