@@ -24,6 +24,7 @@ lint: setup
 	ruff check .
 
 setup: $(VENV)/.ready
+	@mkdir -p $(PREFECT_HOME)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -77,8 +77,8 @@ def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) ->
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise ShardCoreError(f"a Prefect server of our own did not come up at {url} within {timeout_s:.0f} s; "
-                         "`prefect server start` shows why")
+    ended = f"ended with exit code {server.returncode}" if server.poll() is not None else f"was not up within {timeout_s:.0f} s"
+    raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
 
 
 def die_with_parent() -> None:
