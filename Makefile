@@ -15,7 +15,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 .PHONY: run test setup lint
 
 run: setup
-	python -m flows.refresh
+	python -m tasks.services python -m flows.refresh
 
 test: setup
 	python -m pytest

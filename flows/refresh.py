@@ -45,8 +45,7 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 
 
 def main() -> None:
-    with services.prefect_server():
-        table = refresh(*sys.argv[1:2])
+    table = refresh(*sys.argv[1:2])
     print(f"\nPredicted cost of one training step, embeddings only\n\n{table}\n{WHERE_NEXT}")
 
 

@@ -39,7 +39,7 @@ class MeasureConfig:
     seed: int = 0
     devices: int = 0
     ranks: int = 0
-    chunk: int = 25
+    chunk: int = 16
     hang_s: float = 60.0
     arena_bytes: int = 1 << 30
     precision: float = 0.05

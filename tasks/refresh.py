@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from prefect import get_run_logger, task
 from shardcore.types import ShardCoreError
 from tasks import services
 
+_PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ")
 STAGES = ("tables", "measure", "train", "evaluate")
 
 
@@ -23,10 +25,10 @@ def repro(target: str) -> None:
                                text=True, preexec_fn=services.die_with_parent)
     reason = ""
     for line in process.stdout:
-        line = line.rstrip()
-        if line:
-            logger.info("%s", line)
-        if line.lower().startswith("error: ") and not reason:
-            reason = line.split(": ", 1)[1]
+        message = _PREFECT_PREFIX.sub("", line.rstrip())
+        if message:
+            logger.info("%s", message)
+        if message.lower().startswith("error: ") and not reason:
+            reason = message.split(": ", 1)[1]
     if process.wait():
         raise ShardCoreError(reason or f"dvc repro {target} ended with exit code {process.returncode}")

@@ -26,8 +26,8 @@ def connect() -> mlflow.MlflowClient:
     """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder); raises ShardCoreError where it does not answer."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for name in ("mlflow.store.db.utils", "mlflow.tracking.fluent", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     uri = mlflow.get_tracking_uri()
     if uri.startswith("http"):
         services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")

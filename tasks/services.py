@@ -1,4 +1,8 @@
-"""The services that flows talk to: is there one, does it answer, and a temporary one where there is none."""
+"""The services that flows talk to: is there one, does it answer, and a temporary one where there is none.
+
+`python -m tasks.services COMMAND …` runs a command with a Prefect server: PREFECT_API_URL, or one for as long as it runs. The
+command is a process of its own, for Prefect reads the address when it is imported, and sends its last logs when it exits.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,7 @@ def prefect_server() -> Iterator[str]:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
     try:
         _wait_healthy(f"{url}/health", server)
-        os.environ["PREFECT_API_URL"] = url
+        os.environ["PREFECT_API_URL"] = url  # read by the processes that we start
         yield url
     finally:
         os.environ.pop("PREFECT_API_URL", None)
@@ -114,3 +118,20 @@ def run_flow(flow: Callable[[], object]) -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def main() -> None:
+    die_with_parent()
+    try:
+        with prefect_server():
+            done = subprocess.run(sys.argv[1:], preexec_fn=die_with_parent)
+    except ShardCoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig
 def _log_dataset(compute: list[ComputeSample], version: str) -> None:
     frame = pd.DataFrame({"id": [s.id for s in compute], "shards": [len(s.request.shards) for s in compute],
                           "total_ms": [s.forward.median_ms + s.backward.median_ms if s.forward else None for s in compute]})
-    source = str(paths.MEASUREMENTS)
-    mlflow.log_input(mlflow.data.from_pandas(frame, source=source, name="measurements", digest=version[:36]), context="training")
+    with warnings.catch_warnings(action="ignore"):  # that a path could be other sources too; that integers cannot be missing
+        data = mlflow.data.from_pandas(frame, source=str(paths.MEASUREMENTS), name="measurements", digest=version[:36])
+        mlflow.log_input(data, context="training")
 
 
 def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: list[dict[str, Any]]) -> None:
