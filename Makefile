@@ -1,10 +1,10 @@
 # make run: everything, from nothing to published plans.  make test: the tests.  Both set up .venv themselves.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := $(CURDIR)/.venv
-STATE := $(CURDIR)/.shardcore
+# Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
+EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-export PATH := $(VENV)/bin:$(PATH)
-export PREFECT_HOME ?= $(STATE)/prefect
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PREFECT_HOME ?= $(CURDIR)/.shardcore/prefect
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
@@ -23,10 +23,10 @@ test: setup
 lint: setup
 	ruff check .
 
-setup: $(VENV)/.ready
-	@mkdir -p $(PREFECT_HOME)
+setup: .venv/.ready
+	@mkdir -p "$$PREFECT_HOME"
 
-$(VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+.venv/.ready: pyproject.toml
+	"$(PYTHON)" -m venv .venv
+	python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),dev]'
 	touch $@

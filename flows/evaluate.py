@@ -2,14 +2,13 @@
 
 from prefect import flow, get_run_logger
 
-from shardcore import files
-from tasks import paths, services
+from tasks import params, paths, services
 from tasks.evaluate import EvaluateConfig, compare_sharders, evaluate_model, write_metrics
 
 
 @flow(name="evaluate")
 def evaluate() -> None:
-    config = files.read_params(paths.PARAMS, "evaluate", EvaluateConfig)
+    config = params.section("evaluate", EvaluateConfig)
     accuracy = evaluate_model(paths.MODEL, paths.MEASUREMENTS, paths.EVALUATION)
     sharders = compare_sharders(paths.MODEL, paths.POOL, config, paths.EVALUATION)
     write_metrics(paths.EVALUATION, accuracy, sharders)

@@ -2,19 +2,19 @@
 
 from prefect import flow, get_run_logger
 
-from shardcore import files
-from tasks import paths, services
-from tasks.measure import MeasureConfig, measure_comm, measure_compute, merge_parts
+from tasks import params, paths, services
+from tasks.measure import MeasureConfig, cluster_setting, measure_comm, measure_compute, merge_parts
 from tasks.ray_cluster import ray_cluster
 from tasks.setting import SettingConfig
 
 
 @flow(name="measure")
 def measure() -> None:
-    setting = files.read_params(paths.PARAMS, "setting", SettingConfig).setting()
-    config = files.read_params(paths.PARAMS, "measure", MeasureConfig)
-    get_run_logger().info("setting: %s", setting)
+    wanted = params.section("setting", SettingConfig)
+    config = params.section("measure", MeasureConfig)
     with ray_cluster():
+        setting = cluster_setting(wanted)
+        get_run_logger().info("setting: %s", setting)
         groups = measure_compute(paths.POOL, setting, config, paths.MEASUREMENTS)
         exchanges = measure_comm(setting, config, paths.MEASUREMENTS)
     merge_parts(paths.MEASUREMENTS)

@@ -2,15 +2,14 @@
 
 from prefect import flow
 
-from shardcore import files
-from tasks import paths, services
+from tasks import params, paths, services
 from tasks.promote import PromoteConfig, promote_model
 
 
 @flow(name="promote")
 def promote() -> str:
     """The version that is champion afterwards."""
-    config = files.read_params(paths.PARAMS, "promote", PromoteConfig)
+    config = params.section("promote", PromoteConfig)
     return promote_model(paths.MODEL, paths.MEASUREMENTS, config)
 
 

@@ -3,10 +3,11 @@
 import sys
 
 from prefect import flow
-from shardcore.cost.fit import FitConfig
 
-from shardcore import files
-from tasks import paths, services
+from flows.promote import promote
+from flows.publish import publish
+from shardcore.cost.fit import FitConfig
+from tasks import params, services
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
@@ -22,11 +23,8 @@ SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": Measure
 @flow(name="refresh")
 def refresh(target: str = "evaluate") -> str:
     """Rebuild a stage and what it depends on; with the last one, promote and publish too. A table of the published plans."""
-    from flows.promote import promote
-    from flows.publish import publish
-
     for section, config in SECTIONS.items():
-        files.read_params(paths.PARAMS, section, config)
+        params.section(section, config)
     repro(target)
     if target != "evaluate":
         return f"stage {target} is up to date"
@@ -36,7 +34,7 @@ def refresh(target: str = "evaluate") -> str:
 
 WHERE_NEXT = """
 Where to look next (each from this folder, after `. .venv/bin/activate`):
-  plans        plans/<problem>/current names the version in versions/: plan.json, problem.json, cost.json
+  plans        plans/report.md; plans/<problem>/current names the version in versions/: plan.json, problem.json, cost.json
   accuracy     data/evaluation/: metrics.json, predictions.png, sharders.csv; `dvc metrics show`, `dvc plots show`
   models       mlflow ui --backend-store-uri sqlite:///mlflow.db     then http://127.0.0.1:5000
   flow runs    prefect server start                                  then http://127.0.0.1:4200

@@ -2,14 +2,13 @@
 
 from prefect import flow, get_run_logger
 
-from shardcore import files
-from tasks import paths, services
+from tasks import params, paths, services
 from tasks.tables import TablesConfig, make_pool, write_pool
 
 
-@flow(name="tables", persist_result=False)
+@flow(name="tables")
 def tables() -> None:
-    config = files.read_params(paths.PARAMS, "tables", TablesConfig)
+    config = params.section("tables", TablesConfig)
     pool = make_pool(config)
     write_pool(paths.POOL, pool)
     live = [t for t in pool if t.pooling > 0]

@@ -1,18 +1,17 @@
 """train: the cost models of the measured setting."""
 
 from prefect import flow, get_run_logger
-from shardcore.cost.fit import FitConfig
 
-from shardcore import files
-from tasks import paths, services
+from shardcore.cost.fit import FitConfig
+from tasks import params, paths, services
 from tasks.setting import SettingConfig
 from tasks.train import train_model
 
 
 @flow(name="train")
 def train() -> None:
-    setting = files.read_params(paths.PARAMS, "setting", SettingConfig)
-    config = files.read_params(paths.PARAMS, "train", FitConfig)
+    setting = params.section("setting", SettingConfig)
+    config = params.section("train", FitConfig)
     metrics = train_model(paths.MEASUREMENTS, setting, config, paths.MODEL)
     get_run_logger().info("on the test split: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
 

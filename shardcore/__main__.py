@@ -83,17 +83,17 @@ def measure(args: argparse.Namespace) -> None:
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError(f"{args.pool} holds no table with lookups")
-    config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), precision=args.relative_precision,
+    config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
                                   max_repeats=args.max_repeats)
     groups = sampling.GroupConfig(max_shard_bytes=config.arena_bytes)
     known, name = dataset.read_ids(args.out, "compute"), dataset.write_pool(args.out, pool)
     bench = kernels.KernelBench(setting, device, config)
     print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
     began, done, index, kernel_s = time.monotonic(), 0, 0, 0.0
-    while (args.samples is None or index < args.samples) and (time.monotonic() - began < args.minutes * 60):
+    while index != args.samples and time.monotonic() - began < args.minutes * 60:
         chunk = []
-        while len(chunk) < args.chunk and (args.samples is None or index < args.samples):
-            request = sampling.compute_request(live, index, setting.batch, args.seed, groups)
+        while len(chunk) < args.chunk and index != args.samples and time.monotonic() - began < args.minutes * 60:
+            request = sampling.compute_request(live, index, setting, args.seed, groups)
             index += 1
             if dataset.compute_id(setting, request) not in known:
                 chunk.append(request)
@@ -112,10 +112,11 @@ def train(args: argparse.Namespace) -> None:
     from shardcore.cost import fit, neural
 
     found = dataset.settings(args.dataset)
-    chosen = [s for s in found if args.hardware in (None, s.hardware)]
+    chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
+                                      for k in ("hardware", "batch", "precision", "optimizer"))]
     if len(chosen) != 1:
-        raise ShardCoreError(f"{args.dataset} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; name one with "
-                             "--hardware")
+        raise ShardCoreError(f"{args.dataset} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; choose one with "
+                             "--hardware, --batch, --precision and --optimizer")
     compute, comm = dataset.read_compute(args.dataset, chosen[0]), dataset.read_comm(args.dataset, chosen[0])
     config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(compute, comm, chosen[0], config, _say_progress)
@@ -137,7 +138,7 @@ def problem(args: argparse.Namespace) -> None:
         if args.draw is None:
             raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public list)")
         shape = sampling.ProblemConfig(devices=args.devices, max_dim=args.max_dim)
-        made = sampling.problem(pool, args.draw, args.batch, args.seed, shape)
+        made = sampling.problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
     else:
         devices = (Device(int(args.memory_gib * 2**30)),) * args.devices
         made = Problem(f"{args.tables}-{args.devices}", tables.public_pool(args.tables), Topology(devices), args.batch)
@@ -164,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
     p = add(price, "Predict what one training step of a plan costs, per device.")
@@ -184,15 +185,18 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"], default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory, the largest shard measured")
-    p.add_argument("--relative-precision", type=_positive(float), default=0.02, help="to which a median needs to be known")
+    p.add_argument("--tolerance", type=_positive(float), default=0.02, help="to which a median needs to be known")
     p.add_argument("--max-repeats", type=_positive(int), default=24)
     p.add_argument("--chunk", type=_positive(int), default=64, help="samples written at once, the most a kill can lose")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=_natural, default=0)
 
     p = add(train, "Train cost models on a dataset folder.")
     p.add_argument("dataset", type=Path, metavar="DIR")
-    p.add_argument("--hardware", help="which of the dataset's, where it holds several")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--hardware", help="which of the dataset's settings, where it holds several; so the next three")
+    p.add_argument("--batch", type=_positive(int))
+    p.add_argument("--precision", choices=["fp32", "fp16"])
+    p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"])
+    p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
 
     p = add(problem, "Make a problem file from a public list of tables, or by drawing from a pool.")
@@ -200,11 +204,18 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--devices", type=_positive(int), default=4)
     p.add_argument("--memory-gib", type=_positive(float), default=24.0, help="a device, for a public list")
     p.add_argument("--batch", type=_positive(int), default=2048, help="global batch")
-    p.add_argument("--draw", type=int, metavar="INDEX", help="which problem to draw from a pool")
+    p.add_argument("--draw", type=_natural, metavar="INDEX", help="which problem to draw from a pool")
     p.add_argument("--max-dim", type=_positive(int), default=128, help="of the drawn tables")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
     return parser
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
 
 
 def _positive(kind: type):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -109,20 +110,20 @@ def read_compute(folder: str | Path, setting: Setting | None = None) -> list[Com
     Where an id was measured several times, a timing is preferred to an error and the later one to the earlier.
     """
     pools: dict[str, dict[str, Table]] = {}
-    tables: dict[tuple[str, str, int], Table] = {}
+    tables: dict[tuple[str, str, int, str], Table] = {}
 
-    def table(pool: str, name: str, dim: int) -> Table:
-        key = (pool, name, dim)
+    def table(pool: str, name: str, dim: int, precision: str) -> Table:
+        key = (pool, name, dim, precision)
         if key not in tables:
             if pool not in pools:
                 pools[pool] = {t.name: t for t in files.read_pool(Path(folder) / f"pool-{pool}.json")}
-            tables[key] = dataclasses.replace(pools[pool][name], dim=dim)
+            tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision)
         return tables[key]
 
     samples = []
     for row in _rows(folder, "compute", setting):
-        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"]), s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"])
-                       for s in row["shards"])
+        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"]),
+                             s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
         samples.append(ComputeSample(row["id"], _setting(row), ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
                                      _spread(row["backward"]), row["measured_at"], row["error"]))
     return _once(samples)
@@ -140,21 +141,26 @@ def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSa
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
-    """Ids of the samples that a folder holds ("compute" or "comm"), failed ones included."""
-    return {row["id"] for row in _rows(folder, kind, None, columns=["id", "measurement_version"])}
+    """Ids of the samples that a folder holds timings of ("compute" or "comm"); failed ones are tried again."""
+    rows = _rows(folder, kind, None, columns=["id", "error", "measurement_version"])
+    return {row["id"] for row in rows if row["error"] is None}
 
 
 def merge_parts(folder: str | Path) -> None:
     """Make one part of each kind out of all, dropping none of their samples. Killed in between, both are there, which reads the
-    same; done again on the same samples, it gives the same file. What a killed writer left unfinished is removed."""
+    same; done again on the same samples, it gives the same file. Of failures, the last stays where nothing was timed; what a
+    killed writer left unfinished an hour ago is removed."""
     for unfinished in Path(folder).glob(".*.tmp"):
-        unfinished.unlink()
+        if time.time() - unfinished.stat().st_mtime > 3600:
+            unfinished.unlink()
     for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
         paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
         if len(paths) < 2:
             continue
         rows = {(r["id"], r["measured_at"]): r for path in paths for r in _read_part(path, schema, None)}
-        merged = _write_part(folder, kind, [rows[k] for k in sorted(rows)], schema)
+        last = {r["id"]: k for k, r in sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))}
+        kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
+        merged = _write_part(folder, kind, [rows[k] for k in kept], schema)
         for path in paths:
             if path != merged:
                 path.unlink()

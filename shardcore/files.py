@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,8 +157,9 @@ def _check_type(value: Any, annotation: str, what: str) -> None:
 # --- parameters --------------------------------------------------------------------------------------------------------
 
 
-def read_params(path: str | Path, section: str, cls: type[T]) -> T:
-    """One section of params.yaml as its config dataclass; raises ShardCoreError naming an unknown key."""
+def read_params(path: str | Path, section: str, cls: type[T], sections: Collection[str]) -> T:
+    """One section of params.yaml as its config dataclass; raises ShardCoreError naming an unknown key, in it or beside
+    `sections`."""
     import yaml
 
     try:
@@ -169,7 +170,11 @@ def read_params(path: str | Path, section: str, cls: type[T]) -> T:
         raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(params, dict):
         raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
-    return build(cls, params.get(section) or {}, f"{path}, section {section!r}")
+    unknown = sorted(map(str, set(params) - set(sections)))
+    if unknown:
+        raise ShardCoreError(f"{path} has an unknown section {unknown[0]!r}; known are {', '.join(sections)}")
+    found = params.get(section)
+    return build(cls, {} if found is None else found, f"{path}, section {section!r}")
 
 
 # --- tables, problems --------------------------------------------------------------------------------------------------
@@ -323,8 +328,9 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 
 def model_digest(folder: str | Path) -> str:
-    """16 hex digits that change whenever the model's content does."""
-    return digest(read_json(Path(folder) / MODEL_JSON))
+    """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
+    content = read_json(Path(folder) / MODEL_JSON)
+    return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
 
 
 def setting_to_json(setting: Setting) -> dict[str, Any]:

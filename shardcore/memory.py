@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from shardcore.types import OUTPUT_BYTES, Infeasible, Plan, Problem, Shard
 
 OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
@@ -48,7 +46,3 @@ def gib(n_bytes: float) -> str:
     if abs(n_bytes) >= 0.1 * 2**30:
         return f"{n_bytes / 2**30:.1f} GiB"
     return f"{n_bytes / 2**20:.1f} MiB" if abs(n_bytes) >= 0.1 * 2**20 else f"{n_bytes:.0f} bytes"
-
-
-def total_bytes(shards: Iterable[Shard], batch: int, optimizer: str) -> int:
-    return sum(shard_bytes(s, batch, optimizer) for s in shards)

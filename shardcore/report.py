@@ -53,18 +53,6 @@ def curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> Figure
     return figure
 
 
-def device_costs(cost: Mapping[str, Sequence[float]], title: str) -> Figure:
-    """Stacked bars of ms per device, one part for each entry of `cost`."""
-    figure, axes = _axes(title)
-    base = np.zeros(len(next(iter(cost.values()))))
-    for part, values in cost.items():
-        axes.bar(np.arange(len(base)), values, bottom=base, label=part.removesuffix("_ms").replace("_", " "))
-        base += np.asarray(values)
-    axes.set(xlabel="device", ylabel="ms")
-    axes.legend()
-    return figure
-
-
 def _axes(title: str) -> tuple[Figure, Any]:
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore.memory import shard_bytes
 from shardcore.types import (
     MIN_WIDTH,
     PRECISION_BYTES,
@@ -18,6 +19,7 @@ from shardcore.types import (
     ComputeRequest,
     Device,
     Problem,
+    Setting,
     Shard,
     ShardCoreError,
     Table,
@@ -32,31 +34,37 @@ DIMS = (4, 8, 16, 32, 64, 128)
 class GroupConfig:
     """Groups of shards. max_shards in one op; max_width of a shard, in columns; max_shard_bytes of a shard's weights;
     any_width: the share of widths drawn from all multiples of 4 rather than the powers of two; row_ranges: the share of shards
-    that are a row range; repeats: the share of shards that are a second copy of one in the group."""
+    that are a row range; duplicates: the share of shards that are a second copy of one in the group."""
 
     max_shards: int = 30
     max_width: int = 128
     max_shard_bytes: int = 1 << 30
     any_width: float = 0.25
     row_ranges: float = 0.1
-    repeats: float = 0.02
+    duplicates: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.max_shards < 1 or self.max_width < MIN_WIDTH or self.max_shard_bytes < 4 * MIN_WIDTH:
+            raise ShardCoreError(f"group config {self} needs max_shards of at least 1, max_width of at least {MIN_WIDTH}, and "
+                                 f"max_shard_bytes of at least {4 * MIN_WIDTH}")
 
 
-def compute_request(pool: Sequence[Table], index: int, batch: int, seed: int = 0,
+def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
                     config: GroupConfig | None = None) -> ComputeRequest:
-    """Group `index`: 1 to max_shards shards, with replacement, of the pool's tables at random widths (NeuroShard's draw,
-    widened to the shards that a search makes)."""
+    """Group `index` of a setting: 1 to max_shards shards, with replacement, of the pool's tables at random widths (NeuroShard's
+    draw, widened to the shards that a search makes)."""
     config = config or GroupConfig()
     if not pool:
         raise ShardCoreError("the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
     shards: list[Shard] = []
     for _ in range(rng.integers(1, config.max_shards + 1)):
-        if shards and rng.random() < config.repeats:
+        if shards and rng.random() < config.duplicates:
             shards.append(shards[rng.integers(len(shards))])
         else:
-            shards.append(_shard(pool[rng.integers(len(pool))], rng, config))
-    return ComputeRequest(tuple(shards), batch)
+            table = dataclasses.replace(pool[rng.integers(len(pool))], precision=setting.precision)
+            shards.append(_shard(table, rng, config))
+    return ComputeRequest(tuple(shards), setting.batch)
 
 
 def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard:
@@ -100,9 +108,14 @@ class ProblemConfig:
     max_dim: int = 128
     slack: float = 1.5
 
+    def __post_init__(self) -> None:
+        if not (self.devices >= 1 and 1 <= self.min_tables <= self.max_tables and self.max_dim >= MIN_WIDTH and self.slack >= 1):
+            raise ShardCoreError(f"problem config {self} needs devices of at least 1, 1 <= min_tables <= max_tables, max_dim of "
+                                 f"at least {MIN_WIDTH}, and slack of at least 1")
 
-def problem(pool: Sequence[Table], index: int, global_batch: int, seed: int = 0, config: ProblemConfig | None = None) -> Problem:
-    """Problem `index`: tables of the pool without replacement, each at a random dim of DIMS."""
+
+def problem(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: ProblemConfig | None = None) -> Problem:
+    """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
     config = config or ProblemConfig()
     live = [t for t in pool if t.pooling > 0]
     if len(live) < config.min_tables:
@@ -110,7 +123,9 @@ def problem(pool: Sequence[Table], index: int, global_batch: int, seed: int = 0,
     rng = np.random.default_rng([3, seed, index])
     n = min(int(rng.integers(config.min_tables, config.max_tables + 1)), len(live))
     dims = [d for d in DIMS if d <= config.max_dim]
-    tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims))) for i in rng.choice(len(live), n, replace=False))
-    need = sum(t.bytes for t in tables) + 8 * global_batch * sum(t.dim for t in tables)
-    memory = max(int(need * config.slack / config.devices), 4 * MIN_WIDTH * max(t.rows for t in tables))
-    return Problem(f"pool-{seed}-{index:02d}", tables, Topology((Device(memory),) * config.devices), global_batch)
+    tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
+                   for i in rng.choice(len(live), n, replace=False))
+    need = sum(shard_bytes(Shard.whole(t), setting.batch, setting.optimizer) for t in tables)
+    one_column = max(shard_bytes(Shard(t, 0, t.rows, 0, MIN_WIDTH), setting.batch, setting.optimizer) for t in tables)
+    topology = Topology((Device(max(int(need * config.slack / config.devices), one_column)),) * config.devices)
+    return Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)

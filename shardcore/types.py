@@ -6,6 +6,8 @@ Nothing of ours is imported.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +20,8 @@ PRECISION_BYTES = {"fp32": 4, "fp16": 2}
 OPTIMIZERS = ("exact_sgd", "rowwise_adagrad")
 OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default."""
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
@@ -67,6 +71,7 @@ class Zipf:
     alpha: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", float(self.alpha))
         _require(0 <= self.alpha < 10, f"zipf alpha is {self.alpha}; it needs to be within 0 and 10")
 
 
@@ -87,6 +92,7 @@ class Table:
     ordered: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
         t = f"table {self.name!r}"
         _require(bool(self.name), "a table has an empty name")
         _require(self.rows >= 1, f"{t} has {self.rows} rows; it needs at least 1")
@@ -190,8 +196,10 @@ class Device:
     host: str = "host-0"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speed", float(self.speed))
         _require(self.memory_bytes > 0, f"a device has memory_bytes {self.memory_bytes}; it needs to be positive")
-        _require(self.speed > 0, f"a device has speed {self.speed}; it needs to be positive, 1 being the measured hardware")
+        _require(0 < self.speed < math.inf,
+                 f"a device has speed {self.speed}; it needs to be positive, 1 being the measured hardware")
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,9 @@ class Topology:
         _require(len(self.devices) >= 1, "a topology has no devices; it needs at least 1")
         for name in ("within_host_gbps", "between_hosts_gbps"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"topology has {name} {value}; it needs to be positive")
+            _require(value is None or 0 < value < math.inf, f"topology has {name} {value}; it needs to be positive")
+        _require(self.latency_ms is None or 0 <= self.latency_ms < math.inf,
+                 f"topology has latency_ms {self.latency_ms}; it needs 0 or more")
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -233,7 +243,8 @@ class Setting:
     optimizer: str = "exact_sgd"
 
     def __post_init__(self) -> None:
-        _require(bool(self.hardware), "setting has an empty hardware name")
+        _require(re.fullmatch(_NAME, self.hardware) is not None,
+                 f"setting has hardware {self.hardware!r}; it needs a name of letters, digits and . _ -, such as 'nvidia-h200'")
         _require(self.batch >= 1, f"setting has batch {self.batch}; it needs at least 1 sample")
         _require(self.precision in PRECISION_BYTES,
                  f"setting has precision {self.precision!r}; known are {', '.join(PRECISION_BYTES)}")
@@ -272,6 +283,8 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
         p = f"problem {self.name!r}"
+        _require(re.fullmatch(_NAME, self.name) is not None,
+                 f"{p} needs a name of letters, digits and . _ -, for its plans are kept in a folder of that name")
         _require(len(self.tables) >= 1, f"{p} has no tables; it needs at least 1")
         _require(self.global_batch >= 1, f"{p} has global_batch {self.global_batch}; it needs at least 1 sample")
         _require(self.global_batch % len(self.topology) == 0,
@@ -289,9 +302,13 @@ class Problem:
     def local_batch(self) -> int:
         return self.global_batch // len(self.topology)
 
+    @property
+    def precision(self) -> str:
+        return self.tables[0].precision
+
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
-        own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.tables[0].precision, self.optimizer)
+        own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.precision, self.optimizer)
         if own != setting:
             raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
                                   "measure and train one for the problem's setting, or change the problem")

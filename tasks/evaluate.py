@@ -60,7 +60,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     shape = sampling.ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
     rows = []
     for i in range(config.problems):
-        problem = sampling.problem(pool, i, model.setting.batch, config.seed, shape)
+        problem = sampling.problem(pool, i, model.setting, config.seed, shape)
         outcomes = [compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals)) for name in SHARDERS]
         rows += [{"problem": problem.name, "tables": len(problem.tables), "algorithm": o.algorithm,
                   "total_ms": round(o.cost.total_ms, 5) if o.cost else "", "balance": round(compare.balance(o.cost), 4) if o.cost

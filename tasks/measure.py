@@ -7,6 +7,8 @@ which kills an actor is found, recorded with its reason, and costs nothing else.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,50 +27,61 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from shardcore import dataset, files, sampling
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.types import CommRequest, ComputeRequest, ComputeSample, Setting, ShardCoreError, Table
-from tasks.ray_cluster import ray_cluster
+from tasks.setting import SettingConfig
+
+_START_S = 300
+"""Seconds that a new actor may take to start and to touch its arena."""
+_WORKER_BYTES = 1 << 30
+"""Memory of a measuring process beside its arena: torch, FBGEMM, the pool's index streams."""
 
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """How much to measure. devices: Ray actors (0: one for each GPU of the cluster, or each CPU core where there is none);
-    ranks: processes of an exchange (0: as many as devices, at least 2); chunk: samples an actor call; hang_s: a call that takes
-    this long for each of its samples has hung. The rest as in KernelConfig, GroupConfig and CommConfig."""
+    """How much to measure. actors: Ray actors, each measuring one device (0: one for each GPU of the cluster, or each CPU core
+    where there is none, as far as memory goes); ranks: processes of an exchange, on one host (0: the most devices of a host that
+    divide the batch); chunk: samples an actor call; hang_s: a call that takes this long for each of its samples has hung. The
+    rest as in KernelConfig, GroupConfig and CommConfig."""
 
-    compute_samples: int = 600
-    comm_samples: int = 100
+    compute_samples: int = 400
+    comm_samples: int = 200
     seed: int = 0
-    devices: int = 0
+    actors: int = 0
     ranks: int = 0
     chunk: int = 16
     hang_s: float = 60.0
     arena_bytes: int = 1 << 30
-    precision: float = 0.05
+    tolerance: float = 0.05
     min_repeats: int = 6
-    max_repeats: int = 12
+    max_repeats: int = 8
     max_shards: int = 30
     comm_repeats: int = 9
 
     def __post_init__(self) -> None:
-        if min(self.compute_samples, self.comm_samples, self.devices, self.ranks) < 0 or self.chunk < 1:
-            raise ShardCoreError(f"measure config {self} needs counts of 0 or more and a chunk of at least 1")
+        if min(self.compute_samples, self.comm_samples, self.actors, self.ranks, self.seed) < 0 or self.chunk < 1:
+            raise ShardCoreError(f"measure config {self} needs counts and a seed of 0 or more and a chunk of at least 1")
+        self.kernels(), self.groups(), self.comm()
 
     def kernels(self) -> kernels.KernelConfig:
-        return kernels.KernelConfig(self.arena_bytes, self.precision, self.min_repeats, self.max_repeats)
+        return kernels.KernelConfig(self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats)
 
     def groups(self) -> sampling.GroupConfig:
         return sampling.GroupConfig(max_shards=self.max_shards, max_shard_bytes=self.arena_bytes)
 
+    def comm(self) -> collectives.CommConfig:
+        return collectives.CommConfig(repeats=self.comm_repeats)
+
 
 @ray.remote(max_restarts=0)
-class Device:
+class DeviceWorker:
     """One device of the cluster, measuring compute."""
 
     def __init__(self, setting: Setting, device: str, config: kernels.KernelConfig):
         torch.set_num_threads(1)
+        self._device = device
         self._bench = kernels.KernelBench(setting, device, config)
 
-    def ready(self) -> bool:
-        return True
+    def hardware(self) -> str:
+        return hardware.hardware_name(self._device)
 
     def measure(self, requests: Sequence[ComputeRequest]) -> tuple[list[ComputeSample], float]:
         """Samples, and the seconds spent in kernels."""
@@ -97,7 +110,7 @@ def wanted_compute(pool: Sequence[Table], setting: Setting, config: MeasureConfi
     if not live:
         raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
     return _first_different(config.compute_samples, lambda r: dataset.compute_id(setting, r), lambda i: sampling.compute_request(
-        live, i, setting.batch, config.seed, config.groups()))
+        live, i, setting, config.seed, config.groups()))
 
 
 def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CommRequest]:
@@ -116,16 +129,45 @@ def _first_different(n: int, id_of: Callable[[Any], str], draw: Callable[[int], 
     return found
 
 
-def n_devices(config: MeasureConfig) -> int:
-    """Devices of the connected cluster to measure on."""
+def cluster_device() -> str:
+    """What the connected cluster measures on: "cuda" where it has GPUs, else "cpu"."""
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+def cluster_setting(config: SettingConfig) -> Setting:
+    """The setting of the connected cluster's devices: its hardware is theirs, not that of the machine which asks."""
+    if config.hardware != hardware.AUTO or not os.environ.get("RAY_ADDRESS"):
+        return config.setting()
+    device = cluster_device()
+    name = ray.remote(hardware.hardware_name).options(num_cpus=1, num_gpus=int(device == "cuda"), name="measure[hardware]")
+    return dataclasses.replace(config, hardware=ray.get(name.remote(device), timeout=_START_S)).setting()
+
+
+def actor_count(config: MeasureConfig, device: str) -> int:
+    """Actors to measure compute with: as many as asked for, or as devices and memory allow."""
     resources = ray.cluster_resources()
-    return config.devices or int(resources.get("GPU", 0) or resources.get("CPU", 1))
+    if config.actors or device == "cuda":
+        return config.actors or int(resources["GPU"])
+    room = resources.get("memory", float("inf")) // (config.arena_bytes + _WORKER_BYTES)
+    return int(max(1, min(resources.get("CPU", 1), room)))
+
+
+def rank_count(config: MeasureConfig, device: str, batch: int) -> int:
+    """Processes of an exchange: as many as asked for, or the most devices of one host that divide the batch; on CPUs two at
+    least, though they may have to share a core. Below 2 there is no exchange."""
+    if config.ranks:
+        if batch % config.ranks:
+            raise ShardCoreError(f"measure.ranks is {config.ranks}, which does not divide the batch of {batch}")
+        return config.ranks
+    kind = "GPU" if device == "cuda" else "CPU"
+    most = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
+    fits = max((r for r in range(1, most + 1) if batch % r == 0), default=1)
+    return fits if device == "cuda" else max(fits, 2)
 
 
 @task(task_run_name="measure-compute")
 def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Measure the groups that the dataset lacks, on all devices; the number measured."""
-    device = hardware.detect_device()
+    """Measure the groups that the dataset lacks, on all devices of the connected cluster; the number measured."""
     pool = files.read_pool(pool_path)
     known = dataset.read_ids(folder, "compute")
     requests = [r for k, r in wanted_compute(pool, setting, config).items() if k not in known]
@@ -134,63 +176,67 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
         return 0
     pool_name = dataset.write_pool(folder, pool)
     waiting = deque(list(requests[i:i + config.chunk]) for i in range(0, len(requests), config.chunk))
-    failed = 0
-    with ray_cluster():
-        n = min(n_devices(config), len(waiting))
+    device, failed = cluster_device(), 0
 
-        def new_actor(slot: int) -> Any:
-            return Device.options(name=f"measure[compute] device {slot}", num_gpus=int(device == "cuda"), num_cpus=1).remote(
-                setting, device, config.kernels())
+    def new_worker(slot: int) -> Any:
+        return DeviceWorker.options(name=f"measure[compute] device {slot}", num_gpus=int(device == "cuda"), num_cpus=1).remote(
+            setting, device, config.kernels())
 
-        actors = [new_actor(i) for i in range(n)]
-        _all_ready([a.ready.remote() for a in actors])
+    workers = [new_worker(i) for i in range(min(actor_count(config, device), len(waiting)))]
+    busy: dict[Any, tuple[int, list[ComputeRequest], float]] = {}
+    try:
+        _require_same_hardware(setting, _when_started([w.hardware.remote() for w in workers]))
         progress = _Progress("compute", len(requests))
-        busy: dict[Any, tuple[int, list[ComputeRequest], float]] = {}
-        try:
-            while waiting or busy:
-                idle = set(range(n)) - {slot for slot, _, _ in busy.values()}
-                for slot in sorted(idle):
-                    if waiting:
-                        chunk = waiting.popleft()
-                        ref = actors[slot].measure.options(
-                            name=f"measure[compute] {progress.done + len(chunk)}/{len(requests)}").remote(chunk)
-                        busy[ref] = (slot, chunk, time.monotonic() + 60 + config.hang_s * len(chunk))
-                finished, _ = ray.wait(list(busy), num_returns=1, timeout=1.0)
-                late = [ref for ref, (_, _, due) in busy.items() if ref not in finished and time.monotonic() > due]
-                for ref in [*finished, *late]:
-                    slot, chunk, _ = busy.pop(ref)
-                    try:
-                        samples, kernel_s = ray.get(ref, timeout=0 if ref in late else None)
-                    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                        ray.kill(actors[slot])
-                        actors[slot] = new_actor(slot)
-                        reason = "hung" if ref in late else f"killed its actor: {_reason(error)}"
-                        if len(chunk) > 1:
-                            waiting.extend([r] for r in chunk)
-                            continue
-                        samples, kernel_s = [_failed(setting, chunk[0], reason)], 0.0
-                    except ray.exceptions.RayTaskError as error:
-                        raise _cause(error) from None
-                    dataset.write_compute(folder, samples, pool_name)
-                    failed += sum(s.error is not None for s in samples)
-                    progress.add(len(samples), kernel_s / n)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
+        while waiting or busy:
+            for slot in sorted(set(range(len(workers))) - {slot for slot, _, _ in busy.values()})[: len(waiting)]:
+                chunk = waiting.popleft()
+                name = f"measure[compute] {progress.done + len(chunk)}/{len(requests)}"
+                busy[workers[slot].measure.options(name=name).remote(chunk)] = (
+                    slot, chunk, time.monotonic() + _START_S + config.hang_s * len(chunk))
+            finished, _ = ray.wait(list(busy), num_returns=1, timeout=1.0)
+            late = [ref for ref, (_, _, due) in busy.items() if ref not in finished and time.monotonic() > due]
+            for ref in [*finished, *late]:
+                slot, chunk, _ = busy.pop(ref)
+                try:
+                    samples, kernel_s = ray.get(ref, timeout=0 if ref in late else None)
+                except ray.exceptions.RayError as error:  # the worker died, hung, or its device is spoilt
+                    ray.kill(workers[slot])
+                    workers[slot] = new_worker(slot)
+                    _when_started([workers[slot].hardware.remote()])
+                    if len(chunk) > 1:
+                        waiting.extend([r] for r in chunk)
+                        continue
+                    reason = "hung" if ref in late else f"ended its worker: {_reason(error)}"
+                    samples, kernel_s = [_failed(setting, chunk[0], reason)], 0.0
+                dataset.write_compute(folder, samples, pool_name)
+                failed += sum(s.error is not None for s in samples)
+                progress.add(len(samples), kernel_s / len(workers))
+    finally:
+        for worker in workers:
+            ray.kill(worker)
     if failed:
         get_run_logger().warning("%d of %d samples failed; their reasons are in the dataset", failed, len(requests))
     return len(requests)
 
 
-def _all_ready(calls: list[Any]) -> None:
-    """Wait until actors are up; raises ShardCoreError where one cannot start (FBGEMM missing, no such device free)."""
+def _when_started(calls: list[Any]) -> list[Any]:
+    """Results of the first calls to new actors; raises ShardCoreError where one cannot start (FBGEMM missing, no such device
+    free)."""
     try:
-        ray.get(calls, timeout=300)
-    except ray.exceptions.RayActorError as error:
-        raise ShardCoreError(f"a measuring actor cannot start: {_reason(error)}") from None
+        return ray.get(calls, timeout=_START_S)
     except ray.exceptions.GetTimeoutError:
-        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in 300 s; the cluster has "
-                             f"{ray.cluster_resources()}; set measure.devices lower") from None
+        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {_START_S} s; the cluster has "
+                             f"{ray.cluster_resources()}; set measure.actors or measure.ranks lower") from None
+    except ray.exceptions.RayError as error:
+        raise ShardCoreError(f"a measuring actor cannot start: {_reason(error)}") from None
+
+
+def _require_same_hardware(setting: Setting, found: list[str]) -> None:
+    """Raise ShardCoreError where devices of different hardware would be measured as one. A setting may carry a name of its own
+    for one kind of hardware."""
+    if len(set(found)) > 1:
+        raise ShardCoreError(f"the cluster's devices are of different hardware, {sorted(set(found))}; measure ({setting}) on "
+                             "one kind at a time")
 
 
 def _reason(error: Exception) -> str:
@@ -202,42 +248,41 @@ def _failed(setting: Setting, request: ComputeRequest, reason: str) -> ComputeSa
     return ComputeSample(dataset.compute_id(setting, request), setting, request, None, None, time.time(), reason)
 
 
-def _cause(error: ray.exceptions.RayTaskError) -> Exception:
-    return error.cause if isinstance(error.cause, ShardCoreError) else error
-
-
 @task(task_run_name="measure-comm")
 def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Measure the exchanges that the dataset lacks, by a gang of ranks in one placement group; the number measured."""
-    device = hardware.detect_device()
-    with ray_cluster():
-        ranks = config.ranks or max(2, n_devices(config))
-        known = dataset.read_ids(folder, "comm")
-        requests = [r for k, r in wanted_comm(setting, ranks, config).items() if k not in known]
-        if not requests:
-            return 0
-        bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-        group = placement_group([bundle] * ranks, strategy="PACK")
-        try:
-            if not group.wait(60):
-                raise ShardCoreError(f"{ranks} ranks do not fit the Ray cluster with {ray.cluster_resources()}; "
-                                     "set measure.ranks lower")
-            gang = [Exchange.options(name=f"measure[comm] rank {i}", num_cpus=1, num_gpus=int(device == "cuda"),
-                                     scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote() for i in range(ranks)]
-            address = ray.get(gang[0].address.remote(), timeout=120)
-            comm = collectives.CommConfig(repeats=config.comm_repeats)
-            _all_ready([a.join.remote(i, ranks, address, device, comm) for i, a in enumerate(gang)])
-            progress = _Progress("comm", len(requests))
-            for i in range(0, len(requests), config.chunk):
-                chunk = requests[i:i + config.chunk]
-                calls = [a.measure.options(name=f"measure[comm] {i + len(chunk)}/{len(requests)}").remote(chunk) for a in gang]
-                times = _get_all(calls, 60 + config.hang_s * len(chunk))
-                dataset.write_comm(folder, [collectives.combine(setting, r, seen)
-                                            for r, seen in zip(chunk, zip(*times, strict=True), strict=True)])
-                progress.add(len(chunk), 0.0)
-        finally:
-            remove_placement_group(group)
-        return len(requests)
+    """Measure the exchanges that the dataset lacks, by a gang of ranks in one placement group on one host of the connected
+    cluster (their clocks are compared); the number measured."""
+    device = cluster_device()
+    ranks = rank_count(config, device, setting.batch)
+    if ranks < 2:
+        get_run_logger().warning("one GPU cannot exchange: no exchanges are measured, and problems need to give their links")
+        return 0
+    known = dataset.read_ids(folder, "comm")
+    requests = [r for k, r in wanted_comm(setting, ranks, config).items() if k not in known]
+    if not requests:
+        return 0
+    cpus = min(1.0, ray.cluster_resources().get("CPU", 1) / ranks)
+    bundle = {"CPU": cpus, "GPU": 1} if device == "cuda" else {"CPU": cpus}
+    group = placement_group([bundle] * ranks, strategy="STRICT_PACK")
+    try:
+        if not group.wait(60):
+            raise ShardCoreError(f"{ranks} ranks do not fit one host of the Ray cluster with {ray.cluster_resources()}; "
+                                 "set measure.ranks lower")
+        gang = [Exchange.options(name=f"measure[comm] rank {i}", num_cpus=cpus, num_gpus=int(device == "cuda"),
+                                 scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote() for i in range(ranks)]
+        [address] = _when_started([gang[0].address.remote()])
+        _when_started([a.join.remote(i, ranks, address, device, config.comm()) for i, a in enumerate(gang)])
+        progress = _Progress("comm", len(requests))
+        for i in range(0, len(requests), config.chunk):
+            chunk = requests[i:i + config.chunk]
+            calls = [a.measure.options(name=f"measure[comm] {i + len(chunk)}/{len(requests)}").remote(chunk) for a in gang]
+            times = _get_all(calls, 60 + config.hang_s * len(chunk))
+            dataset.write_comm(folder, [collectives.combine(setting, r, seen)
+                                        for r, seen in zip(chunk, zip(*times, strict=True), strict=True)])
+            progress.add(len(chunk), 0.0)
+    finally:
+        remove_placement_group(group)
+    return len(requests)
 
 
 def _get_all(calls: list[Any], timeout_s: float) -> list[list[collectives.RankTimes]]:
@@ -250,7 +295,7 @@ def _get_all(calls: list[Any], timeout_s: float) -> list[list[collectives.RankTi
                                  "what was measured before is kept")
         try:
             ray.get(done)
-        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+        except ray.exceptions.RayError as error:
             raise ShardCoreError(f"a rank of the exchange failed: {_reason(error)}; "
                                  "what was measured before is kept") from None
     return ray.get(calls)

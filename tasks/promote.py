@@ -10,14 +10,15 @@ from prefect import get_run_logger, task
 
 from shardcore import dataset, files
 from shardcore.cost import fit, neural
+from shardcore.types import ShardCoreError
 from tasks import registry
 
 
 @dataclass(frozen=True)
 class PromoteConfig:
-    """tolerance: how many points of score a challenger may lose and still be called at least as good."""
+    """may_lose: how many points of score a challenger may lose and still be called at least as good."""
 
-    tolerance: float = 0.0
+    may_lose: float = 0.0
 
 
 def score(metrics: dict[str, float]) -> float:
@@ -32,24 +33,26 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> st
     the version that is champion afterwards."""
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
+    data = (fit.held_out(dataset.read_compute(measurements, model.setting)),
+            fit.held_out(dataset.read_comm(measurements, model.setting)))
+    if not any(s.error is None for s in data[0]):
+        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge {folder} by; measure more")
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list")
     tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(model.setting)}
     challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags)
     name = challenger.name
     before = registry.find(client, name, registry.CHAMPION)
-    if before is not None and before.version == challenger.version:
+    if before is not None and str(before.version) == str(challenger.version):
         logger.info("%s: version %s is champion already", name, before.version)
         return str(before.version)
-    data = (fit.held_out(dataset.read_compute(measurements, model.setting)),
-            fit.held_out(dataset.read_comm(measurements, model.setting)))
     new = score(fit.evaluate(model, *data))
     client.set_model_version_tag(name, challenger.version, "score", f"{new:.4f}")
     if before is not None:
         old_model = registry.download(client, before)
         if old_model.setting == model.setting:
             old = score(fit.evaluate(old_model, *data))
-            if new > old + config.tolerance:
+            if new > old + config.may_lose:
                 logger.warning("%s: version %s stays champion; challenger %s lost by %.2f points of held-out error (%.2f%% "
                                "against %.2f%%)", name, before.version, challenger.version, new - old, new, old)
                 return str(before.version)

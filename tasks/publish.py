@@ -17,7 +17,7 @@ from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import Infeasible, Plan, Problem, ShardCoreError
 from shardcore.workload import lower
-from tasks import registry
+from tasks import paths, registry
 from tasks.setting import SettingConfig
 
 HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random", "balance",
@@ -41,12 +41,15 @@ def publish_plans(problems: Sequence[Path], plans: Path, wanted: SettingConfig, 
     """Search and publish a plan for each problem file; a table of the results. Raises ShardCoreError at the end where a problem
     could not be planned, the others being published."""
     logger = get_run_logger()
-    model, version = registry.champion(registry.connect(), wanted.setting().hardware)
+    model, version = registry.champion(registry.connect(), wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
     provenance = {"model": version.name, "model_version": str(version.version), **model.meta["provenance"]}
-    rows, failures = [], []
+    rows, failures, names = [], [], set()
     for path in problems:
         try:
             problem = files.read_problem(path)
+            if problem.name in names:
+                raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of its own")
+            names.add(problem.name)
             problem.require_setting(model.setting)
             row, where = _publish_one(problem, model, plans, config, provenance)
         except ShardCoreError as error:
@@ -55,9 +58,12 @@ def publish_plans(problems: Sequence[Path], plans: Path, wanted: SettingConfig, 
             continue
         rows.append(row)
         logger.info("%s: %s ms, %s", problem.name, row[3], where)
-    create_markdown_artifact(report.markdown_table(HEADERS, rows), key="published-plans",
-                             description=f"Plans under {version.name} version {version.version}")
+    title = f"Plans under {version.name} version {version.version}"
+    create_markdown_artifact(report.markdown_table(HEADERS, rows), key="published-plans", description=title)
+    lines = [f"# {title}", "", report.markdown_table(HEADERS, rows), "", *(f"- no new plan: {f}" for f in failures)]
+    files.write_atomic(plans / "report.md", "\n".join(lines).encode())
     if failures:
+        logger.info("published:\n%s", report.text_table(HEADERS, rows))
         raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {'; '.join(failures)}")
     return report.text_table(HEADERS, rows)
 

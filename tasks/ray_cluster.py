@@ -15,14 +15,11 @@ _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 
 @contextmanager
 def ray_cluster() -> Iterator[None]:
-    """Connect to Ray unless this process already is; raises ShardCoreError where RAY_ADDRESS does not answer."""
+    """Connect to Ray; raises ShardCoreError where RAY_ADDRESS does not answer."""
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
     address = os.environ.get("RAY_ADDRESS")
-    options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "shardcore"}
+    options = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:
         if address and address != "local":
             if address != "auto":

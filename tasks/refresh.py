@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from prefect import get_run_logger, task
 
@@ -21,8 +23,9 @@ def repro(target: str) -> None:
     if target not in STAGES:
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(STAGES)}")
     logger = get_run_logger()
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
     process = subprocess.Popen([sys.executable, "-m", "dvc", "repro", target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, preexec_fn=services.die_with_parent)
+                               text=True, env={**os.environ, "PATH": here}, preexec_fn=services.die_with_parent)
     reason = ""
     for line in process.stdout:
         message = _PREFECT_PREFIX.sub("", line.rstrip())

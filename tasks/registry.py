@@ -43,11 +43,15 @@ def model_name(hardware: str) -> str:
 
 
 def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version that an alias points to, or None."""
+    """The version that an alias points to, or None; raises ShardCoreError where the registry cannot tell."""
     try:
         return client.get_model_version_by_alias(name, alias)
-    except MlflowException:
-        return None
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST" or (error.error_code == "INVALID_PARAMETER_VALUE"
+                                                            and "alias" in str(error)):
+            return None
+        raise ShardCoreError(f"the registry cannot say which version of {name!r} is {alias}: "
+                             f"{' '.join(str(error).split())[:200]}") from None
 
 
 def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str]) -> ModelVersion:

@@ -23,6 +23,8 @@ from urllib.parse import urlparse
 from shardcore.types import ShardCoreError
 
 _PATIENCE_S = 5.0
+_OWNED = "SHARDCORE_OWNED"
+"""Set for the processes of one `python -m tasks.services COMMAND`, which all end with it."""
 
 
 def require_answer(address: str, what: str) -> None:
@@ -37,14 +39,6 @@ def require_answer(address: str, what: str) -> None:
     except (OSError, ValueError) as error:
         raise ShardCoreError(f"{what} does not answer at {address}: {error}; start it, or unset the address to use a "
                              "local one") from None
-
-
-def require_services() -> None:
-    """Raise ShardCoreError for the first configured address (Prefect, MLflow, Ray) that does not answer."""
-    for variable, what in (("PREFECT_API_URL", "Prefect"), ("MLFLOW_TRACKING_URI", "MLflow"), ("RAY_ADDRESS", "Ray")):
-        address = os.environ.get(variable, "")
-        if address and address not in ("auto", "local") and not address.startswith(("sqlite:", "file:", "postgresql", "mysql")):
-            require_answer(address, f"{what} ({variable})")
 
 
 @contextmanager
@@ -108,12 +102,14 @@ def show_user_errors_plainly() -> None:
 
 def run_flow(flow: Callable[[], object]) -> None:
     """Run a flow as a program: exit code 0, or 1 with one line that says why."""
-    die_with_parent()
+    if os.environ.get(_OWNED):
+        die_with_parent()
     show_user_errors_plainly()
     try:
-        require_services()
+        if os.environ.get("PREFECT_API_URL"):
+            require_answer(os.environ["PREFECT_API_URL"], "Prefect (PREFECT_API_URL)")
         flow()
-    except ShardCoreError as error:
+    except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -122,6 +118,7 @@ def run_flow(flow: Callable[[], object]) -> None:
 
 def main() -> None:
     die_with_parent()
+    os.environ[_OWNED] = "1"
     try:
         with prefect_server():
             done = subprocess.run(sys.argv[1:], preexec_fn=die_with_parent)

@@ -24,6 +24,10 @@ class SettingConfig:
         name = hardware.hardware_name(hardware.detect_device()) if self.hardware == hardware.AUTO else self.hardware
         return Setting(name, self.batch, self.precision, self.optimizer)
 
+    def of_dataset_or_local(self, folder: Path) -> Setting:
+        """As of_dataset; without a dataset, the setting of the device at hand."""
+        return self.of_dataset(folder) if dataset.settings(folder) else self.setting()
+
     def of_dataset(self, folder: Path) -> Setting:
         """The dataset's setting that this asks for; with hardware "auto", one measured on other hardware will do if it is the
         only one. Raises ShardCoreError where there is none."""

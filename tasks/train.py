@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import warnings
 from pathlib import Path
@@ -22,7 +23,9 @@ from tasks.setting import SettingConfig
 
 
 def data_version() -> str:
-    """DVC's hash of the measurements, from dvc.lock; "unversioned" outside DVC."""
+    """DVC's hash of the measurements, from dvc.lock; "unversioned" outside a DVC stage, where they may have changed since."""
+    if "DVC_STAGE" not in os.environ:
+        return "unversioned"
     try:
         lock = yaml.safe_load(Path("dvc.lock").read_text())
         return next(o["md5"] for o in lock["stages"]["measure"]["outs"] if o["path"] == str(paths.MEASUREMENTS))
@@ -31,7 +34,12 @@ def data_version() -> str:
 
 
 def git_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    """The commit of this folder, with "-dirty" where tracked files differ from it."""
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True,
+                               text=True, check=False)
+    except OSError:
+        return "no git"
     return found.stdout.strip() or "no git"
 
 
@@ -39,6 +47,7 @@ def git_commit() -> str:
 def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig, folder: Path) -> dict[str, float]:
     """Train on the measurements, write the model's files, log the run; the metrics on the test split."""
     logger = get_run_logger()
+    client = registry.connect()
     setting = wanted.of_dataset(measurements)
     compute, comm = dataset.read_compute(measurements, setting), dataset.read_comm(measurements, setting)
     logger.info("training for %s on %d groups and %d exchanges", setting, len(compute), len(comm))
@@ -47,7 +56,6 @@ def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig
         if epoch % 50 == 0:
             logger.info("%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
-    client = registry.connect()
     with mlflow.start_run(run_name=f"train-{setting.hardware}") as run:
         version, commit = data_version(), git_commit()
         mlflow.log_params({**dataclasses.asdict(config), **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
@@ -84,6 +92,8 @@ def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: list[dict[str, A
 
 def _log_figures(model: neural.NeuralModel, compute: list[ComputeSample], rows: list[dict[str, Any]]) -> None:
     measured = [s for s in compute if s.error is None]
+    if not measured:
+        return
     total = pd.Series([s.forward.median_ms + s.backward.median_ms for s in measured]).to_numpy()
     mlflow.log_figure(report.predicted_against_measured(total, fit.predict(model, measured), "held-out groups"),
                       "predicted_against_measured.png")

@@ -1,6 +1,7 @@
 import dataclasses
 import time
 
+import pyarrow.parquet as pq
 import pytest
 
 from shardcore import dataset, sampling
@@ -11,7 +12,7 @@ SPREAD = Spread(1.0, 0.9, 1.1, 7)
 
 
 def compute_sample(tables, i, error=None, at=1.0):
-    request = sampling.compute_request(tables, i, 256)
+    request = sampling.compute_request(tables, i, SETTING)
     timing = None if error else SPREAD
     return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, timing, timing, at, error)
 
@@ -56,9 +57,21 @@ def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
         dataset.read_compute(tmp_path)
 
 
+def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    for at in (1.0, 2.0):
+        dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=f"failed at {at}", at=at)], pool)
+    assert dataset.read_ids(tmp_path, "compute") == set()
+    dataset.merge_parts(tmp_path)
+    [part] = tmp_path.glob("compute-*.parquet")
+    assert pq.read_metadata(part).num_rows == 1
+    [sample] = dataset.read_compute(tmp_path)
+    assert sample.error == "failed at 2.0"
+
+
 def test_an_id_is_the_setting_and_the_request(tables):
-    request = sampling.compute_request(tables, 3, 256)
-    same = dataset.compute_id(SETTING, sampling.compute_request(tables, 3, 256))
+    request = sampling.compute_request(tables, 3, SETTING)
+    same = dataset.compute_id(SETTING, sampling.compute_request(tables, 3, SETTING))
     assert dataset.compute_id(SETTING, request) == same
     assert dataset.compute_id(dataclasses.replace(SETTING, batch=512), request) != same
     assert dataset.compute_id(SETTING, dataclasses.replace(request, batch=128)) != same

@@ -93,13 +93,16 @@ def test_parameters_name_an_unknown_key(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text("measure:\n  compute_sample: 3\n")
     with pytest.raises(ShardCoreError, match="section 'measure' has an unknown key 'compute_sample'"):
-        files.read_params(path, "measure", MeasureConfig)
+        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
     path.write_text("measure:\n  compute_samples: lots\n")
     with pytest.raises(ShardCoreError, match="compute_samples is 'lots'"):
-        files.read_params(path, "measure", MeasureConfig)
+        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
+    path.write_text("mesure:\n  compute_samples: 3\n")
+    with pytest.raises(ShardCoreError, match="unknown section 'mesure'; known are measure, train"):
+        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
     path.write_text("measure: [\n")
     with pytest.raises(ShardCoreError, match="not YAML"):
-        files.read_params(path, "measure", MeasureConfig)
+        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -111,7 +114,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_rows_beyond_the_table_are_refused_in_a_table():
+def test_a_table_needs_no_access_statistics_but_needs_to_be_an_object():
     with pytest.raises(ShardCoreError, match="needs to be a table"):
         files.table_from_json([], "x.json")
     assert files.table_from_json({"name": "t", "rows": 3, "dim": 4, "pooling": 1}, "x.json") == Table("t", 3, 4, 1)

@@ -4,18 +4,20 @@ import pytest
 
 from shardcore import sampling
 from shardcore.sampling import GroupConfig, ProblemConfig
-from shardcore.types import ShardCoreError
+from shardcore.types import Setting, ShardCoreError
+
+SETTING = Setting("test", 256)
 
 
 def test_draws_depend_on_seed_and_index_alone(tables):
-    assert sampling.compute_request(tables, 5, 256, seed=1) == sampling.compute_request(tables, 5, 256, seed=1)
-    assert sampling.compute_request(tables, 5, 256, seed=1) != sampling.compute_request(tables, 5, 256, seed=2)
+    assert sampling.compute_request(tables, 5, SETTING, seed=1) == sampling.compute_request(tables, 5, SETTING, seed=1)
+    assert sampling.compute_request(tables, 5, SETTING, seed=1) != sampling.compute_request(tables, 5, SETTING, seed=2)
     assert sampling.comm_request(4, 3, 256) == sampling.comm_request(4, 3, 256)
 
 
 def test_groups_cover_what_a_search_asks_about(tables):
     config = GroupConfig(max_shards=30, max_width=256, max_shard_bytes=1 << 20)
-    requests = [sampling.compute_request(tables, i, 256, config=config) for i in range(300)]
+    requests = [sampling.compute_request(tables, i, SETTING, config=config) for i in range(300)]
     shards = [s for r in requests for s in r.shards]
     assert {len(r.shards) for r in requests} >= {1, 30}
     assert all(s.bytes <= 1 << 20 and s.width % 4 == 0 and s.width <= 256 for s in shards)
@@ -33,10 +35,25 @@ def test_exchanges_vary_in_balance_and_skew():
 def test_problems_are_like_neuroshards(tables):
     pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
     for i in range(20):
-        problem = sampling.problem(pool, i, 256, config=ProblemConfig(max_dim=32))
+        problem = sampling.problem(pool, i, SETTING, config=ProblemConfig(max_dim=32))
         assert 10 <= len(problem.tables) <= 50 and len(problem.topology) == 4
         assert all(t.dim <= 32 and t.pooling > 0 for t in problem.tables)
     with pytest.raises(ShardCoreError, match="5 tables with lookups"):
-        sampling.problem(tables, 0, 256)
+        sampling.problem(tables, 0, SETTING)
     with pytest.raises(ShardCoreError, match="no tables"):
-        sampling.compute_request([], 0, 256)
+        sampling.compute_request([], 0, SETTING)
+
+
+def test_draws_are_in_the_setting(tables):
+    setting = Setting("test", 128, "fp16", "rowwise_adagrad")
+    request = sampling.compute_request(tables, 0, setting)
+    assert request.batch == 128 and all(s.table.precision == "fp16" for s in request.shards)
+    sampling.problem(tables, 0, setting, config=ProblemConfig(min_tables=2, max_tables=4)).require_setting(setting)
+
+
+@pytest.mark.parametrize("make", [lambda: GroupConfig(max_shards=0), lambda: GroupConfig(max_width=2),
+                                  lambda: ProblemConfig(min_tables=5, max_tables=4), lambda: ProblemConfig(max_dim=2),
+                                  lambda: ProblemConfig(devices=0)])
+def test_bad_configs_are_refused(make):
+    with pytest.raises(ShardCoreError, match="needs"):
+        make()

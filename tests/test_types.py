@@ -36,6 +36,9 @@ from shardcore.types import (
     (lambda: Topology(()), ["no devices"]),
     (lambda: Problem("p", (Table("t", 10, 8, 1.0),) * 2, Topology((Device(1),)), 4), ["'p'", "'t'"]),
     (lambda: Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1),) * 3), 4), ["global_batch 4", "3 devices"]),
+    (lambda: Problem("../p", (Table("t", 10, 8, 1.0),), Topology((Device(1),)), 4), ["'../p'", "folder"]),
+    (lambda: Topology((Device(1),), latency_ms=-1.0), ["latency_ms -1.0"]),
+    (lambda: Setting("a/b", 4), ["'a/b'"]),
     (lambda: Setting("x", 0), ["batch 0"]),
     (lambda: Setting("x", 1, optimizer="adam"), ["'adam'", "exact_sgd"]),
 ])
@@ -57,3 +60,9 @@ def test_a_table_stays_a_key_across_processes(tables):
     code = ("import pickle, sys; from shardcore.types import Table; t = pickle.load(sys.stdin.buffer); "
             "import dataclasses; assert t in {dataclasses.replace(t): 1}")
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(tables[0]), check=True)
+
+
+def test_equal_tables_have_equal_files():
+    from shardcore import files
+
+    assert files.table_to_json(Table("t", 3, 4, 1)) == files.table_to_json(Table("t", 3, 4, 1.0))

@@ -85,11 +85,12 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     """Models for `setting` from the train and validation splits of the samples; those of the test split are left alone.
 
     Samples that carry an error are skipped. progress(model, epoch, values) is called once an epoch. The same samples and config
-    give the same model. Raises ShardCoreError for samples of another setting, or too few.
+    give the same model. Without any exchange, the model prices only topologies that give their links. Raises ShardCoreError for
+    samples of another setting, or too few.
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
-    compute, comm = (_usable(s, setting, least, what) for s, least, what in (
-        (compute, MIN_COMPUTE, "measured groups"), (comm, MIN_COMM, "measured exchanges")))
+    compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
+    comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
     def note(model: str, epoch: int, values: dict[str, float]) -> None:
@@ -268,8 +269,8 @@ def _loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
 
 def _fit_comm(train_side: Sequence[CommSample], validation: Sequence[CommSample], note: Progress) -> dict[str, np.ndarray]:
     """The rates of nets.exchange_ms, each way."""
-    rates = {}
-    for way in ("forward", "backward"):
+    rates: dict[str, np.ndarray] = {f"exchange_{way}": np.zeros(len(nets.EXCHANGE_TERMS)) for way in ("forward", "backward")}
+    for way in ("forward", "backward") if train_side else ():
         (terms, measured), (unseen_terms, unseen) = _exchanges(train_side, way), _exchanges(validation, way)
         rates[f"exchange_{way}"] = law = fit_law(terms, measured)
         fitted = terms @ law

@@ -51,8 +51,11 @@ class NeuralModel:
 
         A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one.
         Reduce-scatter and all-gather are priced as the all-to-all that moves the same bytes, the all-reduce as nets.ring_ms,
-        until they are measured.
+        until they are measured. Raises ShardCoreError where neither exchanges were measured nor the topology gives its links.
         """
+        if len(topology) > 1 and topology.within_host_gbps is None and not self.weights["exchange_forward"].any():
+            raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
+                                 "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
         forward, backward = (
             nets.exchange_ms(self.weights, traffic.all_to_all, topology, way)
             + nets.exchange_ms(self.weights, traffic.reduce_scatter, topology, way) for way in (False, True))

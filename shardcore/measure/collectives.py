@@ -33,6 +33,10 @@ class CommConfig:
     warmups: int = 2
     timeout_s: float = 60.0
 
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.warmups < 0 or not self.timeout_s > 0:
+            raise ShardCoreError(f"comm config {self} needs repeats of at least 1, warmups of 0 or more, a positive timeout_s")
+
 
 @dataclass(frozen=True)
 class RankTimes:

@@ -33,12 +33,16 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def require_fbgemm() -> None:
-    """Import FBGEMM; raises ShardCoreError saying what to install where it is missing or was built for another torch."""
+def require_fbgemm(device: str) -> None:
+    """Import FBGEMM and run one row of it on the device; raises ShardCoreError saying what to install where FBGEMM is missing,
+    was built for another torch, or is the CPU build on a GPU machine, and where there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'")
     try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401 (loads the ops)
 
-        torch.ops.fbgemm.split_embedding_codegen_lookup_sgd_function_pt2  # noqa: B018 (an AttributeError where they did not load)
+        offsets = torch.tensor([0, 1], device=device)
+        torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=device))
     except ImportError as error:
         raise ShardCoreError("FBGEMM is not installed: pip install 'shardcore[cpu]' (or [gpu] on a CUDA machine); "
                              f"importing it said: {_line(error)}") from None

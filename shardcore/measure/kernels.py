@@ -32,34 +32,41 @@ _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """arena_bytes: weights shared by all ops, the largest shard that can be measured. precision: repeats stop when the median
+    """arena_bytes: weights shared by all ops, the largest shard that can be measured. tolerance: repeats stop when the median
     of forward + backward is known to this fraction (95%), within min_repeats and max_repeats. interleave: ops in turn."""
 
     arena_bytes: int = 1 << 30
-    precision: float = 0.02
+    tolerance: float = 0.02
     min_repeats: int = 6
     max_repeats: int = 24
     interleave: int = 8
 
     def __post_init__(self) -> None:
-        if not (0 < self.precision < 1 and 2 <= self.min_repeats <= self.max_repeats and self.interleave >= 1):
-            raise ShardCoreError(f"kernel config {self} needs 0 < precision < 1, 2 <= min_repeats <= max_repeats, "
-                                 "interleave >= 1")
+        bounded = 0 < self.tolerance < 1 and 2 <= self.min_repeats <= self.max_repeats
+        if not (bounded and self.arena_bytes > 0 and self.interleave >= 1):
+            raise ShardCoreError(f"kernel config {self} needs 0 < tolerance < 1, 2 <= min_repeats <= max_repeats, a positive "
+                                 "arena_bytes and interleave")
 
 
 class KernelBench:
     """Measures requests of one Setting on one device ("cpu" or "cuda"); holds the arena and the tables' index streams."""
 
     def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None):
-        hardware.require_fbgemm()
+        hardware.require_fbgemm(device)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self._clock = timing.clock_for(device)
         self._streams: dict[Table, tuple[torch.Tensor, torch.Tensor]] = {}
+        # A CUDA fault other than memory spoils the process for all that follows, so it is not one request's.
+        self._request_errors = (ShardCoreError, torch.OutOfMemoryError if device == "cuda" else RuntimeError)
         self.kernel_s = 0.0
         """Seconds inside timed kernels so far, warm-ups included."""
         dtype = _TORCH_DTYPE[setting.precision]
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
-        self._arena = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.01, 0.01)
+        try:
+            self._arena = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.01, 0.01)
+        except RuntimeError as error:
+            raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} does not fit {device}: make it smaller "
+                                 f"({' '.join(str(error).split())[:100]})") from None
         self._state = torch.zeros(max(1, elements // MIN_WIDTH) if setting.optimizer == "rowwise_adagrad" else 1, device=device)
         self._gradient = torch.full((1,), 1e-3, device=device)
 
@@ -73,7 +80,7 @@ class KernelBench:
                 request = waiting.popleft()
                 try:
                     active.append(self._start(request))
-                except (RuntimeError, ShardCoreError) as error:
+                except self._request_errors as error:
                     yield self._sample(request, None, error)
             fillers = list(done)[: self.config.interleave - len(active)] if active else []
             for run in fillers:
@@ -81,7 +88,7 @@ class KernelBench:
             for run in list(active):
                 try:
                     times = self._once(run)
-                except RuntimeError as error:
+                except self._request_errors as error:
                     active.remove(run)
                     yield self._sample(run.request, None, error)
                     continue
@@ -95,9 +102,12 @@ class KernelBench:
 
     def _settled(self, run: _Run) -> bool:
         n, c = len(run.times_ms), self.config
-        return n >= c.max_repeats or (n >= c.min_repeats and timing.known_to([sum(t) for t in run.times_ms]) <= c.precision)
+        return n >= c.max_repeats or (n >= c.min_repeats and timing.known_to([sum(t) for t in run.times_ms]) <= c.tolerance)
 
     def _start(self, request: ComputeRequest) -> _Run:
+        other = {s.table.precision for s in request.shards} - {self.setting.precision}
+        if other:
+            raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
         indices, offsets = self._lookups(request)
         width = sum(s.width for s in request.shards)
         if self._gradient.numel() < request.batch * width:

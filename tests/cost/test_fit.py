@@ -9,7 +9,8 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, exchange_law
 
 from shardcore import files
 from shardcore.cost import fit
-from shardcore.types import Setting, ShardCoreError
+from shardcore.types import Device, Setting, ShardCoreError, Topology
+from shardcore.workload import Traffic
 
 QUICK = fit.FitConfig(epochs=3)
 
@@ -80,11 +81,19 @@ def test_failed_samples_are_skipped():
 def test_too_few_samples():
     with pytest.raises(ShardCoreError, match="there are 9 measured groups for .*; training needs at least 50"):
         fit.train(compute_samples(linear_law, 9), comm_samples(20), SETTING)
-    with pytest.raises(ShardCoreError, match="there are 0 measured exchanges .*; training needs at least 10"):
-        fit.train(compute_samples(linear_law, 60), [], SETTING)
+    with pytest.raises(ShardCoreError, match="there are 4 measured exchanges .*; training needs at least 10"):
+        fit.train(compute_samples(linear_law, 60), comm_samples(4), SETTING)
     failed = [dataclasses.replace(s, error="x") for s in compute_samples(linear_law, 60)]
     with pytest.raises(ShardCoreError, match=r"there are 0 measured groups \(60 more failed\)"):
         fit.train(failed, comm_samples(20), SETTING)
+
+
+def test_without_exchanges_a_model_prices_only_topologies_that_give_their_links():
+    model = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK).model
+    traffic, compute_ms = Traffic.of_columns([4096.0, 8192.0]), np.ones(2)
+    with pytest.raises(ShardCoreError, match="no measured exchanges: give the topology's within_host_gbps"):
+        model.comm(traffic, compute_ms, Topology((Device(1),) * 2))
+    assert (model.comm(traffic, compute_ms, Topology((Device(1),) * 2, within_host_gbps=1.0)).forward_ms > 0).all()
 
 
 def test_samples_of_another_setting():

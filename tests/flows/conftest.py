@@ -56,7 +56,7 @@ class Project:
 
 def copy_project(folder: Path, api: str, home: Path) -> Project:
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in listed.split():
+    for name in listed.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)

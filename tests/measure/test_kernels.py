@@ -1,4 +1,3 @@
-import dataclasses
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from shardcore import sampling, streams
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.types import ComputeRequest, Setting, Shard, Table, Zipf
 
-CONFIG = KernelConfig(arena_bytes=8 << 20, precision=0.2, min_repeats=3, max_repeats=5, interleave=4)
+CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
@@ -20,10 +19,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision, optimizer", [("fp32", "exact_sgd"), ("fp16", "exact_sgd"), ("fp32", "rowwise_adagrad")])
 def test_groups_are_measured_forward_and_backward(tables, device, precision, optimizer):
-    tables = [dataclasses.replace(t, precision=precision) for t in tables]
-    groups = sampling.GroupConfig(max_shard_bytes=4 << 20)
-    requests = [sampling.compute_request(tables, i, 256, config=groups) for i in range(12)]
-    samples = list(KernelBench(Setting("test", 256, precision, optimizer), device, CONFIG).measure(requests))
+    groups, setting = sampling.GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
+    requests = [sampling.compute_request(tables, i, setting, config=groups) for i in range(12)]
+    samples = list(KernelBench(setting, device, CONFIG).measure(requests))
     assert {s.request for s in samples} == set(requests) and len(samples) == 12
     assert [s.error for s in samples] == [None] * 12
     for s in samples:
@@ -59,8 +57,9 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
 
 def test_what_does_not_fit_costs_that_sample_only(tables):
     huge = Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0)))
-    good = sampling.compute_request(tables, 0, 256, config=sampling.GroupConfig(max_shard_bytes=1 << 20))
-    samples = list(KernelBench(Setting("test", 256), "cpu", CONFIG).measure([ComputeRequest((huge,), 256), good]))
+    setting, groups = Setting("test", 256), sampling.GroupConfig(max_shard_bytes=1 << 20)
+    good = sampling.compute_request(tables, 0, setting, config=groups)
+    samples = list(KernelBench(setting, "cpu", CONFIG).measure([ComputeRequest((huge,), 256), good]))
     failed = next(s for s in samples if s.request.shards == (huge,))
     assert "huge" in failed.error and "2.4 GiB" in failed.error and failed.forward is None
     assert next(s for s in samples if s.request == good).error is None

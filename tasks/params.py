@@ -1,0 +1,14 @@
+"""params.yaml: a section for each stage, and the setting that all share."""
+
+from typing import TypeVar
+
+from shardcore import files
+from tasks import paths
+
+T = TypeVar("T")
+SECTIONS = ("setting", "tables", "measure", "train", "evaluate", "promote", "publish")
+
+
+def section(name: str, cls: type[T]) -> T:
+    """A section as its config dataclass; raises ShardCoreError naming an unknown key or section."""
+    return files.read_params(paths.PARAMS, name, cls, SECTIONS)

@@ -1,0 +1,20 @@
+"""The wheel builds, installs, and works without the repository."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_wheel_builds_installs_and_carries_its_data(tmp_path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", tmp_path / "wheel", ROOT], check=True, capture_output=True)
+    [wheel] = (tmp_path / "wheel").glob("shardcore-*.whl")
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+    code = ("import sys, shardcore; from shardcore import tables; assert 'site' in shardcore.__file__; "
+            "assert not {'prefect', 'ray', 'mlflow', 'dvc', 'fbgemm_gpu', 'yaml'} & set(sys.modules); "
+            "print(len(tables.public_pool('mlperf-dlrm-dcnv2')), sorted(shardcore.SHARDERS)[0])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, check=True,
+                          capture_output=True, text=True)
+    assert done.stdout.split() == ["26", "dim_greedy"]
