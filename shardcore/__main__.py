@@ -66,6 +66,30 @@ def price(args: argparse.Namespace) -> None:
     _say_extrapolated(beyond)
 
 
+def replay(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.measure import hardware
+    from shardcore.measure import replay as replays
+    from shardcore.workload import lower
+
+    device = args.device or hardware.detect_device()
+    problem = files.read_problem(args.problem)
+    setting = Setting(hardware.hardware_name(device), problem.global_batch, problem.precision, problem.optimizer)
+    workloads = [lower(files.read_plan(path, problem), problem) for path in args.plans]
+    config = replays.ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s,
+                                  seed=args.seed)
+    costs = replays.replay_all(workloads, setting, config, device)
+    body = {"setting": files.setting_to_json(setting), "replays": [
+        {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes)}
+        for path, cost, workload in zip(args.plans, costs, workloads, strict=True)]}
+    if args.out:
+        files.write_json(args.out, body)
+    else:
+        print(json.dumps(body, indent=1))
+    if any(cost.oversubscribed for cost in costs):
+        print(f"oversubscribed: {len(problem.topology)} processes on fewer cores measure the scheduler too", file=sys.stderr)
+
+
 def _say_extrapolated(sentences: Sequence[str]) -> None:
     for sentence in sentences[:5]:
         print(f"extrapolated: {sentence}", file=sys.stderr)
@@ -87,6 +111,7 @@ def measure(args: argparse.Namespace) -> None:
                                   max_repeats=args.max_repeats)
     groups = sampling.GroupConfig(max_shard_bytes=config.arena_bytes)
     known, name = dataset.read_ids(args.out, "compute"), dataset.write_pool(args.out, pool)
+    control = sampling.control_request(live, setting, groups)
     bench = kernels.KernelBench(setting, device, config)
     print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
     began, done, index, kernel_s = time.monotonic(), 0, 0, 0.0
@@ -95,12 +120,11 @@ def measure(args: argparse.Namespace) -> None:
         while len(chunk) < args.chunk and index != args.samples and time.monotonic() - began < args.minutes * 60:
             request = sampling.compute_request(live, index, setting, args.seed, groups)
             index += 1
-            if dataset.compute_id(setting, request) not in known:
+            if index <= args.again or dataset.compute_id(setting, request) not in known:
                 chunk.append(request)
         if chunk:
-            samples = list(bench.measure(chunk))
-            dataset.write_compute(args.out, samples, name)
-            done, kernel_s = done + len(samples), bench.kernel_s
+            dataset.write_compute(args.out, list(bench.measure([control, *chunk])), name)
+            done, kernel_s = done + len(chunk), bench.kernel_s
             elapsed = time.monotonic() - began
             print(f"{done} samples, {done / elapsed:.1f} a second, {100 * kernel_s / elapsed:.0f}% of the time in kernels, "
                   f"{max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
@@ -128,6 +152,23 @@ def train(args: argparse.Namespace) -> None:
 def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
     if epoch % 50 == 0:
         print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}", file=sys.stderr)
+
+
+def report(args: argparse.Namespace) -> None:
+    from shardcore import dataset
+    from shardcore import report as reports
+
+    found = dataset.settings(args.dataset)
+    if not found:
+        raise ShardCoreError(f"{args.dataset} holds no compute samples")
+    for setting in found:
+        samples, repeats = dataset.read_compute(args.dataset, setting), dataset.read_repeats(args.dataset, setting)
+        print(f"{setting}\n\n{reports.text_table(('', ''), reports.dataset_summary(samples, repeats))}\n")
+        if args.out:
+            path = args.out / f"{setting.hardware}-{setting.batch}-{setting.precision}-{setting.optimizer}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            reports.dataset_figure(samples, repeats, str(setting)).savefig(path, dpi=120)
+            print(path)
 
 
 def problem(args: argparse.Namespace) -> None:
@@ -174,10 +215,22 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
 
+    p = add(replay, "Run one training step of plans for real on this machine, in alternation, and time its parts per device.")
+    p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
+    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
+    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    p.add_argument("--repeats", type=_positive(int), default=20, help="steps of each plan that enter a median")
+    p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory a process, the largest shard")
+    p.add_argument("--timeout-s", type=_positive(float), default=120.0, help="a round of steps that takes longer has hung")
+    p.add_argument("--seed", type=_natural, default=0, help="of the batches")
+    p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
+
     p = add(measure, "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--minutes", type=_positive(float), default=10.0, help="time to spend")
     p.add_argument("--samples", type=_positive(int), help="stop after the first N draws; default: when the time is up")
+    p.add_argument("--again", type=_natural, default=0, metavar="N", help="measure the first N draws again though they are "
+                   "known: a repeatability set")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
     p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the calibrated pool")
     p.add_argument("--batch", type=_positive(int), default=2048, help="global batch")
@@ -198,6 +251,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"])
     p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
+
+    p = add(report, "Say what a dataset covers, how noisy it is, how it drifts and repeats.")
+    p.add_argument("dataset", type=Path, metavar="DIR")
+    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the plots there")
 
     p = add(problem, "Make a problem file from a public list of tables, or by drawing from a pool.")
     p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...) or a POOL.json")

@@ -109,6 +109,21 @@ def read_compute(folder: str | Path, setting: Setting | None = None) -> list[Com
 
     Where an id was measured several times, a timing is preferred to an error and the later one to the earlier.
     """
+    return _once(_compute(folder, setting))
+
+
+def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[ComputeSample]]:
+    """The compute samples that were timed several times (the control sample, a repeatability set), each as all its timings in
+    the order of time; the most often timed first."""
+    by_id: dict[str, list[ComputeSample]] = {}
+    for sample in _compute(folder, setting):
+        if sample.error is None:
+            by_id.setdefault(sample.id, []).append(sample)
+    found = [sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1]
+    return sorted(found, key=lambda s: (-len(s), s[0].id))
+
+
+def _compute(folder: str | Path, setting: Setting | None) -> list[ComputeSample]:
     pools: dict[str, dict[str, Table]] = {}
     tables: dict[tuple[str, str, int, str], Table] = {}
 
@@ -120,13 +135,14 @@ def read_compute(folder: str | Path, setting: Setting | None = None) -> list[Com
             tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision)
         return tables[key]
 
-    samples = []
+    samples = {}
     for row in _rows(folder, "compute", setting):
         shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"]),
                              s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
-        samples.append(ComputeSample(row["id"], _setting(row), ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
-                                     _spread(row["backward"]), row["measured_at"], row["error"]))
-    return _once(samples)
+        samples[row["id"], row["measured_at"]] = ComputeSample(
+            row["id"], _setting(row), ComputeRequest(shards, row["batch"]), _spread(row["forward"]), _spread(row["backward"]),
+            row["measured_at"], row["error"])
+    return list(samples.values())
 
 
 def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:

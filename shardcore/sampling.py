@@ -26,6 +26,9 @@ from shardcore.types import (
     Topology,
 )
 
+CONTROL_SEED = 2**32 - 1
+"""Kept for the control sample."""
+
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 
@@ -65,6 +68,11 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
             table = dataclasses.replace(pool[rng.integers(len(pool))], precision=setting.precision)
             shards.append(_shard(table, rng, config))
     return ComputeRequest(tuple(shards), setting.batch)
+
+
+def control_request(pool: Sequence[Table], setting: Setting, config: GroupConfig | None = None) -> ComputeRequest:
+    """The group that is measured again and again, so that drift shows: the same for every seed."""
+    return compute_request(pool, 0, setting, CONTROL_SEED, config)
 
 
 def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard:

@@ -73,20 +73,20 @@ class MeasureConfig:
 
 @ray.remote(max_restarts=0)
 class DeviceWorker:
-    """One device of the cluster, measuring compute."""
+    """One device of the cluster, measuring compute; with each call it measures the control group once more, so drift shows."""
 
-    def __init__(self, setting: Setting, device: str, config: kernels.KernelConfig):
+    def __init__(self, setting: Setting, device: str, config: kernels.KernelConfig, control: ComputeRequest):
         torch.set_num_threads(1)
-        self._device = device
+        self._device, self._control = device, control
         self._bench = kernels.KernelBench(setting, device, config)
 
     def hardware(self) -> str:
         return hardware.hardware_name(self._device)
 
     def measure(self, requests: Sequence[ComputeRequest]) -> tuple[list[ComputeSample], float]:
-        """Samples, and the seconds spent in kernels."""
+        """Samples, the control's among them, and the seconds spent in kernels."""
         before = self._bench.kernel_s
-        return list(self._bench.measure(requests)), self._bench.kernel_s - before
+        return list(self._bench.measure([self._control, *requests])), self._bench.kernel_s - before
 
 
 @ray.remote(max_restarts=0)
@@ -106,11 +106,16 @@ class Exchange:
 
 def wanted_compute(pool: Sequence[Table], setting: Setting, config: MeasureConfig) -> dict[str, ComputeRequest]:
     """The first compute_samples different groups of the seed's draws, by id."""
+    live = tables_with_lookups(pool)
+    return _first_different(config.compute_samples, lambda r: dataset.compute_id(setting, r), lambda i: sampling.compute_request(
+        live, i, setting, config.seed, config.groups()))
+
+
+def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
-    return _first_different(config.compute_samples, lambda r: dataset.compute_id(setting, r), lambda i: sampling.compute_request(
-        live, i, setting, config.seed, config.groups()))
+    return live
 
 
 def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CommRequest]:
@@ -177,10 +182,11 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     pool_name = dataset.write_pool(folder, pool)
     waiting = deque(list(requests[i:i + config.chunk]) for i in range(0, len(requests), config.chunk))
     device, failed = cluster_device(), 0
+    control = sampling.control_request(tables_with_lookups(pool), setting, config.groups())
 
     def new_worker(slot: int) -> Any:
         return DeviceWorker.options(name=f"measure[compute] device {slot}", num_gpus=int(device == "cuda"), num_cpus=1).remote(
-            setting, device, config.kernels())
+            setting, device, config.kernels(), control)
 
     workers = [new_worker(i) for i in range(min(actor_count(config, device), len(waiting)))]
     busy: dict[Any, tuple[int, list[ComputeRequest], float]] = {}
@@ -210,7 +216,7 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
                     samples, kernel_s = [_failed(setting, chunk[0], reason)], 0.0
                 dataset.write_compute(folder, samples, pool_name)
                 failed += sum(s.error is not None for s in samples)
-                progress.add(len(samples), kernel_s / len(workers))
+                progress.add(len(chunk), kernel_s / len(workers))
     finally:
         for worker in workers:
             ray.kill(worker)

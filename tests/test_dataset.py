@@ -46,6 +46,9 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
     [sample] = dataset.read_compute(tmp_path)
     assert sample.error is None and sample.measured_at == 2.0
+    dataset.merge_parts(tmp_path)  # keeps all timings, for they show drift
+    [repeats] = dataset.read_repeats(tmp_path)
+    assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-9] + b"x" + b[-8:]])

@@ -104,4 +104,4 @@ def test_a_refresh_killed_at_random_moments_ends_with_every_sample_once(new_proj
     assert "up to date" in log
     folder = project.folder / "data/measurements"
     samples = dataset.read_compute(folder)
-    assert len(samples) == len({s.id for s in samples}) == 60 and len(dataset.read_comm(folder)) == 12
+    assert len(samples) == len({s.id for s in samples}) == 61 and len(dataset.read_comm(folder)) == 12  # and the control group
