@@ -6,6 +6,7 @@ The nouns are here; the verbs live in their modules and load when asked for:
   price(workload, model)     what a model predicts that it costs            shardcore.cost.model
   load_model(folder)         a trained cost model                           shardcore.cost.neural
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
+  replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
   load_plan(root, name)      a published plan and its problem               shardcore.store
 """
 
@@ -34,6 +35,7 @@ _VERBS = {
     "price": ("shardcore.cost.model", "price"),
     "load_model": ("shardcore.cost.neural", "load"),
     "SHARDERS": ("shardcore.search", "SHARDERS"),
+    "replay": ("shardcore.measure.replay", "replay"),
     "load_plan": ("shardcore.store", "load_plan"),
 }
 

@@ -98,6 +98,8 @@ def _say_extrapolated(sentences: Sequence[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
+    import torch
+
     from shardcore import dataset, files, sampling, tables
     from shardcore.measure import hardware, kernels
 
@@ -112,6 +114,7 @@ def measure(args: argparse.Namespace) -> None:
     groups = sampling.GroupConfig(max_shard_bytes=config.arena_bytes)
     known, name = dataset.read_ids(args.out, "compute"), dataset.write_pool(args.out, pool)
     control = sampling.control_request(live, setting, groups)
+    torch.set_num_threads(1)  # a device of a CPU is one core
     bench = kernels.KernelBench(setting, device, config)
     print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
     began, done, index, kernel_s = time.monotonic(), 0, 0, 0.0
@@ -219,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    p.add_argument("--repeats", type=_positive(int), default=20, help="steps of each plan that enter a median")
+    p.add_argument("--repeats", type=_positive(int), default=50, help="steps of each plan that enter a median")
     p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory a process, the largest shard")
     p.add_argument("--timeout-s", type=_positive(float), default=120.0, help="a round of steps that takes longer has hung")
     p.add_argument("--seed", type=_natural, default=0, help="of the batches")

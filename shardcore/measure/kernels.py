@@ -55,7 +55,7 @@ class KernelBench:
         hardware.require_fbgemm(device)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self._clock = timing.clock_for(device)
-        self._streams: dict[Table, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._streams: dict[tuple[Table, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # A CUDA fault other than memory spoils the process for all that follows, so it is not one request's.
         self._request_errors = (ShardCoreError, torch.OutOfMemoryError if device == "cuda" else RuntimeError)
         self.kernel_s = 0.0
@@ -73,13 +73,13 @@ class KernelBench:
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
         """Yield one sample a request, in the order in which they finish; a request that fails yields its error."""
         waiting = deque(requests)
-        active: list[_Run] = []
-        done: deque[_Run] = deque(maxlen=self.config.interleave)
+        active: list[Run] = []
+        done: deque[Run] = deque(maxlen=self.config.interleave)
         while waiting or active:
             while waiting and len(active) < self.config.interleave:
                 request = waiting.popleft()
                 try:
-                    active.append(self._start(request))
+                    active.append(self.prepare(request))
                 except self._request_errors as error:
                     yield self._sample(request, None, error)
             fillers = list(done)[: self.config.interleave - len(active)] if active else []
@@ -100,22 +100,24 @@ class KernelBench:
                     done.append(run)
                     yield self._sample(run.request, run)
 
-    def _settled(self, run: _Run) -> bool:
+    def _settled(self, run: Run) -> bool:
         n, c = len(run.times_ms), self.config
         return n >= c.max_repeats or (n >= c.min_repeats and timing.known_to([sum(t) for t in run.times_ms]) <= c.tolerance)
 
-    def _start(self, request: ComputeRequest) -> _Run:
+    def prepare(self, request: ComputeRequest, seed: int = 0) -> Run:
+        """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where a shard is larger
+        than the arena or of another precision than the setting's."""
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        indices, offsets = self._lookups(request)
+        indices, offsets = self._lookups(request, seed)
         width = sum(s.width for s in request.shards)
         if self._gradient.numel() < request.batch * width:
             self._gradient = torch.full((request.batch * width,), 1e-3, device=self.device)
-        return _Run(request, self._build(request.shards), indices, offsets,
-                    self._gradient[: request.batch * width].view(request.batch, width))
+        return Run(request, self._build(request.shards), indices, offsets,
+                   self._gradient[: request.batch * width].view(request.batch, width))
 
-    def _once(self, run: _Run) -> tuple[float, float]:
+    def _once(self, run: Run) -> tuple[float, float]:
         """Run forward and backward once; their ms."""
         marks = [self._clock.mark()]
         output = run.op(run.indices, run.offsets)
@@ -126,20 +128,20 @@ class KernelBench:
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
 
-    def _lookups(self, request: ComputeRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lookups(self, request: ComputeRequest, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices [L] and offsets [T × B + 1] of a request's shards, table after table."""
-        parts = [self._stream(s, request.batch) for s in request.shards]
+        parts = [self._stream(s, request.batch, seed) for s in request.shards]
         starts = np.cumsum([0] + [len(i) for i, _ in parts])
         offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
         end = torch.tensor([int(starts[-1])], device=self.device)
         return torch.cat([i for i, _ in parts]), torch.cat([*offsets, end])
 
-    def _stream(self, shard: Shard, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stream(self, shard: Shard, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not shard.full_rows:
-            return self._to_device(streams.shard_stream(shard, batch))
-        key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch)  # a table's stream does not depend on its dim
+            return self._to_device(streams.shard_stream(shard, batch, seed))
+        key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch, seed)  # a table's stream does not depend on its dim
         if key not in self._streams:
-            self._streams[key] = self._to_device(streams.stream(shard.table, batch))
+            self._streams[key] = self._to_device(streams.stream(shard.table, batch, seed))
         return self._streams[key]
 
     def _to_device(self, stream: tuple[np.ndarray, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +182,7 @@ class KernelBench:
     def _int64(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self.device)
 
-    def _sample(self, request: ComputeRequest, run: _Run | None, error: Exception | None = None) -> ComputeSample:
+    def _sample(self, request: ComputeRequest, run: Run | None, error: Exception | None = None) -> ComputeSample:
         forward, backward = (timing.spread([t[k] for t in run.times_ms]) for k in (0, 1)) if run else (None, None)
         reason = " ".join(str(error).split())[:300] if error else None
         return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, forward, backward, time.time(),
@@ -188,7 +190,9 @@ class KernelBench:
 
 
 @dataclass
-class _Run:
+class Run:
+    """One op, ready to run: over indices [L] and offsets [T × B + 1]; gradient [B, W] of its output."""
+
     request: ComputeRequest
     op: torch.nn.Module
     indices: torch.Tensor

@@ -40,9 +40,18 @@ def test_exchanges_are_timed_on_every_rank(ranks):
         sample = collectives.combine(Setting("test", request.batch), request, seen)
         assert len(sample.forward) == len(sample.backward) == len(sample.waiting_ms) == ranks
         assert all(s.median_ms > 0 and s.repeats == 3 for s in (*sample.forward, *sample.backward))
-        last = max(range(ranks), key=lambda r: request.start_ms[r])
-        if max(request.start_ms) > 0:  # the rank that starts last does not wait, the first one does
-            assert sample.waiting_ms[last] < max(sample.waiting_ms)
+        assert all(w >= 0 for w in sample.waiting_ms)
+
+
+def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
+    request = CommRequest((8, 4), 16, (0.0, 5.0))
+    early = collectives.RankTimes(((1.000, 2.000), (1.009, 2.009)), ((3.000, 4.000), (3.004, 4.004)))
+    late = collectives.RankTimes(((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)))
+    sample = collectives.combine(Setting("test", 16), request, [early, late])
+    assert sample.waiting_ms == pytest.approx((5.0, 0.0))
+    assert [s.median_ms for s in sample.forward] == pytest.approx([4.0, 4.0])
+    assert [s.median_ms for s in sample.backward] == pytest.approx([3.0, 3.0])
+    assert sample.id == collectives.dataset.comm_id(Setting("test", 16), request)
 
 
 def test_a_request_for_another_number_of_ranks_is_refused():

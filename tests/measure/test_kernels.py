@@ -34,7 +34,7 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
     """Pooled sums and one SGD step equal those of embeddings with the same weights, row ranges included."""
     bench = KernelBench(Setting("test", 256), device, CONFIG)
     shards = (Shard.whole(tables[0]), Shard(tables[1], 1000, 2500, 0, 32), Shard.whole(tables[3]))
-    run = bench._start(ComputeRequest(shards, 256))
+    run = bench.prepare(ComputeRequest(shards, 256))
     before = bench._arena.detach().cpu().clone()
     output = run.op(run.indices, run.offsets)
     places = run.op.weights_offsets.tolist()

@@ -1,0 +1,375 @@
+"""Replay: run one step of plans for real, one process a device, and time its parts. The ground truth of `price`.
+
+A step is timed as it falls in a training loop, from one dense part to the next:
+
+  barrier | exchange of gradients | backward | forward of the next batch | waiting | exchange of pooled outputs
+
+so a device reaches the forward exchange after its backward transfer and all its compute, and waits there for the last one: the
+waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock, hence they share one host. A
+transfer is from the last rank's start to a rank's own end; the skew with which ranks leave the barrier is nobody's cost.
+
+Ops run over an arena as in kernels.py, pooled outputs and gradients travel between the ops' own buffers, steps go through
+several different batches, and before each the caches are overwritten, as the dense part and other layers would. Gloo on CPU;
+NCCL is written for the same interface and has not been run here.
+
+Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardcore.measure.collectives import CommConfig, Rank
+from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measure.timing import spread
+from shardcore.types import (
+    OUTPUT_BYTES,
+    PRECISION_BYTES,
+    ComputeRequest,
+    Setting,
+    SettingMismatch,
+    ShardCoreError,
+    Spread,
+    StepCost,
+)
+from shardcore.workload import COLUMN, REPLICATED, ROW, Workload
+
+_GRADIENT = 1e-3
+"""What dense parts send back: small, so that weights stay finite however often a step repeats."""
+_GRACE_S = 1.0
+"""How long a rank that lost another waits to be told why: the other's own report comes first if there is one."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """repeats of each plan's step after warmups; batches: different ones to go through; arena_bytes: weights of one rank, the
+    largest shard that can be replayed; evict_bytes: overwritten before each step, more than the caches hold; timeout_s: building
+    a plan's ops or a round of steps that takes longer has hung; seed: of the batches."""
+
+    repeats: int = 50
+    warmups: int = 4
+    batches: int = 4
+    arena_bytes: int = 1 << 30
+    evict_bytes: int = 64 << 20
+    timeout_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive = self.repeats >= 1 and self.batches >= 1 and self.arena_bytes > 0 and self.timeout_s > 0
+        if not positive or min(self.warmups, self.evict_bytes, self.seed) < 0:
+            raise ShardCoreError(f"replay config {self} needs repeats and batches of at least 1, a positive arena_bytes and "
+                                 "timeout_s, and the rest 0 or more")
+
+
+@dataclass(frozen=True)
+class Replayed(StepCost):
+    """A measured StepCost: each part the median over the repeats, per device.
+
+    step: spread over the repeats of the slowest device's total. On a busy machine it lies above total_ms, whose parts leave
+    out disturbances one by one. oversubscribed: there were more processes than cores, so that the parts measure the scheduler
+    as much as the plan.
+    """
+
+    step: Spread
+    oversubscribed: bool
+
+
+def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu") -> Replayed:
+    """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one GPU a device).
+
+    Raises as replay_all.
+    """
+    return replay_all([workload], setting, config, device)[0]
+
+
+def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
+               device: str = "cpu") -> list[Replayed]:
+    """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets them all.
+
+    Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ in their devices, a
+    shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names the rank and the reason, and no
+    process stays behind.
+    """
+    config = config or ReplayConfig()
+    if not workloads:
+        return []
+    for workload in workloads:
+        _require_replayable(workload, workloads[0], setting, device)
+    ranks = _run_gang(workloads, setting, config, device)
+    return [combine(marks) for marks in zip(*ranks, strict=True)]
+
+
+def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
+    """One workload's cost from what each rank of one host saw of it: D arrays [R, 5] of replay_rank."""
+    begin, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R] each, ms
+    _, backward_comm = _wait_and_transfer(begin, received)
+    waiting, forward_comm = _wait_and_transfer(pooled, end)
+    parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting)
+    medians = (tuple(map(float, np.median(part, axis=1))) for part in parts)
+    return Replayed(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
+
+
+def _wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An exchange's two parts, before and after the last rank's start; a rank that is done by then only waited."""
+    last = np.minimum(start.max(0), end)
+    return last - start, end - last
+
+
+def _require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
+    topology = workload.topology
+    precision = next((s.table.precision for ops in workload.ops for op in ops for s in op.shards), setting.precision)
+    own = Setting(topology.hardware or setting.hardware, workload.global_batch, precision, setting.optimizer)
+    if own != setting:
+        raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its own hardware and batch")
+    if topology != first.topology:
+        raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of different topologies, "
+                             "cannot be replayed together; give plans of one problem")
+    if len(topology.hosts) > 1 or any(d.speed != 1 for d in topology.devices):
+        raise ShardCoreError(f"the topology has hosts {', '.join(topology.hosts)} and speeds "
+                             f"{sorted({d.speed for d in topology.devices})}; a replay needs one host and devices of speed 1")
+    if device == "cuda" and torch.cuda.device_count() < len(topology):
+        raise ShardCoreError(f"a replay of {len(topology)} devices needs as many GPUs; here are {torch.cuda.device_count()}")
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------------
+
+
+class _Lost(ShardCoreError):
+    """An exchange broke: another rank is the one that failed."""
+
+
+def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
+                device: str = "cpu", progress: Callable[[], None] = lambda: None) -> list[np.ndarray]:
+    """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's monotonic clock.
+
+    The marks of a step: its begin, gradients received, weights updated, the next batch pooled, outputs received. All ranks of
+    the gang need the same arguments; `progress` is called after each op built and each round of steps.
+    """
+    if device == "cpu":
+        torch.set_num_threads(1)
+    bench = KernelBench(setting, device, KernelConfig(arena_bytes=min(config.arena_bytes, _arena_bytes(workloads, rank))))
+    steps = []
+    for workload in workloads:
+        steps.append(_Step(bench, workload, rank, config))
+        progress()
+    cache = torch.zeros(max(1, config.evict_bytes // 4), device=device)
+    with _exchanging():
+        member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
+        groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})}
+    marks = []
+    for index in range(config.warmups + config.repeats):
+        progress()
+        marks.append([])
+        for step in steps:
+            cache.add_(1)
+            marks[-1].append(step.once(index % config.batches, groups))
+    member.close()
+    return [np.array(m) for m in zip(*marks[config.warmups:], strict=True)]
+
+
+class _Step:
+    """One rank's step of a workload: its ops over each batch, and the exchanges with their buffers."""
+
+    def __init__(self, bench: KernelBench, workload: Workload, rank: int, config: ReplayConfig):
+        ops, ranks, batch = workload.ops[rank], len(workload.ops), workload.global_batch
+        self._device, self._local = bench.device, batch // ranks
+        self._batches = [{op.kind: bench.prepare(ComputeRequest(op.shards, op.batch), config.seed + k) for op in ops}
+                         for k in range(config.batches)]
+        columns, rows = (_widths(sent, batch) for sent in (workload.traffic.all_to_all, workload.traffic.reduce_scatter))
+        # Every rank gives a reduce-scatter as much, so one with fewer columns pads.
+        self._columns, self._rows = (columns, max(rows)) if ranks > 1 else ([], 0)
+        self._gradients = {kind: self._full(run.gradient.shape) for kind, run in self._batches[0].items()}
+        self._none, self._padded = self._full((0,)), self._full((batch, self._rows))
+        self._sent = {COLUMN: self._full((self._local * sum(self._columns),)), ROW: self._full((self._local, self._rows))}
+        self._arrived = {kind: torch.empty_like(sent) for kind, sent in self._sent.items()}
+        self._dense = {devices: torch.zeros(n, device=bench.device) for devices, n in _replicated(workload).items()
+                       if rank in devices}
+        self._mine = [self._local * columns[rank]] * ranks
+        self._outputs = self._forward(self._batches[-1])
+
+    def once(self, batch: int, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> tuple[float, ...]:
+        """One step from dense part to dense part, going on with batch number `batch`; the five marks of replay_rank."""
+        with _exchanging():
+            dist.barrier()
+            begin = self._now()
+            self._exchange_gradients(groups)
+            received = self._now()
+        for kind, output in self._outputs.items():
+            output.backward(self._gradients[kind])
+        updated = self._now()
+        self._outputs = self._forward(self._batches[batch])
+        pooled = self._now()
+        with _exchanging():
+            self._exchange_outputs()
+            return begin, received, updated, pooled, self._now()
+
+    def _forward(self, runs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {kind: run.op(run.indices, run.offsets) for kind, run in runs.items()}
+
+    def _exchange_outputs(self) -> None:
+        outputs = {kind: output.detach() for kind, output in self._outputs.items()}
+        if any(self._columns):
+            dist.all_to_all_single(self._arrived[COLUMN], outputs.get(COLUMN, self._none).view(-1), self._theirs, self._mine)
+        if self._rows:
+            _reduce_scatter(self._arrived[ROW], self._unless_uneven(outputs))
+
+    def _exchange_gradients(self, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+        if any(self._columns):
+            dist.all_to_all_single(self._gradients.get(COLUMN, self._none).view(-1), self._sent[COLUMN], self._mine, self._theirs)
+        if self._rows:
+            _all_gather(self._unless_uneven(self._gradients), self._sent[ROW])
+        for devices, gradient in self._dense.items():
+            dist.all_reduce(gradient, group=groups[devices])
+
+    @property
+    def _theirs(self) -> list[int]:
+        return [self._local * width for width in self._columns]
+
+    def _unless_uneven(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The ROW op's tensor [B, W] where it is as wide as an exchange needs, else the padded one."""
+        own = tensors.get(ROW, self._none)
+        return own if own.shape == self._padded.shape else self._padded
+
+    def _full(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.full(tuple(shape), _GRADIENT, device=self._device)
+
+    def _now(self) -> float:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def _widths(sent_bytes: np.ndarray, batch: int) -> list[int]:
+    """[D] columns whose pooled outputs make these bytes."""
+    return [round(n / (batch * OUTPUT_BYTES)) for n in sent_bytes]
+
+
+def _replicated(workload: Workload) -> dict[tuple[int, ...], int]:
+    """Elements of dense gradient that each set of devices reduces among itself, in an order that all ranks share."""
+    owners: dict[Any, list[int]] = defaultdict(list)
+    for rank, ops in enumerate(workload.ops):
+        for shard in (s for op in ops if op.kind == REPLICATED for s in op.shards):
+            owners[shard].append(rank)
+    elements: dict[tuple[int, ...], int] = defaultdict(int)
+    for shard, devices in owners.items():
+        elements[tuple(devices)] += shard.rows * shard.width
+    return dict(sorted(elements.items()))
+
+
+def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:
+    """What the largest op of a rank takes in an arena, its tables one after the other at multiples of 16 elements."""
+    return max((sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision] for s in op.shards)
+                for w in workloads for op in w.ops[rank]), default=64)
+
+
+def _reduce_scatter(into: torch.Tensor, source: torch.Tensor) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source)  # torch 2.13 renames it
+
+
+def _all_gather(into: torch.Tensor, source: torch.Tensor) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source)
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise _Lost(_line(error)) from None
+
+
+# --- the gang ----------------------------------------------------------------------------------------------------------
+
+
+def _run_gang(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig, device: str) -> list[list[np.ndarray]]:
+    """replay_rank in one process a device; its results in the order of the ranks. All have ended when it returns or raises."""
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    with tempfile.TemporaryDirectory(prefix="shardcore-replay-") as folder:
+        try:
+            for rank in range(len(workloads[0].ops)):
+                pipe, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_rank_process, name=f"replay-rank-{rank}", daemon=True, args=(
+                    theirs, rank, f"file://{folder}/ranks", workloads, setting, config, device))
+                process.start()
+                theirs.close()  # so that the pipe ends when the process does
+                pipes.append(pipe)
+                processes.append(process)
+            return _results(pipes, processes, config.timeout_s)
+        finally:
+            for pipe, process in zip(pipes, processes, strict=True):
+                process.kill()
+                process.join()
+                pipe.close()
+
+
+def _rank_process(pipe: Connection, rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,
+                  config: ReplayConfig, device: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        marks = replay_rank(rank, init_method, workloads, setting, config, device, lambda: pipe.send(("progress", None)))
+        pipe.send(("done", marks))
+    except _Lost as error:
+        pipe.send(("lost", _line(error)))
+    except (ShardCoreError, RuntimeError) as error:  # any other is a bug: it prints its traceback and ends the process
+        pipe.send(("failed", _line(error)))
+
+
+def _results(pipes: Sequence[Connection], processes: Sequence[Any], timeout_s: float) -> list[list[np.ndarray]]:
+    done: dict[int, list[np.ndarray]] = {}
+    lost: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s + _GRACE_S  # a rank that waits in an exchange speaks up after timeout_s
+    while len(done) < len(pipes):
+        running = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in done and rank not in lost}
+        ready = wait(list(running), max(0.0, deadline - time.monotonic())) if running else []
+        if not ready:
+            raise ShardCoreError(_why(running.values(), lost, timeout_s))
+        for rank, pipe in ((running[p], p) for p in ready):
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failed", _end_of(processes[rank])
+            if kind == "done":
+                done[rank] = value
+            elif kind == "failed":
+                raise ShardCoreError(f"replay: rank {rank} of {len(pipes)} failed: {value}")
+            elif kind == "lost":
+                lost[rank] = value
+            now = time.monotonic()
+            deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
+    return [done[rank] for rank in range(len(pipes))]
+
+
+def _why(silent: Sequence[int], lost: dict[int, str], timeout_s: float) -> str:
+    silent = ", ".join(map(str, silent))
+    if not lost:
+        return f"replay: no word for {timeout_s:g} s from rank {silent}: it hangs, or the plan needs a longer timeout_s"
+    rank, said = next(iter(lost.items()))
+    return f"replay: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); rank {rank}: {said}"
+
+
+def _end_of(process: Any) -> str:
+    process.join(_GRACE_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"it was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+    return f"it ended with exit code {code}; what it wrote to standard error says why"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
