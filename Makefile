@@ -4,7 +4,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-export PREFECT_HOME ?= $(CURDIR)/.shardcore/prefect
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
@@ -24,9 +23,9 @@ lint: setup
 	ruff check .
 
 setup: .venv/.ready
-	@mkdir -p "$$PREFECT_HOME"
 
 .venv/.ready: pyproject.toml
+	@echo "Installing into .venv: a few minutes, 2 GB (more where torch comes with CUDA)"
 	"$(PYTHON)" -m venv .venv
 	python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),dev]'
 	touch $@

@@ -32,6 +32,10 @@ def refresh(target: str = "evaluate") -> str:
     return publish()
 
 
+LEGEND = """
+against it, against random: the published plan's cost relative to theirs. balance: mean over largest compute of the devices.
+extrapolated: the plan goes beyond what was measured (its cost.json says where); the models' own error is in data/evaluation/.
+"""
 WHERE_NEXT = """
 Where to look next (each from this folder, after `. .venv/bin/activate`):
   plans        plans/report.md; plans/<problem>/current names the version in versions/: plan.json, problem.json, cost.json
@@ -44,7 +48,7 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 
 def main() -> None:
     table = refresh(*sys.argv[1:2])
-    print(f"\nPredicted cost of one training step, embeddings only\n\n{table}\n{WHERE_NEXT}")
+    print(f"\nPredicted cost of one training step, embeddings only\n\n{table}\n{LEGEND}{WHERE_NEXT}")
 
 
 if __name__ == "__main__":

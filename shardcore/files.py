@@ -117,17 +117,18 @@ def _unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
     return body
 
 
-def build(cls: type[T], data: Any, what: str, **given: Any) -> T:
-    """Make a flat dataclass from a mapping, strictly. `given` fields are set by the caller and not allowed in `data`.
+def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
+    """Make a flat dataclass from a mapping, strictly. `given` fields are set by the caller and not allowed in `data`; `also` are
+    keys that the caller has taken out of it, for the message.
 
-    Raises ShardCoreError naming an unknown key, a missing one, or a value of the wrong type.
+    Raises ShardCoreError naming `what` and an unknown key, a missing one, or a value that is wrong.
     """
     if not isinstance(data, Mapping):
         raise ShardCoreError(f"{what} is {data!r}; it needs to be an object with keys")
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
     unknown = sorted(set(data) - set(fields))
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join(fields)}")
+        raise ShardCoreError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join([*fields, *also])}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if name not in data and required:
@@ -135,7 +136,10 @@ def build(cls: type[T], data: Any, what: str, **given: Any) -> T:
         if name in data:
             _check_type(data[name], str(field.type), f"{what}: {name}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    return cls(**values, **given)
+    try:
+        return cls(**values, **given)
+    except ShardCoreError as error:
+        raise type(error)(f"{what}: {error}") from None
 
 
 def _check_type(value: Any, annotation: str, what: str) -> None:
@@ -199,10 +203,10 @@ def table_from_json(data: Any, what: str) -> Table:
     if "reuse" in data:
         given["access"] = build(Reuse, data["reuse"], f"{what}: reuse")
     elif "zipf_alpha" in data:
-        given["access"] = build(Zipf, {"alpha": data["zipf_alpha"]}, f"{what}: zipf_alpha")
+        given["access"] = build(Zipf, {"alpha": data["zipf_alpha"]}, what)
     elif "access" in data:
         raise ShardCoreError(f"{what} has a key 'access'; it needs 'reuse' or 'zipf_alpha'")
-    return build(Table, rest, what, **given)
+    return build(Table, rest, what, also=("reuse", "zipf_alpha"), **given)
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
@@ -234,21 +238,22 @@ def read_problem(path: str | Path) -> Problem:
     what = str(path)
     topology = data.pop("topology", None)
     if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
-        raise ShardCoreError(f"{what} needs a 'topology' with a list of 'devices', such as "
-                             '[{"count": 8, "memory_bytes": 80000000000}]')
+        raise ShardCoreError(f"{what} has topology {str(topology)[:80]}; it needs a list of 'devices', such as "
+                             '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}')
     devices: list[Device] = []
     for entry in topology["devices"]:
         entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
         count = entry.pop("count", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ShardCoreError(f"{what}: a device entry has count {count!r}; it needs a whole number from 1")
-        devices += [build(Device, entry, f"{what}: device")] * count
+        devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     tables = data.pop("tables", None)
     if not isinstance(tables, list):
         raise ShardCoreError(f"{what} lacks the list 'tables'")
     return build(
         Problem, {k: v for k, v in data.items() if k != "constraints"}, what,
-        topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology",
+        also=("schema", "version", "topology", "tables", "constraints"),
+        topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology", also=("devices",),
                        devices=tuple(devices)),
         tables=tuple(table_from_json(t, what) for t in tables),
         constraints=build(Constraints, data.get("constraints", {}), f"{what}: constraints"),

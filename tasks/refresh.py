@@ -13,7 +13,7 @@ from prefect import get_run_logger, task
 from shardcore.types import ShardCoreError
 from tasks import services
 
-_PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ")
+_PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 STAGES = ("tables", "measure", "train", "evaluate")
 
 

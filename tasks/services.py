@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from urllib.parse import urlparse
 
 from shardcore.types import ShardCoreError
+from tasks import paths
 
 _PATIENCE_S = 5.0
 _OWNED = "SHARDCORE_OWNED"
@@ -106,6 +107,8 @@ def run_flow(flow: Callable[[], object]) -> None:
         die_with_parent()
     show_user_errors_plainly()
     try:
+        if not paths.PARAMS.exists():
+            raise ShardCoreError(f"{paths.PARAMS} is not in {os.getcwd()}: flows run in the project's folder")
         if os.environ.get("PREFECT_API_URL"):
             require_answer(os.environ["PREFECT_API_URL"], "Prefect (PREFECT_API_URL)")
         flow()
@@ -113,6 +116,7 @@ def run_flow(flow: Callable[[], object]) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
+        print("stopped; what was finished is kept, and a rerun goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -62,6 +62,14 @@ def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig
         mlflow.set_tags({"git_commit": commit, "data_version": version})
         _log_dataset(compute, version)
         trained = fit.train(compute, comm, setting, config, progress)
+        found = [r for r in trained.curves if r["model"] == "compute"]
+        best = min(found, key=lambda r: r["validation_mape"])
+        logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"], found[-1]["epoch"],
+                    best["validation_mape"])
+        if best["epoch"] == 0:
+            logger.warning("the learned correction did not improve on the physical baseline, which is kept: measure more, or on "
+                           "a quieter machine")
+        mlflow.log_metric("compute_best_epoch", best["epoch"])
         model = dataclasses.replace(trained.model, meta={**trained.model.meta, "provenance": {
             "data_version": version, "git_commit": commit, "seed": config.seed}})
         held_out = fit.held_out(compute), fit.held_out(comm)
