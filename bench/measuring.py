@@ -28,7 +28,6 @@ def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:
     place = ((EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if device == "cuda" else (EmbeddingLocation.HOST, ComputeDevice.CPU))
     op = SplitTableBatchedEmbeddingBagsCodegen([(s.rows, s.width, *place) for s in request.shards],
                                                optimizer=EmbOptimType.EXACT_SGD, device=torch.device(device))
-    op.init_embedding_weights_uniform(-0.01, 0.01)
     parts = [streams.shard_stream(s, request.batch) for s in request.shards]
     starts = np.cumsum([0] + [len(i) for i, _ in parts])
     offsets = np.concatenate([o[:-1] + a for (_, o), a in zip(parts, starts[:-1], strict=True)] + [starts[-1:]])
