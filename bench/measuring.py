@@ -1,14 +1,17 @@
-"""How much faster ShardCore measures than NeuroShard's published procedure, on the same groups, in one run.
+"""How much faster ShardCore measures than NeuroShard's published procedure: same groups, same run, same precision of the median.
 
 The plain loop does what NeuroShard's collector does for each group: build an op with weights of its own, make its indices, run
 it 5 times to warm up and 10 times timed, take the median, and drop it. It is never tuned. ShardCore's bench measures the same
-groups until their median is known at least as well. Both on one device and one thread, in blocks that alternate, so that a
-machine whose speed drifts treats them alike.
+groups with --repeats. Both on one device and one thread, and all groups in several passes in alternation, so that each tells how
+far two medians of a group, taken minutes apart, disagree: that is the precision which is compared. (What a loop's own repeats say
+of it is worth little: taken within a fraction of a second, they share the machine's momentary pace.)
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import resource
 import time
 
 import numpy as np
@@ -45,9 +48,10 @@ def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=64, help="groups to measure both ways (64)")
+    parser.add_argument("--groups", type=int, default=100, help="groups to measure both ways (100)")
+    parser.add_argument("--passes", type=int, default=2, help="times that each way measures all groups (2)")
+    parser.add_argument("--repeats", type=int, default=6, help="of ShardCore's (6)")
     parser.add_argument("--batch", type=int, default=2048, help="global batch (2048)")
-    parser.add_argument("--block", type=int, default=32, help="groups in turn (32)")
     parser.add_argument("--max-bytes", type=int, default=1 << 32, help="weights of a group (4 GiB, NeuroShard's limit)")
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
@@ -55,44 +59,54 @@ def main() -> None:
     device = hardware.detect_device()
     setting = Setting(hardware.hardware_name(device), args.batch)
     pool = [t for t in tables.generate_pool() if t.pooling > 0]
-    shape = sampling.GroupConfig(max_shards=15, row_ranges=0.0, any_width=0.0, duplicates=0.0)
-    requests = []
-    for i in range(100 * args.groups):
-        request = sampling.compute_request(pool, i, setting, args.seed, shape)
-        if sum(s.bytes for s in request.shards) <= args.max_bytes and len(requests) < args.groups:
-            requests.append(request)
+    shape = sampling.GroupConfig(max_shards=15, max_width=128, row_ranges=0.0, any_width=0.0, duplicates=0.0, planned=0.0,
+                                 replicated=0.0)
+    drawn = (sampling.compute_request(pool, i, setting, args.seed, shape) for i in range(100 * args.groups))
+    requests = list(itertools.islice((r for r in drawn if sum(s.bytes for s in r.shards) <= args.max_bytes), args.groups))
+    before = _resident_bytes()
     began = time.perf_counter()
-    bench = kernels.KernelBench(setting, device, kernels.KernelConfig(min_repeats=10, max_repeats=10))
-    ours_s, plain_s, plain_kernel_s = time.perf_counter() - began, 0.0, 0.0
-    known = {"plain": [], "ours": []}
-    medians = {"plain": {}, "ours": {}}
-    for i in range(0, len(requests), args.block):
-        block = requests[i:i + args.block]
+    bench = kernels.KernelBench(setting, device, kernels.KernelConfig(min_repeats=args.repeats, max_repeats=args.repeats),
+                                sampling.control_request(pool, setting, shape))
+    bench.control_ms = bench.calibrate(requests[:16])
+    ours_s, plain_s, plain_kernel_s, resident = time.perf_counter() - began, 0.0, 0.0, 0
+    plain_ms, ours_ms = ({r: [] for r in requests} for _ in range(2))
+    for _ in range(args.passes):
         began = time.perf_counter()
-        for sample in bench.measure(block):
-            known["ours"].append((sample.forward.q3_ms + sample.backward.q3_ms - sample.forward.q1_ms - sample.backward.q1_ms)
-                                 / (sample.forward.median_ms + sample.backward.median_ms))
-            medians["ours"][sample.request] = sample.forward.median_ms + sample.backward.median_ms
+        for sample in bench.measure(requests):
+            if sample.request in ours_ms:
+                ours_ms[sample.request].append(sample.total_ms)
         ours_s += time.perf_counter() - began
+        resident = resident or _resident_bytes()
         began = time.perf_counter()
-        for request in block:
+        for request in requests:
             totals, kernel_s = plain(request, device)
-            spread = timing.spread(totals)
-            known["plain"].append((spread.q3_ms - spread.q1_ms) / spread.median_ms)
-            medians["plain"][request] = spread.median_ms
+            plain_ms[request].append(timing.spread(totals).median_ms)
             plain_kernel_s += kernel_s
         plain_s += time.perf_counter() - began
-    ratio = [medians["plain"][r] / medians["ours"][r] for r in requests]
+    measured = args.passes * len(requests)
     largest = max(sum(s.bytes for s in r.shards) for r in requests)
-    print(f"{setting}; {len(requests)} groups of 1 to 15 tables, up to {memory.gib(largest)}\n")
+    print(f"{setting}; {len(requests)} groups of 1 to 15 tables, up to {memory.gib(largest)}, {args.passes} passes\n")
     print(report.text_table(("", "plain loop", "ShardCore"), [
-        ("samples a minute", f"{60 * len(requests) / plain_s:.0f}", f"{60 * len(requests) / ours_s:.0f}"),
-        ("timed repeats a sample", "10", "10"),
+        ("samples a minute", f"{60 * measured / plain_s:.0f}", f"{60 * measured / ours_s:.0f}"),
+        ("timed repeats a sample", "10", str(args.repeats)),
         ("share of time in kernels", f"{plain_kernel_s / plain_s:.0%}", f"{bench.kernel_s / ours_s:.0%}"),
-        ("interquartile range, median over samples", *(f"{np.median(known[k]):.1%}" for k in ("plain", "ours"))),
+        ("share of time in runs that enter a median", f"{plain_kernel_s * 10 / 15 / plain_s:.0%}",
+         f"{bench.kept_s / ours_s:.0%}"),
+        ("two medians of a group differ by: median", *(f"{np.median(_differences(ms)):.1%}" for ms in (plain_ms, ours_ms))),
+        ("two medians of a group differ by: 90%", *(f"{np.quantile(_differences(ms), 0.9):.1%}" for ms in (plain_ms, ours_ms))),
     ]))
-    print(f"\nrate: {plain_s / ours_s:.1f} times the plain loop's; a plain median is {np.median(ratio):.2f} of ShardCore's "
-          "(median; its caches are warm from the run before)")
+    ratio = [np.median(plain_ms[r]) / np.median(ours_ms[r]) for r in requests]
+    print(f"\nrate: {plain_s / ours_s:.1f} times the plain loop's. A plain median is {np.median(ratio):.2f} of ShardCore's (its "
+          f"caches are warm from the run before).\nmemory: {memory.gib(resident - before)} more than before, of them "
+          f"{memory.gib(bench.config.arena_bytes)} arena; largest group {memory.gib(largest)}.")
+
+
+def _differences(medians_ms: dict[ComputeRequest, list[float]]) -> np.ndarray:
+    return np.array([abs(b / a - 1) for ms in medians_ms.values() for a, b in itertools.pairwise(ms)])
+
+
+def _resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def train_neuroshard(train: Sequence[ComputeSample], validation: Sequence[Comput
 
 
 def total_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
-    return np.array([s.forward.median_ms + s.backward.median_ms for s in samples])
+    return np.array([s.total_ms for s in samples])
 
 
 def assess(predict: Predict, test: Sequence[ComputeSample], train_s: float, seed: int) -> Result:

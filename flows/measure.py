@@ -1,8 +1,11 @@
 """measure: run what the dataset lacks on the devices of the Ray cluster."""
 
+import argparse
+
 from prefect import flow, get_run_logger
 
 from tasks import params, paths, services
+from tasks.estimate import estimate
 from tasks.measure import MeasureConfig, cluster_setting, measure_comm, measure_compute, merge_parts
 from tasks.ray_cluster import ray_cluster
 from tasks.setting import SettingConfig
@@ -21,5 +24,21 @@ def measure() -> None:
     get_run_logger().info("measured %d groups and %d exchanges", groups, exchanges)
 
 
+def dry_run() -> None:
+    wanted = params.section("setting", SettingConfig)
+    config = params.section("measure", MeasureConfig)
+    with ray_cluster():
+        for kind in estimate(paths.POOL, wanted, config, paths.MEASUREMENTS):
+            print(kind)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m flows.measure", description="Measure the samples that params.yaml asks "
+                                     "for and the dataset lacks, on this machine or the Ray cluster at RAY_ADDRESS.")
+    parser.add_argument("--dry-run", action="store_true", help="only say what is missing and how long it would take; no device "
+                        "is taken")
+    services.run_flow(dry_run if parser.parse_args().dry_run else measure)
+
+
 if __name__ == "__main__":
-    services.run_flow(measure)
+    main()

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,40 +97,9 @@ def _say_extrapolated(sentences: Sequence[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    import torch
+    from shardcore.measure import command
 
-    from shardcore import dataset, files, sampling, tables
-    from shardcore.measure import hardware, kernels
-
-    device = args.device or hardware.detect_device()
-    setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
-    pool = files.read_pool(args.pool) if args.pool else tables.generate_pool(tables.PoolConfig())
-    live = [t for t in pool if t.pooling > 0]
-    if not live:
-        raise ShardCoreError(f"{args.pool} holds no table with lookups")
-    config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
-                                  max_repeats=args.max_repeats)
-    groups = sampling.GroupConfig(max_shard_bytes=config.arena_bytes)
-    known, name = dataset.read_ids(args.out, "compute"), dataset.write_pool(args.out, pool)
-    control = sampling.control_request(live, setting, groups)
-    torch.set_num_threads(1)  # a device of a CPU is one core
-    bench = kernels.KernelBench(setting, device, config)
-    print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
-    began, done, index, kernel_s = time.monotonic(), 0, 0, 0.0
-    while index != args.samples and time.monotonic() - began < args.minutes * 60:
-        chunk = []
-        while len(chunk) < args.chunk and index != args.samples and time.monotonic() - began < args.minutes * 60:
-            request = sampling.compute_request(live, index, setting, args.seed, groups)
-            index += 1
-            if index <= args.again or dataset.compute_id(setting, request) not in known:
-                chunk.append(request)
-        if chunk:
-            dataset.write_compute(args.out, list(bench.measure([control, *chunk])), name)
-            done, kernel_s = done + len(chunk), bench.kernel_s
-            elapsed = time.monotonic() - began
-            print(f"{done} samples, {done / elapsed:.1f} a second, {100 * kernel_s / elapsed:.0f}% of the time in kernels, "
-                  f"{max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
-    dataset.merge_parts(args.out)
+    command.measure(args)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -166,7 +134,10 @@ def report(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"{args.dataset} holds no compute samples")
     for setting in found:
         samples, repeats = dataset.read_compute(args.dataset, setting), dataset.read_repeats(args.dataset, setting)
-        print(f"{setting}\n\n{reports.text_table(('', ''), reports.dataset_summary(samples, repeats))}\n")
+        rows = reports.dataset_summary(samples, repeats)
+        if comm := dataset.read_comm(args.dataset, setting):
+            rows += reports.exchange_summary(comm)
+        print(f"{setting}\n\n{reports.text_table(('quantity', 'value'), rows)}\n")
         if args.out:
             path = args.out / f"{setting.hardware}-{setting.batch}-{setting.precision}-{setting.optimizer}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,9 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
 
     p = add(measure, "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.")
-    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     p.add_argument("--minutes", type=_positive(float), default=10.0, help="time to spend")
-    p.add_argument("--samples", type=_positive(int), help="stop after the first N draws; default: when the time is up")
+    p.add_argument("--samples", type=_positive(int), metavar="N", help="stop after the first N different draws; default: when "
+                   "the time is up")
     p.add_argument("--again", type=_natural, default=0, metavar="N", help="measure the first N draws again though they are "
                    "known: a repeatability set")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
@@ -241,9 +213,21 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"], default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory, the largest shard measured")
-    p.add_argument("--tolerance", type=_positive(float), default=0.02, help="to which a median needs to be known")
+    p.add_argument("--max-shards", type=_positive(int), default=30, help="of a group")
+    p.add_argument("--max-width", type=_positive(int), default=256, help="columns of a shard")
+    p.add_argument("--tolerance", type=_positive(float), help="to which a median needs to be known; default: 0.02 on cpu, 0.01 "
+                   "on cuda")
     p.add_argument("--max-repeats", type=_positive(int), default=24)
-    p.add_argument("--chunk", type=_positive(int), default=64, help="samples written at once, the most a kill can lose")
+    p.add_argument("--interleave", type=_positive(int), default=16, help="groups that run in turn")
+    p.add_argument("--chunk", type=_positive(int), default=64, help="samples written at once; a kill loses no more, and those "
+                   "that run")
+    p.add_argument("--hang-s", type=_positive(float), default=60.0, help="the measuring process has hung where no op ended for "
+                   "so long; it is replaced, and the group that does it recorded as failed")
+    p.add_argument("--ranks", type=_positive(int), default=2, help="processes (GPUs) of an exchange")
+    p.add_argument("--exchanges", type=_natural, default=0, metavar="M", help="afterwards measure the first M exchanges among "
+                   "--ranks of this machine, into the same dataset")
+    p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, from some seconds of "
+                   "measuring; write nothing")
     p.add_argument("--seed", type=_natural, default=0)
 
     p = add(train, "Train cost models on a dataset folder.")

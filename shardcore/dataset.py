@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ import pyarrow.parquet as pq
 from shardcore import files
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread, Table
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 """Raised by hand when the meaning of a timing changes; older samples then no longer count."""
 
 _SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()), ("repeats", pa.int32())])
@@ -34,11 +36,15 @@ _SHARD = pa.struct([("table", pa.string()), ("dim", pa.int32()), ("row_lo", pa.i
 _COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.int64()), ("precision", pa.string()),
            ("optimizer", pa.string()), ("measurement_version", pa.int32()), ("measured_at", pa.float64()),
            ("error", pa.string()), ("batch", pa.int64())]
-COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD), ("backward", _SPREAD)])
-"""batch: samples the op ran over. pool: the pool file that holds its tables; a shard's table has the dim given here."""
-COMM = pa.schema([*_COMMON, ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
-                  ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)), ("waiting_ms", pa.list_(pa.float64()))])
-"""Per rank: widths sent, start skew asked for, forward and backward transfer, waiting found."""
+COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD), ("backward", _SPREAD),
+                     ("pace", pa.float64()), ("known_to", pa.float64()), ("order", pa.int64())])
+"""batch: samples the op ran over. pool: the pool file that holds its tables; a shard's table has the dim given here. The rest as
+in ComputeSample."""
+COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
+                  ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())), ("forward", pa.list_(_SPREAD)),
+                  ("backward", pa.list_(_SPREAD)), ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
+                  ("oversubscribed", pa.bool_())])
+"""As in CommRequest and CommSample; lists have one entry a rank."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -67,15 +73,18 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
 def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
     """Write one part of compute samples over the tables of `pool` (a digest from write_pool)."""
     rows = [{**_common(s, s.request.batch), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
-             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward)} for s in samples]
+             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "pace": s.pace, "known_to": s.known_to,
+             "order": s.order} for s in samples]
     return _write_part(folder, "compute", rows, COMPUTE)
 
 
 def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
-    rows = [{**_common(s, s.request.batch), "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
+    rows = [{**_common(s, s.request.batch), **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts")},
+             "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
              "forward": s.forward and [_spread_row(x) for x in s.forward],
              "backward": s.backward and [_spread_row(x) for x in s.backward],
-             "waiting_ms": s.waiting_ms and list(s.waiting_ms)} for s in samples]
+             "waiting_ms": s.waiting_ms and list(s.waiting_ms), "order": s.order, "oversubscribed": s.oversubscribed}
+            for s in samples]
     return _write_part(folder, "comm", rows, COMM)
 
 
@@ -107,9 +116,10 @@ def _write_part(folder: str | Path, kind: str, rows: list[dict[str, Any]], schem
 def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
     """The compute samples of a folder (of one setting), each id once, in the order of their ids.
 
-    Where an id was measured several times, a timing is preferred to an error and the later one to the earlier.
+    Where an id was measured several times, a timing is preferred to an error, the better known timing to others, and the later
+    one to the earlier.
     """
-    return _once(_compute(folder, setting))
+    return _once(_compute(folder, setting), lambda s: -s.known_to if s.known_to else 0.0)
 
 
 def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[ComputeSample]]:
@@ -141,7 +151,7 @@ def _compute(folder: str | Path, setting: Setting | None) -> list[ComputeSample]
                              s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
         samples[row["id"], row["measured_at"]] = ComputeSample(
             row["id"], _setting(row), ComputeRequest(shards, row["batch"]), _spread(row["forward"]), _spread(row["backward"]),
-            row["measured_at"], row["error"])
+            row["measured_at"], row["error"], row["pace"], row["known_to"], row["order"])
     return list(samples.values())
 
 
@@ -149,10 +159,12 @@ def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSa
     """The communication samples of a folder (of one setting), as read_compute."""
     samples = []
     for row in _rows(folder, "comm", setting):
-        request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]))
+        request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"], row["payload"],
+                              row["hosts"])
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         samples.append(CommSample(row["id"], _setting(row), request, both[0], both[1],
-                                  row["waiting_ms"] and tuple(row["waiting_ms"]), row["measured_at"], row["error"]))
+                                  row["waiting_ms"] and tuple(row["waiting_ms"]), row["measured_at"], row["error"],
+                                  row["order"], row["oversubscribed"]))
     return _once(samples)
 
 
@@ -160,6 +172,25 @@ def read_ids(folder: str | Path, kind: str) -> set[str]:
     """Ids of the samples that a folder holds timings of ("compute" or "comm"); failed ones are tried again."""
     rows = _rows(folder, kind, None, columns=["id", "error", "measurement_version"])
     return {row["id"] for row in rows if row["error"] is None}
+
+
+def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
+    """Ids of compute samples that were timed just once, and are known more than twice as badly as most and as `tolerance`: to be
+    measured again. Of fewer than six repeats it is not known how well they are known."""
+    found: dict[str, list[float]] = {}
+    for row in _rows(folder, "compute", None, columns=["id", "error", "known_to", "measurement_version"]):
+        if row["error"] is None:
+            found.setdefault(row["id"], []).append(row["known_to"])
+    usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
+    return {k for k, known in found.items() if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}
+
+
+def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
+    """Forward + backward of a request at the usual pace, where a folder holds a timing of it."""
+    key = compute_id(setting, request)
+    if key not in read_ids(folder, "compute"):
+        return None
+    return next(s.total_ms for s in read_compute(folder, setting) if s.id == key)
 
 
 def merge_parts(folder: str | Path) -> None:
@@ -171,13 +202,14 @@ def merge_parts(folder: str | Path) -> None:
             unfinished.unlink()
     for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
         paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
-        if len(paths) < 2:
+        parts = {path: rows for path in paths if (rows := _read_part(path, schema, None))}
+        if len(parts) < 2:
             continue
-        rows = {(r["id"], r["measured_at"]): r for path in paths for r in _read_part(path, schema, None)}
+        rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
         last = {r["id"]: k for k, r in sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))}
         kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
         merged = _write_part(folder, kind, [rows[k] for k in kept], schema)
-        for path in paths:
+        for path in parts:
             if path != merged:
                 path.unlink()
 
@@ -197,12 +229,15 @@ def _rows(folder: str | Path, kind: str, setting: Setting | None, columns: list[
 
 
 def _read_part(path: Path, schema: pa.Schema, columns: list[str] | None) -> list[dict[str, Any]]:
+    """Rows of a part; none of one whose timings mean something else (another MEASUREMENT_VERSION)."""
     content = path.read_bytes()
     name = path.stem.split("-", 1)[1]
     if hashlib.sha256(content).hexdigest()[:24] != name:
         raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. Remove it, and a "
                              "rerun of `measure` measures only what it held")
     table = pq.read_table(pa.BufferReader(content))
+    if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
+        return []
     missing = [f.name for f in schema if f.name not in table.schema.names]
     if missing:
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
@@ -217,8 +252,8 @@ def _spread(row: dict[str, Any] | None) -> Spread | None:
     return row and Spread(**row)
 
 
-def _once(samples: list) -> list:
+def _once(samples: list, worth: Callable[[Any], float] = lambda s: 0.0) -> list:
     best: dict[str, Any] = {}
-    for sample in sorted(samples, key=lambda s: (s.error is None, s.measured_at)):
+    for sample in sorted(samples, key=lambda s: (s.error is None, worth(s), s.measured_at)):
         best[sample.id] = sample
     return [best[k] for k in sorted(best)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardcore.memory import gib
-from shardcore.types import ComputeSample
+from shardcore.types import CommSample, ComputeSample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +61,7 @@ def dataset_summary(samples: Sequence[ComputeSample], repeats: Sequence[Sequence
     """What a dataset of compute samples covers, how noisy it is, and how well it repeats: rows of name and value.
 
     repeats: the timings of each sample that was timed several times, in the order of time. Spread is the interquartile range of
-    forward + backward over their median; drift is the largest timing of the most often timed sample over its smallest.
+    forward + backward over their median. Two timings agree when they differ by less than √2 times what they are known to.
     """
     timed = [s for s in samples if s.error is None]
     rows = [("samples", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
@@ -69,15 +70,50 @@ def dataset_summary(samples: Sequence[ComputeSample], repeats: Sequence[Sequence
         rows += [("shards an op", _range([len(s.request.shards) for s in timed])), ("widths", _range([x.width for x in shards])),
                  ("shard weights", f"{gib(min(x.bytes for x in shards))} to {gib(max(x.bytes for x in shards))}"),
                  ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
-                 ("total ms", _range([_total(s) for s in timed])),
+                 ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
+                 ("total ms", _range([s.total_ms for s in timed])),
+                 ("repeats", _range([s.forward.repeats for s in timed])),
                  ("spread of one sample's repeats", _deciles([_spread(s) for s in timed])),
-                 ("disturbed (spread above 25%)", f"{np.mean([_spread(s) > 0.25 for s in timed]):.1%} of samples")]
-    if repeats:
-        control = [_total(s) for s in repeats[0]]
-        pairs = [abs(_total(b) / _total(a) - 1) for group in repeats for a, b in zip(group[:-1], group[1:], strict=True)]
-        rows += [("drift of the control sample", f"{max(control) / min(control) - 1:.1%} over {len(control)} timings"),
-                 ("samples timed again", str(len(repeats))), ("difference of two timings", _deciles(pairs))]
+                 ("pace of the machine (1: usual)", _range([s.pace for s in timed]))]
+        known = [s.known_to for s in timed if s.known_to and np.isfinite(s.known_to)]
+        if known:
+            rows += [("a median is known to", _deciles(known))]
+    again = [g for g in repeats if len(g) <= _REPEATABILITY]
+    if again:
+        pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
+        apart, clock = ([b.measured_at - a.measured_at for a, b in pairs], [b.pace / a.pace for a, b in pairs])
+        ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
+        rows += [("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
+                 ("difference of two timings", _deciles(abs(ratios - 1))),
+                 ("the same as the clock showed them", _deciles(abs(ratios * clock - 1))),
+                 ("agree within √2 × what they are known to", f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}")]
+    if len(again) < len(repeats):
+        control = np.array([s.total_ms for s in repeats[0]])
+        clock = control * [s.pace for s in repeats[0]]
+        rows += [("control group: timings", str(len(control))),
+                 ("control group: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
+                 ("control group: deviation at the usual pace", _deciles(abs(control / np.median(control) - 1)))]
     return rows
+
+
+def exchange_summary(samples: Sequence[CommSample]) -> list[tuple[str, str]]:
+    """What a dataset of exchanges covers and how noisy it is: rows of name and value."""
+    timed = [s for s in samples if s.error is None]
+    kinds = Counter(f"{s.request.collective} {s.request.payload}" for s in timed)
+    rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
+    if timed:
+        transfers = [x for s in timed for way in (s.forward, s.backward) if way for x in way if x.median_ms > 0]
+        rows += [("of them", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
+                 ("ranks", _range([len(s.request.widths) for s in timed])),
+                 ("columns a rank", _range([w for s in timed for w in s.request.widths])),
+                 ("transfer ms", _range([x.median_ms for x in transfers])),
+                 ("spread of one transfer's repeats", _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers])),
+                 ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges")]
+    return rows
+
+
+_REPEATABILITY = 8
+"""What was timed more often than this is the control group."""
 
 
 def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]], title: str) -> Figure:
@@ -88,26 +124,31 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
     figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(title)
     (coverage, noise), (drift, again) = figure.subplots(2, 2)
-    total = np.array([_total(s) for s in timed])
+    total = np.array([s.total_ms for s in timed])
     coverage.scatter([len(s.request.shards) for s in timed], total, s=6)
     coverage.set(title="coverage", xlabel="shards an op", ylabel="forward + backward ms", yscale="log")
     noise.scatter(total, [100 * _spread(s) for s in timed], s=6)
     noise.set(title="noise of repeats", xlabel="ms", ylabel="interquartile range, % of median", xscale="log", yscale="log")
+    began = min((s.measured_at for s in timed), default=0.0)
+    drift.scatter([(s.measured_at - began) / 60 for s in timed], [s.pace for s in timed], s=6, label="all samples")
     if repeats:
-        began = repeats[0][0].measured_at
-        drift.plot([(s.measured_at - began) / 60 for s in repeats[0]], [_total(s) for s in repeats[0]], marker=".")
-        again.scatter([_total(g[0]) for g in repeats[1:]], [100 * (_total(g[-1]) / _total(g[0]) - 1) for g in repeats[1:]], s=6)
-    drift.set(title="drift: the control sample", xlabel="minutes", ylabel="ms", ylim=(0, None))
+        usual = np.median([s.total_ms for s in repeats[0]])
+        drift.scatter([(s.measured_at - began) / 60 for s in repeats[0]], [s.total_ms * s.pace / usual for s in repeats[0]], s=12,
+                      label="the most often timed, at the clock's pace")
+        drift.legend()
+        groups = [g for g in repeats if len(g) <= _REPEATABILITY]
+        again.scatter([g[0].total_ms for g in groups], [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups], s=6)
+    drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="pace, 1 is usual")
     again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %", xscale="log")
     return figure
 
 
-def _total(sample: ComputeSample) -> float:
-    return sample.forward.median_ms + sample.backward.median_ms
+def _agree(a: ComputeSample, b: ComputeSample) -> bool:
+    return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.known_to or 0.0, b.known_to or 0.0)
 
 
 def _spread(sample: ComputeSample) -> float:
-    return sum(x.q3_ms - x.q1_ms for x in (sample.forward, sample.backward)) / _total(sample)
+    return sum(x.q3_ms - x.q1_ms for x in (sample.forward, sample.backward)) / sample.total_ms
 
 
 def _range(values: Sequence[float]) -> str:

@@ -6,18 +6,23 @@ Draw i depends on (seed, i) alone, so asking for more keeps those that were draw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from shardcore.memory import shard_bytes
 from shardcore.types import (
+    COLLECTIVES,
     MIN_WIDTH,
+    PAYLOADS,
     PRECISION_BYTES,
     CommRequest,
     ComputeRequest,
     Device,
+    Infeasible,
     Problem,
     Setting,
     Shard,
@@ -28,51 +33,116 @@ from shardcore.types import (
 
 CONTROL_SEED = 2**32 - 1
 """Kept for the control sample."""
+_CONTROL_SHARDS = 8
+
+DEVICES = (2, 4, 8)
+"""Numbers of devices of the plans that groups are taken from, and by which a local batch is smaller than the global one."""
+REPLICATED_BYTES = 64 << 20
+"""Tables larger than this are not worth replicating."""
+_PLANNED_SEED = 2**32 - 2
+"""Kept for the problems whose plans are measured: `evaluate` never sees them."""
+_PLANNED_EVALS = 300
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
+
+_PLAIN = 0.7
+"""Share of exchanges that are all-to-alls in FP32 at the full batch: the cost model is fitted to these."""
+
+
+Request = TypeVar("Request", ComputeRequest, CommRequest)
+
+PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", "neuroshard")
+"""Sharders whose plans' groups are measured. A fixed list: a new sharder does not change the draws made before."""
 
 
 @dataclass(frozen=True)
 class GroupConfig:
     """Groups of shards. max_shards in one op; max_width of a shard, in columns; max_shard_bytes of a shard's weights;
-    any_width: the share of widths drawn from all multiples of 4 rather than the powers of two; row_ranges: the share of shards
-    that are a row range; duplicates: the share of shards that are a second copy of one in the group."""
+    any_width: the share of widths drawn from all multiples of 4, evenly on a log scale, rather than the powers of two;
+    row_ranges: the share of shards that are a row range; duplicates: the share of shards that are a second copy of one in the
+    group; planned: the share of groups that are a device's op in a sharder's plan; replicated: the share of data-parallel ones,
+    small tables at a local batch."""
 
     max_shards: int = 30
-    max_width: int = 128
+    max_width: int = 256
     max_shard_bytes: int = 1 << 30
     any_width: float = 0.25
     row_ranges: float = 0.1
     duplicates: float = 0.02
+    planned: float = 0.3
+    replicated: float = 0.1
 
     def __post_init__(self) -> None:
         if self.max_shards < 1 or self.max_width < MIN_WIDTH or self.max_shard_bytes < 4 * MIN_WIDTH:
             raise ShardCoreError(f"group config {self} needs max_shards of at least 1, max_width of at least {MIN_WIDTH}, and "
                                  f"max_shard_bytes of at least {4 * MIN_WIDTH}")
+        if min(self.planned, self.replicated) < 0 or self.planned + self.replicated > 1:
+            raise ShardCoreError(f"group config {self} needs planned and replicated of 0 or more, together at most 1")
 
 
 def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
                     config: GroupConfig | None = None) -> ComputeRequest:
-    """Group `index` of a setting: 1 to max_shards shards, with replacement, of the pool's tables at random widths (NeuroShard's
-    draw, widened to the shards that a search makes)."""
+    """Group `index` of a setting: a random one, a data-parallel one, or one of a sharder's plan, as the config has it."""
     config = config or GroupConfig()
     if not pool:
         raise ShardCoreError("the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
+    kind = rng.random()
+    if kind < config.planned and (group := _planned_group(tuple(pool), rng, setting, config)):
+        return group
+    if kind > 1 - config.replicated:
+        batch = max(1, setting.batch // int(rng.choice(DEVICES)))
+        config = dataclasses.replace(config, row_ranges=0.0, max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES))
+    else:
+        batch = setting.batch
+    return ComputeRequest(_random_group(pool, rng, setting, config), batch)
+
+
+def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig) -> tuple[Shard, ...]:
+    """1 to max_shards shards, three times in four at most 15, of the pool's tables with replacement at random widths
+    (NeuroShard's draw, widened to the shards that a search makes)."""
     shards: list[Shard] = []
-    for _ in range(rng.integers(1, config.max_shards + 1)):
+    most = min(15, config.max_shards) if rng.random() < 0.75 else config.max_shards
+    for _ in range(rng.integers(1, most + 1)):
         if shards and rng.random() < config.duplicates:
             shards.append(shards[rng.integers(len(shards))])
         else:
             table = dataclasses.replace(pool[rng.integers(len(pool))], precision=setting.precision)
             shards.append(_shard(table, rng, config))
-    return ComputeRequest(tuple(shards), setting.batch)
+    return tuple(shards)
+
+
+def _planned_group(pool: tuple[Table, ...], rng: np.random.Generator, setting: Setting,
+                   config: GroupConfig) -> ComputeRequest | None:
+    """An op of a device in a sharder's plan for a problem of the pool, its shards that exceed the config left out; None where
+    there is no plan or nothing is left. Sharders see an analytic model: where plans come from matters, not how good they are."""
+    from shardcore.cost.analytic import AnalyticModel
+    from shardcore.search import SHARDERS, Budget
+    from shardcore.workload import lower
+
+    live = sum(t.pooling > 0 for t in pool)
+    shape = ProblemConfig(int(rng.choice(DEVICES)), min(10, live), 60, int(rng.choice([32, 64, 128])))
+    if setting.batch % shape.devices or not live:
+        return None
+    drawn = problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape)
+    try:
+        plan = SHARDERS[str(rng.choice(PLANNERS))](drawn, AnalyticModel(setting), seed=0, budget=Budget(evals=_PLANNED_EVALS))
+    except Infeasible:
+        return None
+    ops = [op for ops in lower(plan, drawn).ops for op in ops]
+    op = ops[rng.integers(len(ops))]
+    shards = tuple(s for s in op.shards if s.bytes <= config.max_shard_bytes and s.width <= config.max_width)
+    return ComputeRequest(shards[: config.max_shards], op.batch) if shards else None
 
 
 def control_request(pool: Sequence[Table], setting: Setting, config: GroupConfig | None = None) -> ComputeRequest:
-    """The group that is measured again and again, so that drift shows: the same for every seed."""
-    return compute_request(pool, 0, setting, CONTROL_SEED, config)
+    """The group that runs throughout, so that drift shows: typical shards of the pool, the same for every seed. Large enough to
+    be slowed by what slows others."""
+    rng = np.random.default_rng([1, CONTROL_SEED])
+    config = config or GroupConfig()
+    tables = [dataclasses.replace(pool[i], precision=setting.precision) for i in rng.integers(len(pool), size=_CONTROL_SHARDS)]
+    return ComputeRequest(tuple(_shard(t, rng, config) for t in tables), setting.batch)
 
 
 def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard:
@@ -85,24 +155,50 @@ def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard
     widest = config.max_shard_bytes // ((hi - lo) * PRECISION_BYTES[table.precision]) // MIN_WIDTH * MIN_WIDTH
     widest = max(MIN_WIDTH, min(config.max_width, widest))
     if rng.random() < config.any_width:
-        width = int(rng.integers(1, widest // MIN_WIDTH + 1)) * MIN_WIDTH
+        width = min(widest, round((widest / MIN_WIDTH) ** rng.random()) * MIN_WIDTH)
     else:
         width = int(rng.choice([d for d in DIMS if d <= widest]))
     hi = min(hi, lo + max(1, config.max_shard_bytes // (width * PRECISION_BYTES[table.precision])))
     return Shard(dataclasses.replace(table, dim=width), lo, hi, 0, width)
 
 
-def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0) -> CommRequest:
-    """Exchange `index`: random dims placed at random with probability p, else on the least loaded rank, p uniform, so that the
-    balance varies (NeuroShard); every other one has start skews up to max_start_ms."""
+def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0, hosts: int = 1) -> CommRequest:
+    """Exchange `index` among ranks on so many hosts.
+
+    Loads: 1 to 30 tables a rank of random dims, each placed at random with probability p, else on the least loaded rank, p
+    uniform, so that the balance varies (NeuroShard); in every eighth draw some ranks own nothing. Every other draw has start
+    skews up to max_start_ms. 70% are all-to-alls in FP32 at the full batch, what plans of whole and column-wise tables do; the
+    rest vary in collective, payload and batch.
+    """
     rng = np.random.default_rng([2, seed, index, ranks])
     p, widths = rng.random(), [0] * ranks
+    owners = rng.permutation(ranks)[: rng.integers(1, ranks) if rng.random() < 1 / 8 else ranks]
     for _ in range(rng.integers(ranks, 30 * ranks + 1)):
-        rank = int(rng.integers(ranks)) if rng.random() < p else int(np.argmin(widths))
+        rank = rng.choice(owners) if rng.random() < p else min(owners, key=lambda r: widths[r])
         widths[rank] += int(rng.choice(DIMS))
     starts = rng.uniform(0, max_start_ms, ranks) * (index % 2)
     starts -= starts.min()
-    return CommRequest(tuple(widths), batch, tuple(round(float(s), 3) for s in starts))
+    collective, payload = "all_to_all", "fp32"
+    if rng.random() >= _PLAIN:
+        collective, payload = str(rng.choice(COLLECTIVES)), str(rng.choice(PAYLOADS))
+        for _ in range(rng.integers(4)):
+            batch = batch // 2 if batch % (2 * ranks) == 0 else batch
+    if collective == "all_reduce":
+        widths = [max(widths)] * ranks
+    return CommRequest(tuple(widths), batch, tuple(round(float(s), 3) for s in starts), collective, payload, hosts)
+
+
+def different(draw: Callable[[int], Request], identify: Callable[[Request], str], n: int | None) -> Iterator[tuple[str, Request]]:
+    """The first n different requests (None: all) that draw(0), draw(1), ... give, and their ids. A tiny pool may not have n."""
+    seen: set[str] = set()
+    for index in itertools.count():
+        if len(seen) == n or index >= 10 * (n or len(seen) + 100):
+            return
+        request = draw(index)
+        key = identify(request)
+        if key not in seen:
+            seen.add(key)
+            yield key, request
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ OPTIMIZERS = ("exact_sgd", "rowwise_adagrad")
 OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default."""
 
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce")
+PAYLOADS = ("fp32", "bf16")
+"""What travels between ranks; pooled outputs and gradients are FP32 at both ends."""
+
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 MIN_WIDTH = 4
@@ -350,14 +354,43 @@ class ComputeRequest:
 
 @dataclass(frozen=True)
 class CommRequest:
-    """An all-to-all among len(widths) ranks of pooled outputs: rank d owns widths[d] columns of batch samples.
+    """One collective among D = len(widths) ranks, as workload.Traffic has them and a replay runs them.
 
-    start_ms: how much later than the first each rank enters the forward exchange.
+    collective, with what travels of `batch` = B rows:
+      all_to_all       forward: each rank d sends every other its B / D rows of the widths[d] columns of pooled outputs that d
+                       owns; backward: their gradients go the way back
+      reduce_scatter   forward: all give [B, max width] partial outputs, padded, and each receives the sum of its B / D rows;
+                       backward: an all-gather of their gradients
+      all_reduce       backward alone: the sum of dense gradients [B, width], all widths being equal
+
+    payload: "fp32", or "bf16" to which FP32 tensors are cast to travel. hosts: how many the ranks are spread over, evenly.
+    start_ms: how much later than the first each rank enters the first exchange (forward, or the all-reduce).
     """
 
     widths: tuple[int, ...]
     batch: int
     start_ms: tuple[float, ...]
+    collective: str = "all_to_all"
+    payload: str = "fp32"
+    hosts: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
+        object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
+        ranks = len(self.widths)
+        _require(self.collective in COLLECTIVES,
+                 f"exchange has collective {self.collective!r}; known are {', '.join(COLLECTIVES)}")
+        _require(self.payload in PAYLOADS, f"exchange has payload {self.payload!r}; known are {', '.join(PAYLOADS)}")
+        _require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
+                 f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 ranks, and one above 0")
+        _require(self.collective != "all_reduce" or len(set(self.widths)) == 1,
+                 f"exchange all_reduce has widths {self.widths}; the same gradient on all ranks has one width")
+        _require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % ranks == 0),
+                 f"exchange has batch {self.batch}, which its {ranks} ranks need to divide evenly")
+        _require(len(self.start_ms) == ranks and all(0 <= s < math.inf for s in self.start_ms),
+                 f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} ranks")
+        _require(self.hosts >= 1 and ranks % self.hosts == 0,
+                 f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each")
 
 
 @dataclass(frozen=True)
@@ -372,7 +405,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class ComputeSample:
-    """One measured op: forward, and backward with the fused optimizer. error: why there is no timing, or None."""
+    """One measured op: forward, and backward with the fused optimizer. error: why there is no timing, or None.
+
+    pace: how slow the machine was meanwhile, 1 being its usual pace; forward and backward are at the usual one, so what the
+    clock showed is pace times as much. known_to: half the 95% interval of the median of forward + backward, relative to it.
+    order: its place among what its process measured, from 0. measured_at: when it was done, Unix s.
+    """
 
     id: str
     setting: Setting
@@ -381,11 +419,24 @@ class ComputeSample:
     backward: Spread | None
     measured_at: float
     error: str | None = None
+    pace: float = 1.0
+    known_to: float | None = None
+    order: int = 0
+
+    @property
+    def total_ms(self) -> float:
+        """Median forward + backward. Only where there is a timing."""
+        return self.forward.median_ms + self.backward.median_ms
 
 
 @dataclass(frozen=True)
 class CommSample:
-    """One measured exchange, per rank: transfer is from the last rank's start to the own end, waiting what lies before."""
+    """One measured exchange, per rank: transfer is from the last rank's start to the own end, waiting what lies before.
+
+    A cast to and from BF16 is part of the exchange. forward is None for an all_reduce, whose waiting is the backward's. order:
+    its place in its gang's run, from 0. oversubscribed: a host had more ranks than cores, so that it measures the scheduler as
+    much as the network.
+    """
 
     id: str
     setting: Setting
@@ -395,3 +446,5 @@ class CommSample:
     waiting_ms: tuple[float, ...] | None
     measured_at: float
     error: str | None = None
+    order: int = 0
+    oversubscribed: bool = False

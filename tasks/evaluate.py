@@ -43,7 +43,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     comm = fit.held_out(dataset.read_comm(measurements, model.setting))
     if not compute:
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
-    measured = np.array([s.forward.median_ms + s.backward.median_ms for s in compute])
+    measured = np.array([s.total_ms for s in compute])
     predicted = fit.predict(model, compute)
     rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5), "predicted_ms": round(float(p), 5)}
             for s, m, p in zip(compute, measured, predicted, strict=True)]

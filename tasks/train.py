@@ -85,7 +85,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig
 
 def _log_dataset(compute: list[ComputeSample], version: str) -> None:
     frame = pd.DataFrame({"id": [s.id for s in compute], "shards": [len(s.request.shards) for s in compute],
-                          "total_ms": [s.forward.median_ms + s.backward.median_ms if s.forward else None for s in compute]})
+                          "total_ms": [s.total_ms if s.forward else None for s in compute]})
     with warnings.catch_warnings(action="ignore"):  # that a path could be other sources too; that integers cannot be missing
         data = mlflow.data.from_pandas(frame, source=str(paths.MEASUREMENTS), name="measurements", digest=version[:36])
         mlflow.log_input(data, context="training")
@@ -102,7 +102,7 @@ def _log_figures(model: neural.NeuralModel, compute: list[ComputeSample], rows: 
     measured = [s for s in compute if s.error is None]
     if not measured:
         return
-    total = pd.Series([s.forward.median_ms + s.backward.median_ms for s in measured]).to_numpy()
+    total = pd.Series([s.total_ms for s in measured]).to_numpy()
     mlflow.log_figure(report.predicted_against_measured(total, fit.predict(model, measured), "held-out groups"),
                       "predicted_against_measured.png")
     metric = next((k for k in rows[0] if k.startswith("validation")), None) if rows else None

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardcore import dataset, sampling
-from shardcore.types import CommSample, ComputeSample, Setting, ShardCoreError, Spread
+from shardcore.types import CommRequest, CommSample, ComputeSample, Setting, ShardCoreError, Spread
 
 SETTING = Setting("cpu-test", 256)
 SPREAD = Spread(1.0, 0.9, 1.1, 7)
@@ -19,7 +19,9 @@ def compute_sample(tables, i, error=None, at=1.0):
 
 def comm_sample(i):
     request = sampling.comm_request(i, 2, 256)
-    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 2, (SPREAD,) * 2, (0.0, 1.5), time.time())
+    forward = None if request.collective == "all_reduce" else (SPREAD,) * 2
+    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2, (0.0, 1.5), time.time(), None,
+                      order=i, oversubscribed=i == 1)
 
 
 def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
@@ -27,7 +29,8 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     samples = [compute_sample(tables, i) for i in range(6)]
     dataset.write_compute(tmp_path, samples[:4], pool)
     dataset.write_compute(tmp_path, samples[2:], pool)
-    comm = [comm_sample(i) for i in range(3)]
+    comm = [comm_sample(i) for i in range(40)]
+    assert len({(s.request.collective, s.request.payload) for s in comm}) == 6
     dataset.write_comm(tmp_path, comm)
     assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
     dataset.merge_parts(tmp_path)
@@ -80,5 +83,35 @@ def test_an_id_is_the_setting_and_the_request(tables):
     assert dataset.compute_id(SETTING, dataclasses.replace(request, batch=128)) != same
 
 
+def test_an_exchanges_id_is_all_of_its_request():
+    request = CommRequest((8, 8), 256, (0.0, 0.0))
+    others = [dataclasses.replace(request, **change) for change in (
+        {"batch": 128}, {"collective": "reduce_scatter"}, {"payload": "bf16"}, {"hosts": 2}, {"start_ms": (0.0, 9.0)})]
+    assert len({dataset.comm_id(SETTING, r) for r in (request, *others)}) == 6
+
+
 def test_an_empty_folder_holds_nothing(tmp_path):
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path / "none", "comm") == set()
+
+
+def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    samples = [dataclasses.replace(s, known_to=0.03) for s in (compute_sample(tables, i) for i in range(6))]
+    bad = dataclasses.replace(samples[0], known_to=0.3)
+    dataset.write_compute(tmp_path, [bad, *samples[1:]], pool)
+    assert dataset.disturbed_ids(tmp_path, 0.02) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.2) == set()
+    again = dataclasses.replace(bad, known_to=0.04, measured_at=bad.measured_at + 60)
+    worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
+    dataset.write_compute(tmp_path, [again, worse], pool)
+    assert dataset.disturbed_ids(tmp_path, 0.02) == set()
+    assert next(s for s in dataset.read_compute(tmp_path) if s.id == bad.id) == again
+    assert dataset.usual_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
+
+
+def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "MEASUREMENT_VERSION", 1)
+    old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
+    monkeypatch.undo()
+    assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
+    dataset.merge_parts(tmp_path)
+    assert old.exists()

@@ -12,7 +12,7 @@ SETTING = Setting("test", 256)
 def test_draws_depend_on_seed_and_index_alone(tables):
     assert sampling.compute_request(tables, 5, SETTING, seed=1) == sampling.compute_request(tables, 5, SETTING, seed=1)
     assert sampling.compute_request(tables, 5, SETTING, seed=1) != sampling.compute_request(tables, 5, SETTING, seed=2)
-    assert sampling.comm_request(4, 3, 256) == sampling.comm_request(4, 3, 256)
+    assert sampling.comm_request(4, 3, 252) == sampling.comm_request(4, 3, 252)
 
 
 def test_groups_cover_what_a_search_asks_about(tables):
@@ -23,6 +23,18 @@ def test_groups_cover_what_a_search_asks_about(tables):
     assert all(s.bytes <= 1 << 20 and s.width % 4 == 0 and s.width <= 256 for s in shards)
     assert any(s.width not in sampling.DIMS for s in shards) and any(not s.full_rows for s in shards)
     assert any(len(set(r.shards)) < len(r.shards) for r in requests)
+
+
+def test_exchanges_vary_in_kind_load_and_skew():
+    requests = [sampling.comm_request(i, 4, 256) for i in range(400)]
+    plain = [r for r in requests if (r.collective, r.payload, r.batch) == ("all_to_all", "fp32", 256)]
+    assert 0.65 < len(plain) / 400 < 0.8
+    kinds = {(r.collective, r.payload) for r in requests}
+    assert kinds == {(c, p) for c in ("all_to_all", "reduce_scatter", "all_reduce") for p in ("fp32", "bf16")}
+    assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)
+    assert all(max(r.widths) <= 30 * 4 * 128 for r in requests)
+    assert {r.hosts for r in requests} == {1} and sampling.comm_request(3, 4, 256, hosts=2).hosts == 2
+    assert sampling.comm_request(3, 4, 512).widths == requests[3].widths  # a draw depends on seed, index and ranks alone
 
 
 def test_exchanges_vary_in_balance_and_skew():

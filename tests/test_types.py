@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from shardcore.types import (
+    CommRequest,
     Device,
     Placement,
     Problem,
@@ -17,6 +18,8 @@ from shardcore.types import (
     Topology,
     Zipf,
 )
+
+STILL = (0.0, 0.0)
 
 
 @pytest.mark.parametrize("make, named", [
@@ -38,6 +41,14 @@ from shardcore.types import (
     (lambda: Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1),) * 3), 4), ["global_batch 4", "3 devices"]),
     (lambda: Problem("../p", (Table("t", 10, 8, 1.0),), Topology((Device(1),)), 4), ["'../p'", "folder"]),
     (lambda: Topology((Device(1),), latency_ms=-1.0), ["latency_ms -1.0"]),
+    (lambda: CommRequest((8,), 4, (0.0,)), ["(8,)", "at least 2"]),
+    (lambda: CommRequest((0, 0), 4, STILL), ["(0, 0)", "above 0"]),
+    (lambda: CommRequest((8, 8), 5, STILL), ["batch 5", "2 ranks"]),
+    (lambda: CommRequest((8, 8), 4, (0.0,)), ["start_ms (0.0,)", "2 ranks"]),
+    (lambda: CommRequest((8, 8), 4, STILL, "broadcast"), ["'broadcast'", "reduce_scatter"]),
+    (lambda: CommRequest((8, 4), 4, STILL, "all_reduce"), ["(8, 4)", "one width"]),
+    (lambda: CommRequest((8, 8), 4, STILL, payload="fp8"), ["'fp8'", "bf16"]),
+    (lambda: CommRequest((8, 8), 4, STILL, hosts=3), ["hosts 3", "2 ranks"]),
     (lambda: Setting("a/b", 4), ["'a/b'"]),
     (lambda: Setting("x", 0), ["batch 0"]),
     (lambda: Setting("x", 1, optimizer="adam"), ["'adam'", "exact_sgd"]),

@@ -90,6 +90,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
+    comm = _priced(comm)
     comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
@@ -279,6 +280,13 @@ def _fit_comm(train_side: Sequence[CommSample], validation: Sequence[CommSample]
     return rates
 
 
+def _priced(samples: Sequence[CommSample]) -> list[CommSample]:
+    """The exchanges that the model has terms for: all-to-alls in FP32 on one host. What was over before the last rank's start
+    has no transfer time to compare with."""
+    return [s for s in samples if (s.request.collective, s.request.payload, s.request.hosts) == ("all_to_all", "fp32", 1)
+            and (s.error or min(x.median_ms for x in (*s.forward, *s.backward)) > 0)]
+
+
 def _exchanges(samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Terms [sum of D, E] and measured transfer ms [sum of D] of all samples' ranks."""
     terms = [nets.exchange_terms(_owned_bytes(s), way == "backward") for s in samples]
@@ -340,7 +348,7 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
 
     compute_* is of forward + backward of a group; *_comm_mape of one rank's transfer.
     """
-    compute, comm = ([s for s in samples if s.error is None] for samples in (compute, comm))
+    compute, comm = ([s for s in samples if s.error is None] for samples in (compute, _priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         both, found = _predicted_parts(model, compute), _Groups.of(compute).measured

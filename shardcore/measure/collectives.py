@@ -1,28 +1,42 @@
-"""Exchanges of pooled outputs among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
+"""Collectives among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
 
-Each rank runs one Rank; all are given the same requests. Forward: rank d owns widths[d] columns of the global batch and sends
-every rank that rank's local batch of them. Backward: the gradients go the way back. A rank's transfer is timed from the last
-rank's start to its own end; what lies before, it waited. Starts are compared by the host's monotonic clock, so ranks need to
-share one host; NCCL is written for the same interface and has not been run here.
+Each rank runs one Rank; all are given the same requests (types.CommRequest defines the collectives). An exchange's waiting
+lasts until the last rank starts, its transfer from there to a rank's own end.
 
-Shapes: D ranks, B global batch.
+BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and decoded after the
+collective, inside the timed part, for a step pays for both. Gloo sums BF16 (seen with torch 2.13).
+
+Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is corrected by its
+offset, from ping-pongs over the process group. NCCL and several hosts are written for the same interface and have not been run
+here.
+
+Shapes: D ranks, B batch rows, R repeats.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardcore import dataset
+from shardcore.measure import gang
 from shardcore.measure.timing import spread
 from shardcore.types import CommRequest, CommSample, Setting, ShardCoreError
+
+_PINGS = 20
+"""Ping-pongs a rank, of which the fastest tells the clocks' offset."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +54,89 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's repeats of one exchange: starts and ends in s of the host's monotonic clock, [repeats] each."""
+    """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; forward is None for an
+    all-reduce. oversubscribed: the rank's host has more ranks than cores."""
 
-    forward: tuple[tuple[float, ...], tuple[float, ...]]
+    forward: tuple[tuple[float, ...], tuple[float, ...]] | None
     backward: tuple[tuple[float, ...], tuple[float, ...]]
+    oversubscribed: bool = False
+
+
+# --- a gang ------------------------------------------------------------------------------------------------------------
+
+
+def measure_all(requests: Sequence[CommRequest], ranks: int, setting: Setting, config: CommConfig | None = None,
+                device: str = "cpu") -> Iterator[CommSample]:
+    """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a sample is yielded
+    as soon as all ranks have it.
+
+    Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the GPUs, and while
+    it runs where a rank dies or hangs: it names rank and reason, no process stays behind, and samples yielded before are good.
+    """
+    config = config or CommConfig()
+    for request in requests:
+        _require_fits(request, ranks, hosts=1)
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {torch.cuda.device_count()}")
+    return _measured(list(requests), ranks, setting, config, device)
+
+
+def _measured(requests: Sequence[CommRequest], ranks: int, setting: Setting, config: CommConfig,
+              device: str) -> Iterator[CommSample]:
+    if not requests:
+        return
+    seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
+    order = 0
+    with closing(gang.run("exchange", _work, ranks, (ranks, requests, config, device), config.timeout_s)) as heard:
+        for rank, times in heard:
+            seen[rank].append(times)
+            if all(seen):
+                yield combine(setting, requests[order], [times.popleft() for times in seen], order)
+                order += 1
+
+
+def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: int, requests: Sequence[CommRequest],
+          config: CommConfig, device: str) -> None:
+    """One process of measure_all's gang: it says its times of one request after the other."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    with gang.exchanging():
+        member = Rank(rank, ranks, init_method, device, config)
+    for request in requests:
+        [times] = member.measure([request])
+        say(times)
+    member.close()
+
+
+def combine(setting: Setting, request: CommRequest, ranks: Sequence[RankTimes], order: int = 0) -> CommSample:
+    """One sample from what all ranks saw of a request."""
+    def parts_ms(way: str) -> tuple[np.ndarray, np.ndarray]:
+        start, end = (np.array([getattr(r, way)[k] for r in ranks]) for k in (0, 1))
+        return wait_and_transfer(start * 1e3, end * 1e3)
+
+    ways = {way: parts_ms(way) for way in ("forward", "backward") if getattr(ranks[0], way)}
+    transfer = {way: tuple(map(spread, ms)) for way, (_, ms) in ways.items()}
+    first_waiting, _ = next(iter(ways.values()))
+    return CommSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"), transfer["backward"],
+                      tuple(map(float, np.median(first_waiting, axis=1))), time.time(), order=order,
+                      oversubscribed=any(r.oversubscribed for r in ranks))
+
+
+def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An exchange's two parts [D, R], before and after the last rank's start; a rank that is done by then only waited."""
+    last = np.minimum(start.max(0), end)
+    return last - start, end - last
+
+
+def _require_fits(request: CommRequest, ranks: int, hosts: int) -> None:
+    if len(request.widths) != ranks or request.hosts != hosts:
+        raise ShardCoreError(f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not fit a gang of "
+                             f"{ranks} ranks with hosts {hosts}: it needs one width a rank, and as many hosts as there are")
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -52,58 +145,163 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def host_id() -> str:
+    """Tells hosts apart: processes with the same share a monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 class Rank:
-    """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks."""
+    """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks.
+
+    hosts: how many the ranks are on, as host_id tells. Raises ShardCoreError where they are not spread over them evenly.
+    """
 
     def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu", config: CommConfig | None = None):
         self.rank, self.ranks, self.config = rank, ranks, config or CommConfig()
         self.device = torch.device(device)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method, rank=rank, world_size=ranks,
                                 timeout=timedelta(seconds=self.config.timeout_s))
+        ranks_on = Counter(_gather(host_id()))
+        self.hosts = len(ranks_on)
+        if len(set(ranks_on.values())) > 1:
+            raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many")
+        self._oversubscribed = ranks_on[host_id()] > len(os.sched_getaffinity(0))
+        self._offset_s = self._clock_offset_s()
 
     def measure(self, requests: Sequence[CommRequest]) -> list[RankTimes]:
-        """Times of each request; all ranks must be given the same ones."""
+        """Times of each request; all ranks must be given the same ones. Raises gang.Lost where another rank breaks one."""
+        if self.hosts > 1:  # their clocks drift apart
+            self._offset_s = self._clock_offset_s()
         return [self._measure(r) for r in requests]
 
     def close(self) -> None:
         dist.destroy_process_group()
 
     def _measure(self, request: CommRequest) -> RankTimes:
-        if len(request.widths) != self.ranks or request.batch % self.ranks:
-            raise ShardCoreError(f"exchange of {len(request.widths)} widths over batch {request.batch} does not fit {self.ranks} "
-                                 "ranks: it needs one width a rank and a batch that they divide")
-        local = request.batch // self.ranks
-        mine = [local * request.widths[self.rank]] * self.ranks  # elements exchanged with each rank
-        theirs = [local * w for w in request.widths]
-        outputs, gathered = (torch.ones(sum(n), device=self.device) for n in (mine, theirs))
-        forward, backward = [], []
+        _require_fits(request, self.ranks, self.hosts)
+        forward, backward = transfers(request, self.rank, self.device)
+        times: tuple[list, list] = [], []
         for _ in range(self.config.warmups + self.config.repeats):
-            forward.append(self._exchange(gathered, outputs, theirs, mine, request.start_ms[self.rank]))
-            backward.append(self._exchange(outputs, gathered, mine, theirs, 0.0))
-        keep = slice(self.config.warmups, None)
-        return RankTimes(*(tuple(zip(*x[keep], strict=True)) for x in (forward, backward)))
+            if forward:
+                times[0].append(self._timed(forward, request.start_ms[self.rank]))
+            times[1].append(self._timed(backward, 0.0 if forward else request.start_ms[self.rank]))
+        ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
+        return RankTimes(*ways, self._oversubscribed)
 
-    def _exchange(self, into: torch.Tensor, source: torch.Tensor, into_splits: list[int], source_splits: list[int],
-                  start_ms: float) -> tuple[float, float]:
-        dist.barrier()
-        due = time.perf_counter() + start_ms / 1e3
-        while time.perf_counter() < due:  # a rank that still computes occupies its device: spin, do not sleep
-            pass
-        start = time.perf_counter()
-        dist.all_to_all_single(into, source, into_splits, source_splits)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return start, time.perf_counter()
+    def _timed(self, transfer: Transfer, start_ms: float) -> tuple[float, float]:
+        """Start and end in s of rank 0's clock."""
+        with gang.exchanging():
+            dist.barrier()
+            due = time.perf_counter() + start_ms / 1e3
+            while time.perf_counter() < due:  # a rank that still computes occupies its device: spin, do not sleep
+                pass
+            start = time.perf_counter()
+            transfer.run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            return start + self._offset_s, time.perf_counter() + self._offset_s
+
+    def _clock_offset_s(self) -> float:
+        """To be added to this host's clock to have rank 0's: the best estimate of its ranks, and 0 on rank 0's own host."""
+        with gang.exchanging():
+            round_trip_s, offset_s = estimate_clock_offset(self.device)
+            found = _gather((host_id(), round_trip_s, offset_s))
+        return min((round_trip, offset) for host, round_trip, offset in found if host == host_id())[1]
 
 
-def combine(setting: Setting, request: CommRequest, ranks: Sequence[RankTimes]) -> CommSample:
-    """One sample from what all ranks saw of a request."""
-    forward, backward = ([np.array([getattr(r, way)[k] for r in ranks]) for k in (0, 1)] for way in ("forward", "backward"))
+def estimate_clock_offset(device: torch.device | str = "cpu",
+                          clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    """(round trip, offset) in s of this rank's clock to rank 0's; all ranks of the process group need to call it.
 
-    def transfer_ms(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        return (ends - starts.max(0)) * 1e3
+    Of some ping-pongs the fastest counts, and rank 0 is taken to have read its clock in the middle (Cristian 1989), so the
+    offset is wrong by half the round trip at most. Rank 0 has (0, 0).
+    """
+    at = torch.zeros(1, dtype=torch.float64, device=device)
+    rank, best = dist.get_rank(), (0.0, 0.0)
+    for other in range(1, dist.get_world_size()):
+        tries = []
+        for _ in range(_PINGS if rank in (0, other) else 0):
+            if rank == 0:
+                dist.recv(at, other)
+                at.item()  # NCCL has only queued it
+                dist.send(at.fill_(clock()), other)
+            else:
+                sent = clock()
+                dist.send(at, 0)
+                dist.recv(at, 0)
+                theirs, received = at.item(), clock()
+                tries.append((received - sent, theirs - (sent + received) / 2))
+        best = min(tries, default=best)
+    return best
 
-    waiting = np.median((forward[0].max(0) - forward[0]) * 1e3, axis=1)
-    return CommSample(dataset.comm_id(setting, request), setting, request,
-                      tuple(spread(x) for x in transfer_ms(*forward)), tuple(spread(x) for x in transfer_ms(*backward)),
-                      tuple(float(w) for w in waiting), time.time())
+
+def _gather(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+# --- one exchange ------------------------------------------------------------------------------------------------------
+
+
+Collective = Callable[[torch.Tensor, torch.Tensor], Any]
+"""Called with the tensor to fill and the one to send."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One collective, over and over: from FP32 `source` to FP32 `into`, flat, cast on the way where the payload is "bf16"."""
+
+    collective: Collective
+    source: torch.Tensor
+    into: torch.Tensor
+    payload: str = "fp32"
+    _sent: torch.Tensor = field(init=False)
+    _arrived: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sent, self._arrived = self.source, self.into
+        if self.payload == "bf16":
+            self._sent = self.source.bfloat16()
+            self._arrived = self._sent if self.into is self.source else self.into.bfloat16()
+
+    def run(self) -> None:
+        if self.payload == "bf16":
+            self._sent.copy_(self.source)
+        self.collective(self._arrived, self._sent)
+        if self.payload == "bf16":
+            self.into.copy_(self._arrived)
+
+
+def transfers(request: CommRequest, rank: int, device: torch.device | str = "cpu") -> tuple[Transfer | None, Transfer]:
+    """What `rank` does of a request forward (None: nothing) and backward, over buffers of its own that hold zeros."""
+    def both(outputs: int, arrived: int, forward: Collective, backward: Collective) -> tuple[Transfer, Transfer]:
+        there, here = _filled(outputs, device), _filled(arrived, device)
+        return Transfer(forward, there, here, request.payload), Transfer(backward, here, there, request.payload)
+
+    ranks, batch, width = len(request.widths), request.batch, max(request.widths)
+    local = batch // ranks
+    if request.collective == "all_to_all":
+        mine, theirs = [local * request.widths[rank]] * ranks, [local * w for w in request.widths]
+        return both(sum(mine), sum(theirs), lambda into, source: dist.all_to_all_single(into, source, theirs, mine),
+                    lambda into, source: dist.all_to_all_single(into, source, mine, theirs))
+    if request.collective == "reduce_scatter":
+        return both(batch * width, local * width, reduce_scatter, all_gather)
+    dense = _filled(batch * width, device)
+    return None, Transfer(lambda into, source: dist.all_reduce(into), dense, dense, request.payload)
+
+
+def _filled(elements: int, device: torch.device | str) -> torch.Tensor:
+    """Zeros, which stay finite however often they are summed; written, for memory that was only reserved reads faster."""
+    return torch.empty(elements, device=device).fill_(0.0)
+
+
+def reduce_scatter(into: torch.Tensor, source: torch.Tensor) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source)  # torch 2.13 renames it
+
+
+def all_gather(into: torch.Tensor, source: torch.Tensor) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source)

@@ -5,8 +5,13 @@ once, serves every op: an op is built with one row a table, in milliseconds, and
 Tables of one op lie one after the other; where they exceed the arena together they wrap round and share addresses. A batch
 touches a small part of the arena, so shared rows are rare, and the kernels see the same spread of addresses.
 
-Repeats of several ops are interleaved: between two runs of one op, the others evict it from the caches, as other layers and
-other batches do in training. A finished op makes room for the next; at the end finished ones go on running, unrecorded.
+Ops run in turn: between two runs of one op, the others evict it from the caches, as other layers and other batches do in
+training, and cost nothing. A finished op makes room for the next. Where too few are left to evict each other, the caches are
+overwritten before each run. The order changes from round to round, and each op lies elsewhere in the arena, so that none profits
+from the same neighbour.
+
+Repeats of an op are thus spread over seconds, and runs side by side tell the machine's pace at each moment (timing.PaceLog);
+timings are given at its usual pace, which a control op ties down: it runs in every round, from the first to the last.
 
 Shapes: T tables of an op, L lookups, B batch, W columns of all its shards together.
 """
@@ -14,11 +19,13 @@ Shapes: T tables of an op, L lookups, B batch, W columns of all its shards toget
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import random
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import log2
 
 import numpy as np
 import torch
@@ -28,30 +35,44 @@ from shardcore.measure import hardware, timing
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Table
 
 _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
+_CONTROL_RUNS = 48
+"""Runs of the control that make one sample of it."""
+_EVICT_BYTES = 64 << 20
+"""More than the caches of a device hold (an EPYC's L3 slice 32 MiB, an H200's L2 50 MB)."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     """arena_bytes: weights shared by all ops, the largest shard that can be measured. tolerance: repeats stop when the median
-    of forward + backward is known to this fraction (95%), within min_repeats and max_repeats. interleave: ops in turn."""
+    of forward + backward is known to this fraction (95%), within min_repeats and max_repeats; None: 2% on CPU, 1% on GPU.
+    interleave: ops in turn."""
 
     arena_bytes: int = 1 << 30
-    tolerance: float = 0.02
+    tolerance: float | None = None
     min_repeats: int = 6
     max_repeats: int = 24
-    interleave: int = 8
+    interleave: int = 16
 
     def __post_init__(self) -> None:
-        bounded = 0 < self.tolerance < 1 and 2 <= self.min_repeats <= self.max_repeats
+        bounded = (self.tolerance is None or 0 < self.tolerance < 1) and 1 <= self.min_repeats <= self.max_repeats
         if not (bounded and self.arena_bytes > 0 and self.interleave >= 1):
-            raise ShardCoreError(f"kernel config {self} needs 0 < tolerance < 1, 2 <= min_repeats <= max_repeats, a positive "
+            raise ShardCoreError(f"kernel config {self} needs 0 < tolerance < 1, 1 <= min_repeats <= max_repeats, a positive "
                                  "arena_bytes and interleave")
+
+    def tolerance_on(self, device: str) -> float:
+        return self.tolerance or (0.01 if device == "cuda" else 0.02)
 
 
 class KernelBench:
-    """Measures requests of one Setting on one device ("cpu" or "cuda"); holds the arena and the tables' index streams."""
+    """Measures requests of one Setting on one device ("cpu" or "cuda"); holds the arena and the tables' index streams.
 
-    def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None):
+    control: a group that runs in every round; each time it has run often enough, a sample of it is among those returned.
+    control_ms: its forward + backward at the device's usual pace (from `calibrate`, or an earlier dataset); without it, a
+    timing is at the mean pace of some thousand runs.
+    """
+
+    def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
+                 control: ComputeRequest | None = None, control_ms: float | None = None):
         hardware.require_fbgemm(device)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self._clock = timing.clock_for(device)
@@ -59,7 +80,9 @@ class KernelBench:
         # A CUDA fault other than memory spoils the process for all that follows, so it is not one request's.
         self._request_errors = (ShardCoreError, torch.OutOfMemoryError if device == "cuda" else RuntimeError)
         self.kernel_s = 0.0
-        """Seconds inside timed kernels so far, warm-ups included."""
+        """Seconds inside timed kernels so far, warm-ups and the control included."""
+        self.kept_s = 0.0
+        """Seconds of them in runs that entered a median."""
         dtype = _TORCH_DTYPE[setting.precision]
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
         try:
@@ -69,40 +92,116 @@ class KernelBench:
                                  f"({' '.join(str(error).split())[:100]})") from None
         self._state = torch.zeros(max(1, elements // MIN_WIDTH) if setting.optimizer == "rowwise_adagrad" else 1, device=device)
         self._gradient = torch.full((1,), 1e-3, device=device)
+        self._evicting = torch.zeros(_EVICT_BYTES // 4, device=device)
+        self._numbers = itertools.count()
+        self._active: list[Run] = []
+        self._finished = 0
+        self._order = random.Random(0)
+        self._control = self.prepare(control) if control else None
+        self.control_ms = control_ms
+
+    @property
+    def control_ms(self) -> float | None:
+        """May be set while nothing is active."""
+        return self._control_ms
+
+    @control_ms.setter
+    def control_ms(self, value: float | None) -> None:
+        self._control_ms = value
+        kept = 2 * (self.config.interleave + 1) * max(self.config.max_repeats + 1, _CONTROL_RUNS)
+        self._log = timing.PaceLog({self._control.number: math.log(value)} if value and self._control else None, kept)
+
+    @property
+    def active(self) -> list[ComputeRequest]:
+        """Requests that were added and did not finish yet."""
+        return [run.request for run in self._active]
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request, in the order in which they finish; a request that fails yields its error."""
-        waiting = deque(requests)
-        active: list[Run] = []
-        done: deque[Run] = deque(maxlen=self.config.interleave)
-        while waiting or active:
-            while waiting and len(active) < self.config.interleave:
-                request = waiting.popleft()
-                try:
-                    active.append(self.prepare(request))
-                except self._request_errors as error:
-                    yield self._sample(request, None, error)
-            fillers = list(done)[: self.config.interleave - len(active)] if active else []
-            for run in fillers:
-                self._once(run)
-            for run in list(active):
-                try:
-                    times = self._once(run)
-                except self._request_errors as error:
-                    active.remove(run)
-                    yield self._sample(run.request, None, error)
-                    continue
-                if run.warm:
-                    run.times_ms.append(times)
-                run.warm = True
-                if self._settled(run):
-                    active.remove(run)
-                    done.append(run)
-                    yield self._sample(run.request, run)
+        """Yield one sample a request (and the control's), in the order in which they finish; a request that fails yields its
+        error."""
+        for request in requests:
+            yield from self.add(request)
+        yield from self.finish()
 
-    def _settled(self, run: Run) -> bool:
-        n, c = len(run.times_ms), self.config
-        return n >= c.max_repeats or (n >= c.min_repeats and timing.known_to([sum(t) for t in run.times_ms]) <= c.tolerance)
+    def add(self, request: ComputeRequest) -> list[ComputeSample]:
+        """Take a request in, once there is room for it; the samples that finished meanwhile, and its own where it failed."""
+        finished = []
+        while len(self._active) >= self.config.interleave:
+            finished += self._round()
+        try:
+            self._active.append(self.prepare(request))
+        except self._request_errors as error:
+            finished.append(self._failed(request, error))
+        return finished
+
+    def finish(self) -> list[ComputeSample]:
+        """Run what was taken in to its end."""
+        finished = []
+        while self._active:
+            finished += self._round()
+        if self._control and len(self._control.times_ms) >= self.config.min_repeats:
+            finished.append(self._sample(self._control))
+        return finished
+
+    def calibrate(self, requests: Iterable[ComputeRequest], seconds: float = 5.0) -> float:
+        """The control's forward + backward in ms at the pace that the machine has for so many seconds, in which other requests
+        run in turn with it: give as many as will when measuring (`interleave`), for the control to find the same caches."""
+        runs, totals, until = [], [], time.monotonic() + seconds
+        for request in requests:
+            try:
+                runs.append(self.prepare(request))
+            except self._request_errors:
+                continue
+        while time.monotonic() < until or len(totals) < 10:
+            for run in [*runs, self._control]:
+                if 2 * len(runs) < self.config.interleave:
+                    self._evict()
+                total = sum(self._once(run))
+            totals.append(total)
+        return float(np.median(totals))
+
+    def _round(self) -> list[ComputeSample]:
+        """Run the control and each op in turn once; the samples that this finished."""
+        turn = [*self._active, *([self._control] if self._control else [])]
+        self._order.shuffle(turn)
+        crowded = 2 * len(self._active) >= self.config.interleave
+        failed = [sample for run in turn if (sample := self._repeat(run, crowded))]
+        return failed + self._settled()
+
+    def _repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
+        """Run an op once more; its sample if that failed."""
+        if not crowded:
+            self._evict()
+        try:
+            forward, backward = self._once(run)
+        except self._request_errors as error:
+            if run is self._control:
+                raise ShardCoreError(f"the control group failed: {error}") from None
+            self._active.remove(run)
+            return self._failed(run.request, error)
+        if run.warm:
+            run.times_ms.append((forward, backward, self._log.add(run.number, forward + backward)))
+        run.warm = True
+        return None
+
+    def _settled(self) -> list[ComputeSample]:
+        """Samples of the ops whose median is known well enough, or as well as is to be."""
+        full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
+        if not full:
+            return []
+        pace, finished = self._log.fit(), []
+        for run in full:
+            times = _at_usual_pace(run, pace)
+            if len(times) >= self.config.max_repeats or timing.known_to(times.sum(1)) <= self.config.tolerance_on(self.device):
+                self._active.remove(run)
+                self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
+                finished.append(self._sample(run, pace))
+        if self._control and len(self._control.times_ms) >= _CONTROL_RUNS:
+            finished.append(self._sample(self._control, pace))
+        return finished
+
+    def _evict(self) -> None:
+        self._evicting.add_(1)
 
     def prepare(self, request: ComputeRequest, seed: int = 0) -> Run:
         """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where a shard is larger
@@ -114,7 +213,7 @@ class KernelBench:
         width = sum(s.width for s in request.shards)
         if self._gradient.numel() < request.batch * width:
             self._gradient = torch.full((request.batch * width,), 1e-3, device=self.device)
-        return Run(request, self._build(request.shards), indices, offsets,
+        return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
                    self._gradient[: request.batch * width].view(request.batch, width))
 
     def _once(self, run: Run) -> tuple[float, float]:
@@ -137,15 +236,16 @@ class KernelBench:
         return torch.cat([i for i, _ in parts]), torch.cat([*offsets, end])
 
     def _stream(self, shard: Shard, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not shard.full_rows:
-            return self._to_device(streams.shard_stream(shard, batch, seed))
         key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch, seed)  # a table's stream does not depend on its dim
         if key not in self._streams:
-            self._streams[key] = self._to_device(streams.stream(shard.table, batch, seed))
-        return self._streams[key]
-
-    def _to_device(self, stream: tuple[np.ndarray, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(stream[0]).to(self.device), torch.from_numpy(stream[1]).to(self.device)
+            ids, offsets = streams.stream(shard.table, batch, seed)
+            self._streams[key] = torch.from_numpy(ids).to(self.device), torch.from_numpy(offsets).to(self.device)
+        ids, offsets = self._streams[key]
+        if shard.full_rows:
+            return ids, offsets
+        inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
+        kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
+        return ids[inside] - shard.row_lo, kept[offsets]
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
         """An op over the arena: built with one row a table, then given its true row counts and places in the arena."""
@@ -169,7 +269,7 @@ class KernelBench:
         )
         rows = [s.rows for s in shards]
         op.total_hash_size = sum(rows)
-        op.total_hash_size_bits = int(log2(float(sum(rows))) + 1)
+        op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
         op.hash_size_cumsum = self._int64([0, *np.cumsum(rows)])
         op.rows_per_table = self._int64(rows)
         op.weights_offsets = self._int64(_places([s.rows * s.width for s in shards], self._arena.numel(), shards))
@@ -182,29 +282,48 @@ class KernelBench:
     def _int64(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self.device)
 
-    def _sample(self, request: ComputeRequest, run: Run | None, error: Exception | None = None) -> ComputeSample:
-        forward, backward = (timing.spread([t[k] for t in run.times_ms]) for k in (0, 1)) if run else (None, None)
+    def _sample(self, run: Run, pace: Callable[[int], float] | None = None) -> ComputeSample:
+        """The sample of a run's timings, which are then forgotten."""
+        times = _at_usual_pace(run, pace or self._log.fit())
+        clock = np.array([forward + backward for forward, backward, _ in run.times_ms])
+        sample = dataclasses.replace(
+            self._failed(run.request, None), forward=timing.spread(times[:, 0]), backward=timing.spread(times[:, 1]),
+            pace=float(np.median(clock / times.sum(1))), known_to=timing.known_to(times.sum(1)))
+        run.times_ms = []
+        return sample
+
+    def _failed(self, request: ComputeRequest, error: Exception | None) -> ComputeSample:
         reason = " ".join(str(error).split())[:300] if error else None
-        return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, forward, backward, time.time(),
-                             reason)
+        self._finished += 1
+        return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, None, None, time.time(), reason,
+                             order=self._finished - 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """One op, ready to run: over indices [L] and offsets [T × B + 1]; gradient [B, W] of its output."""
+    """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B, W] of its output.
+    times_ms: of each repeat forward, backward, and its number in the pace log."""
 
+    number: int
     request: ComputeRequest
     op: torch.nn.Module
     indices: torch.Tensor
     offsets: torch.Tensor
     gradient: torch.Tensor
     warm: bool = False
-    times_ms: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
+
+
+def _at_usual_pace(run: Run, pace: Callable[[int], float]) -> np.ndarray:
+    """[repeats, 2] forward and backward ms."""
+    return np.array([(forward / pace(number), backward / pace(number)) for forward, backward, number in run.times_ms])
 
 
 def _places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
-    """Where each table begins in an arena of `room` elements: one after the other, wrapping round."""
-    places, cursor = [], 0
+    """Where each table begins in an arena of `room` elements: one after the other from a place of the group's own, wrapping
+    round."""
+    spare = (room - sum((size + 15) // 16 * 16 for size in sizes)) // 16
+    places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
     for size, shard in zip(sizes, shards, strict=True):
         if size > room:
             raise ShardCoreError(f"shard {shard.label} is {memory.gib(shard.bytes)}; the arena holds "

@@ -17,23 +17,19 @@ Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.measure.collectives import CommConfig, Rank
+from shardcore.measure import gang
+from shardcore.measure.collectives import CommConfig, Rank, all_gather, reduce_scatter, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import spread
 from shardcore.types import (
@@ -50,8 +46,6 @@ from shardcore.workload import COLUMN, REPLICATED, ROW, Workload
 
 _GRADIENT = 1e-3
 """What dense parts send back: small, so that weights stay finite however often a step repeats."""
-_GRACE_S = 1.0
-"""How long a rank that lost another waits to be told why: the other's own report comes first if there is one."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +103,19 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
         return []
     for workload in workloads:
         _require_replayable(workload, workloads[0], setting, device)
-    ranks = _run_gang(workloads, setting, config, device)
-    return [combine(marks) for marks in zip(*ranks, strict=True)]
+    n_devices = len(workloads[0].ops)
+    last_said = dict(gang.run("replay", _work, n_devices, (workloads, setting, config, device), config.timeout_s))
+    return [combine(marks) for marks in zip(*(last_said[rank] for rank in range(n_devices)), strict=True)]
 
 
 def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
     """One workload's cost from what each rank of one host saw of it: D arrays [R, 5] of replay_rank."""
     begin, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R] each, ms
-    _, backward_comm = _wait_and_transfer(begin, received)
-    waiting, forward_comm = _wait_and_transfer(pooled, end)
+    _, backward_comm = wait_and_transfer(begin, received)
+    waiting, forward_comm = wait_and_transfer(pooled, end)
     parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting)
     medians = (tuple(map(float, np.median(part, axis=1))) for part in parts)
     return Replayed(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
-
-
-def _wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An exchange's two parts, before and after the last rank's start; a rank that is done by then only waited."""
-    last = np.minimum(start.max(0), end)
-    return last - start, end - last
 
 
 def _require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
@@ -148,10 +137,6 @@ def _require_replayable(workload: Workload, first: Workload, setting: Setting, d
 # --- one rank ----------------------------------------------------------------------------------------------------------
 
 
-class _Lost(ShardCoreError):
-    """An exchange broke: another rank is the one that failed."""
-
-
 def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
                 device: str = "cpu", progress: Callable[[], None] = lambda: None) -> list[np.ndarray]:
     """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's monotonic clock.
@@ -167,7 +152,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         steps.append(_Step(bench, workload, rank, config))
         progress()
     cache = torch.zeros(max(1, config.evict_bytes // 4), device=device)
-    with _exchanging():
+    with gang.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
         groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})}
     marks = []
@@ -203,7 +188,7 @@ class _Step:
 
     def once(self, batch: int, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> tuple[float, ...]:
         """One step from dense part to dense part, going on with batch number `batch`; the five marks of replay_rank."""
-        with _exchanging():
+        with gang.exchanging():
             dist.barrier()
             begin = self._now()
             self._exchange_gradients(groups)
@@ -213,7 +198,7 @@ class _Step:
         updated = self._now()
         self._outputs = self._forward(self._batches[batch])
         pooled = self._now()
-        with _exchanging():
+        with gang.exchanging():
             self._exchange_outputs()
             return begin, received, updated, pooled, self._now()
 
@@ -225,13 +210,13 @@ class _Step:
         if any(self._columns):
             dist.all_to_all_single(self._arrived[COLUMN], outputs.get(COLUMN, self._none).view(-1), self._theirs, self._mine)
         if self._rows:
-            _reduce_scatter(self._arrived[ROW], self._unless_uneven(outputs))
+            reduce_scatter(self._arrived[ROW], self._unless_uneven(outputs))
 
     def _exchange_gradients(self, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         if any(self._columns):
             dist.all_to_all_single(self._gradients.get(COLUMN, self._none).view(-1), self._sent[COLUMN], self._mine, self._theirs)
         if self._rows:
-            _all_gather(self._unless_uneven(self._gradients), self._sent[ROW])
+            all_gather(self._unless_uneven(self._gradients), self._sent[ROW])
         for devices, gradient in self._dense.items():
             dist.all_reduce(gradient, group=groups[devices])
 
@@ -276,100 +261,9 @@ def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:
                 for w in workloads for op in w.ops[rank]), default=64)
 
 
-def _reduce_scatter(into: torch.Tensor, source: torch.Tensor) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source)  # torch 2.13 renames it
-
-
-def _all_gather(into: torch.Tensor, source: torch.Tensor) -> None:
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source)
-
-
-@contextmanager
-def _exchanging() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise _Lost(_line(error)) from None
-
-
-# --- the gang ----------------------------------------------------------------------------------------------------------
-
-
-def _run_gang(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig, device: str) -> list[list[np.ndarray]]:
-    """replay_rank in one process a device; its results in the order of the ranks. All have ended when it returns or raises."""
-    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
-    with tempfile.TemporaryDirectory(prefix="shardcore-replay-") as folder:
-        try:
-            for rank in range(len(workloads[0].ops)):
-                pipe, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_process, name=f"replay-rank-{rank}", daemon=True, args=(
-                    theirs, rank, f"file://{folder}/ranks", workloads, setting, config, device))
-                process.start()
-                theirs.close()  # so that the pipe ends when the process does
-                pipes.append(pipe)
-                processes.append(process)
-            return _results(pipes, processes, config.timeout_s)
-        finally:
-            for pipe, process in zip(pipes, processes, strict=True):
-                process.kill()
-                process.join()
-                pipe.close()
-
-
-def _rank_process(pipe: Connection, rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,
-                  config: ReplayConfig, device: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
-    try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        marks = replay_rank(rank, init_method, workloads, setting, config, device, lambda: pipe.send(("progress", None)))
-        pipe.send(("done", marks))
-    except _Lost as error:
-        pipe.send(("lost", _line(error)))
-    except (ShardCoreError, RuntimeError) as error:  # any other is a bug: it prints its traceback and ends the process
-        pipe.send(("failed", _line(error)))
-
-
-def _results(pipes: Sequence[Connection], processes: Sequence[Any], timeout_s: float) -> list[list[np.ndarray]]:
-    done: dict[int, list[np.ndarray]] = {}
-    lost: dict[int, str] = {}
-    deadline = time.monotonic() + timeout_s + _GRACE_S  # a rank that waits in an exchange speaks up after timeout_s
-    while len(done) < len(pipes):
-        running = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in done and rank not in lost}
-        ready = wait(list(running), max(0.0, deadline - time.monotonic())) if running else []
-        if not ready:
-            raise ShardCoreError(_why(running.values(), lost, timeout_s))
-        for rank, pipe in ((running[p], p) for p in ready):
-            try:
-                kind, value = pipe.recv()
-            except EOFError:
-                kind, value = "failed", _end_of(processes[rank])
-            if kind == "done":
-                done[rank] = value
-            elif kind == "failed":
-                raise ShardCoreError(f"replay: rank {rank} of {len(pipes)} failed: {value}")
-            elif kind == "lost":
-                lost[rank] = value
-            now = time.monotonic()
-            deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
-    return [done[rank] for rank in range(len(pipes))]
-
-
-def _why(silent: Sequence[int], lost: dict[int, str], timeout_s: float) -> str:
-    silent = ", ".join(map(str, silent))
-    if not lost:
-        return f"replay: no word for {timeout_s:g} s from rank {silent}: it hangs, or the plan needs a longer timeout_s"
-    rank, said = next(iter(lost.items()))
-    return f"replay: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); rank {rank}: {said}"
-
-
-def _end_of(process: Any) -> str:
-    process.join(_GRACE_S)
-    code = process.exitcode
-    if code is not None and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
-    return f"it ended with exit code {code}; what it wrote to standard error says why"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload], setting: Setting,
+          config: ReplayConfig, device: str) -> None:
+    """One process of replay_all's gang; the last thing it says is its marks."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None)))

@@ -1,10 +1,11 @@
-"""Clocks, medians, and when a median is known well enough."""
+"""Clocks, medians, when a median is known well enough, and the pace of the machine meanwhile."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +30,70 @@ def known_to(values_ms: Sequence[float]) -> float:
     reach = 0.98 * math.sqrt(n)  # normal approximation to the binomial ranks of the median, 95%
     low, high = max(0, math.floor((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
     return float((ordered[high] - ordered[low]) / 2 / max(ordered[n // 2], 1e-9))
+
+
+class PaceLog:
+    """The machine's pace at each of many runs of different ops in turn, from the runs themselves.
+
+    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops nearly alike. How much
+    slower than usual the runs just before and after were, each compared with its own op's level, tells the pace at a run: as
+    far as neighbours agree at all, so that on a quiet machine nothing is corrected. Levels and paces are fitted together by
+    turns. An op with a known level (`anchors`, log ms) ties the pace to its usual value; without one, the mean pace is 1. The
+    last `kept` runs are fitted together.
+
+    Shapes: N runs kept.
+    """
+
+    REACH = 3.0
+    """Runs over which a neighbour's word fades by a factor of e; found on recorded runs, where 2 to 5 are alike."""
+    _OUTLIER = 0.3
+    """A run slower or faster by more than this, in log, says no more than this of the pace."""
+
+    def __init__(self, anchors: dict[Hashable, float] | None = None, kept: int = 2048):
+        self.anchors = dict(anchors or {})
+        self._runs: deque[tuple[Hashable, float]] = deque(maxlen=kept)
+        self._added = 0
+        distance = np.arange(-int(4 * self.REACH), int(4 * self.REACH) + 1)
+        self._kernel = np.where(distance == 0, 0.0, np.exp(-np.abs(distance) / self.REACH))
+
+    def add(self, op: Hashable, ms: float) -> int:
+        """Note a run; its number, from 0."""
+        self._runs.append((op, math.log(max(ms, 1e-6))))
+        self._added += 1
+        return self._added - 1
+
+    def fit(self) -> Callable[[int], float]:
+        """The pace at each run kept, by its number (1: as usual, 1.2: all took 20% longer); for older runs KeyError."""
+        ops, logs = zip(*self._runs, strict=True)
+        numbers: dict[Hashable, int] = {}
+        op = np.array([numbers.setdefault(o, len(numbers)) for o in ops])
+        log, count = np.array(logs), np.bincount(op)
+        levels = np.bincount(op, log) / count
+        weight = self._around(np.ones(len(log)))
+        tied = [(numbers[o], level) for o, level in self.anchors.items() if o in numbers]
+        pace = np.zeros(len(log))
+        for _ in range(8):
+            excess = pace + np.clip(log - levels[op] - pace, -self._OUTLIER, self._OUTLIER)
+            around = self._around(excess) / np.maximum(weight, 1e-9)
+            centred = around - around.mean()
+            agreement = float(np.clip(centred @ excess / max(centred @ centred, 1e-12), 0.0, 1.0))
+            pace = around.mean() + agreement * centred
+            levels += np.bincount(op, np.clip(log - pace - levels[op], -self._OUTLIER, self._OUTLIER)) / count
+            shift = np.mean([levels[k] - level for k, level in tied]) if tied else -pace.mean()
+            levels, pace = levels - shift, pace + shift
+        pace = np.exp(pace)
+        first = self._added - len(pace)
+
+        def pace_of(number: int) -> float:
+            if number < first:
+                raise KeyError(number)
+            return float(pace[number - first])
+
+        return pace_of
+
+    def _around(self, values: np.ndarray) -> np.ndarray:
+        reach = len(self._kernel) // 2
+        return np.convolve(values, self._kernel)[reach:reach + len(values)]
 
 
 class CpuClock:

@@ -134,6 +134,19 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     assert (model.weights["exchange_forward"] >= 0).all()
 
 
+def test_only_exchanges_that_the_model_prices_count():
+    compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
+    slow = [dataclasses.replace(s, id=f"other-{i}", request=dataclasses.replace(s.request, **change),
+                                backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
+            for change in ({"collective": "reduce_scatter"}, {"payload": "bf16"}, {"hosts": 2}) for i, s in enumerate(comm)]
+    none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
+    early = dataclasses.replace(comm[0], id="early", forward=none)
+    model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
+    assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
+    assert fit.evaluate(model, [], [*comm, *slow, early]) == fit.evaluate(model, [], comm)
+    assert (fit.train(compute, slow, SETTING, QUICK).model.weights["exchange_forward"] == 0).all()
+
+
 def test_kendall_tau():
     x = np.array([1.0, 2.0, 3.0, 4.0])
     assert fit.kendall_tau(x, 10 * x) == 1

@@ -71,6 +71,31 @@ def test_tables_that_exceed_the_arena_together_share_it(tables):
     assert sample.error is None
 
 
+def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
+    setting, groups = Setting("test", 256), sampling.GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
+    requests = [sampling.compute_request(tables, i, setting, config=groups) for i in range(8)]
+    control = sampling.control_request(tables, setting, groups)
+    bench = KernelBench(setting, "cpu", CONFIG, control)
+    bench.control_ms = bench.calibrate(requests, seconds=0.2)
+    samples = list(bench.measure(requests))
+    assert bench.active == [] and {s.request for s in samples} == {control, *requests}
+    own = next(s for s in samples if s.request == control)
+    assert own.forward.repeats >= 3 and own.pace > 0
+    assert own.total_ms * own.pace > 0 and 0 < bench.kept_s < bench.kernel_s
+    assert [s.order for s in samples] == list(range(len(samples)))
+
+
+def test_what_was_added_stays_in_turn_until_finished(tables):
+    setting, groups = Setting("test", 256), sampling.GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
+    requests = [sampling.compute_request(tables, i, setting, config=groups) for i in range(7)]
+    bench = KernelBench(setting, "cpu", CONFIG)
+    finished = [s for r in requests for s in bench.add(r)]
+    assert 0 < len(bench.active) <= CONFIG.interleave
+    assert {s.request for s in finished} | set(bench.active) == set(requests)
+    finished += bench.finish()
+    assert bench.active == [] and sorted(s.id for s in finished) == sorted({s.id for s in finished})
+
+
 def test_missing_fbgemm_is_one_clear_line(tmp_path):
     """In a Python whose fbgemm_gpu is broken, the command line says what to install."""
     (tmp_path / "fbgemm_gpu").mkdir()

@@ -1,0 +1,137 @@
+"""`python -m shardcore measure`: what a folder lacks, measured on this machine's device in a supervised process."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardcore import dataset, files, sampling, tables
+from shardcore.measure import collectives, hardware, kernels
+from shardcore.measure.supervise import SupervisedBench
+from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, ShardCoreError
+
+_ESTIMATE_S = 5.0
+"""Seconds of measuring from which a dry run estimates."""
+_PROGRESS_S = 5.0
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What `python -m shardcore measure` does, its arguments as parsed there."""
+    device = hardware.detect_device() if args.device == hardware.AUTO else args.device
+    setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
+    pool = files.read_pool(args.pool) if args.pool else tables.generate_pool(tables.PoolConfig())
+    live = [t for t in pool if t.pooling > 0]
+    if not live:
+        raise ShardCoreError(f"{args.pool} holds no table with lookups")
+    config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
+                                  max_repeats=args.max_repeats, interleave=args.interleave)
+    groups = sampling.GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
+    exchanges = _missing_exchanges(args, setting, device) if args.exchanges else []
+    known = dataset.read_ids(args.out, "compute")
+    known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
+    draws = sampling.different(lambda i: sampling.compute_request(live, i, setting, args.seed, groups),
+                       lambda r: dataset.compute_id(setting, r), args.samples)
+    missing = (r for n, (key, r) in enumerate(draws) if n < args.again or key not in known)
+    first = next(missing, None)
+    if first:
+        control = sampling.control_request(live, setting, groups)
+        control_ms = dataset.usual_ms(args.out, setting, control)
+        with SupervisedBench(setting, device, config, control, control_ms, args.hang_s) as bench:
+            missing = itertools.chain([first], missing)
+            if args.dry_run:
+                _estimate(args, bench, missing)
+            else:
+                print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
+                beside = [sampling.compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)]
+                _measure_compute(args, bench, missing, beside, dataset.write_pool(args.out, pool))
+    else:
+        print(f"{args.out} holds the first {args.samples} samples already", flush=True)
+    if exchanges and args.dry_run:
+        print(f"{len(exchanges)} of the first {args.exchanges} exchanges are missing")
+    elif exchanges:
+        _measure_exchanges(args, exchanges, setting, device)
+    if not args.dry_run:
+        dataset.merge_parts(args.out)
+
+
+def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest],
+                     beside: Sequence[ComputeRequest], pool: str) -> None:
+    done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
+    if bench.control_ms is None:
+        bench.calibrate(beside, seconds=min(60.0, max(5.0, 0.02 * 60 * args.minutes)))
+
+    def tell(sample: ComputeSample | None = None) -> None:
+        nonlocal done, failed, said
+        now = time.monotonic()
+        if sample and sample.request != bench.control:
+            done, failed = done + 1, failed + (sample.error is not None)
+            if sample.error:
+                print(f"failed: {sample.error}", file=sys.stderr)
+        if sample is None or now - said > _PROGRESS_S:
+            said, elapsed = now, now - began
+            print(f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
+                  f"{bench.kernel_s / elapsed:.0%} of the time in kernels, {bench.kept_s / elapsed:.0%} in runs that entered a "
+                  f"median, {max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
+
+    in_time = itertools.takewhile(lambda _: time.monotonic() - began < args.minutes * 60, missing)
+    _keep(bench.measure(in_time), args.chunk, lambda samples: dataset.write_compute(args.out, samples, pool), tell)
+    tell()
+
+
+def _estimate(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest]) -> None:
+    """Say how long measuring will take, from some seconds of it."""
+    missing = list(missing) if args.samples else missing
+    began = time.monotonic()
+    some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, missing)
+    rate = sum(s.request != bench.control for s in bench.measure(some)) / (time.monotonic() - began)
+    if args.samples:
+        print(f"{len(missing)} of the first {args.samples} samples are missing in {args.out}: about "
+              f"{len(missing) / rate / 60:.1f} min at {rate:.1f} a second")
+    else:
+        print(f"about {rate * args.minutes * 60:.0f} samples in {args.minutes:g} min, at {rate:.1f} a second")
+
+
+def _missing_exchanges(args: argparse.Namespace, setting: Setting, device: str) -> list[CommRequest]:
+    if setting.batch % args.ranks or args.ranks < 2:
+        raise ShardCoreError(f"--ranks is {args.ranks}; an exchange needs at least 2, and a number that divides the batch of "
+                             f"{setting.batch}")
+    if device == "cuda" and torch.cuda.device_count() < args.ranks:
+        raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
+    known = dataset.read_ids(args.out, "comm")
+    draws = sampling.different(lambda i: sampling.comm_request(i, args.ranks, setting.batch, args.seed),
+                       lambda r: dataset.comm_id(setting, r), args.exchanges)
+    return [r for key, r in draws if key not in known]
+
+
+def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CommRequest], setting: Setting, device: str) -> None:
+    began, done = time.monotonic(), 0
+
+    def tell(_: CommSample) -> None:
+        nonlocal done
+        done += 1
+        if done % args.chunk == 0 or done == len(missing):
+            print(f"{done} of {len(missing)} exchanges, {done / (time.monotonic() - began):.1f} a second", flush=True)
+
+    samples = collectives.measure_all(missing, args.ranks, setting, collectives.CommConfig(), device)
+    _keep(samples, args.chunk, lambda some: dataset.write_comm(args.out, some), tell)
+
+
+def _keep(samples: Iterable[Any], chunk: int, write: Callable[[list[Any]], Any], tell: Callable[[Any], None]) -> None:
+    """Write samples in parts of `chunk` as they come, and what is left also where an error or Ctrl-C ends them."""
+    waiting = []
+    try:
+        for sample in samples:
+            waiting.append(sample)
+            if len(waiting) >= chunk:
+                write(waiting)
+                waiting = []
+            tell(sample)
+    finally:
+        if waiting:
+            write(waiting)

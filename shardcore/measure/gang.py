@@ -1,0 +1,119 @@
+"""A gang: one local process a rank, started together, heard while they work, and ended together.
+
+Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends its pipe and is
+noticed at once; a rank that has nothing to say for the allowed time hangs. Of several complaints, the rank that failed is
+named, not those that lost it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shardcore.types import ShardCoreError
+
+_GRACE_S = 1.0
+"""How long a rank that lost another waits to be told why: the other's own report comes first if there is one."""
+
+
+class Lost(ShardCoreError):
+    """An exchange broke: another rank is the one that failed."""
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """Around collectives: what breaks them is Lost, for torch does not tell a lost rank from other errors."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Lost(_line(error)) from None
+
+
+def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[Any],
+        timeout_s: float) -> Iterator[tuple[int, Any]]:
+    """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each say(value) as it comes.
+
+    init_method: for torch.distributed, one for all. Processes are named "<name>-rank-<rank>". `work` and `arguments` need to be
+    picklable. Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or none says
+    anything for timeout_s: it names the rank and the reason. No process is left when the iterator ends, raises or is closed.
+    """
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    with tempfile.TemporaryDirectory(prefix=f"shardcore-{name}-") as folder:
+        try:
+            for rank in range(ranks):
+                pipe, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_rank_process, name=f"{name}-rank-{rank}", daemon=True,
+                                          args=(theirs, work, rank, f"file://{folder}/ranks", arguments))
+                process.start()
+                theirs.close()  # so that the pipe ends when the process does
+                pipes.append(pipe)
+                processes.append(process)
+            yield from _heard(name, pipes, processes, timeout_s)
+        finally:
+            for pipe, process in zip(pipes, processes, strict=True):
+                process.kill()
+                process.join()
+                pipe.close()
+
+
+def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_method: str, arguments: Sequence[Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
+    try:
+        work(rank, init_method, lambda value: pipe.send(("said", value)), *arguments)
+        pipe.send(("done", None))
+    except Lost as error:
+        pipe.send(("lost", _line(error)))
+    except (ShardCoreError, RuntimeError) as error:  # any other is a bug: it prints its traceback and ends the process
+        pipe.send(("failed", _line(error)))
+
+
+def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any], timeout_s: float) -> Iterator[tuple[int, Any]]:
+    done: set[int] = set()
+    lost: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s + _GRACE_S  # a rank that waits in an exchange speaks up after timeout_s
+    while len(done) < len(pipes):
+        running = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in done and rank not in lost}
+        ready = wait(list(running), max(0.0, deadline - time.monotonic())) if running else []
+        if not ready:
+            raise ShardCoreError(_why(name, running.values(), lost, timeout_s))
+        for rank, pipe in ((running[p], p) for p in ready):
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, OSError):  # at once, or in the middle of a message
+                kind, value = "failed", _end_of(processes[rank])
+            if kind == "said":
+                yield rank, value
+            elif kind == "done":
+                done.add(rank)
+            elif kind == "failed":
+                raise ShardCoreError(f"{name}: rank {rank} of {len(pipes)} failed: {value}")
+            else:
+                lost[rank] = value
+            now = time.monotonic()
+            deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
+
+
+def _why(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
+    silent = ", ".join(map(str, silent))
+    if not lost:
+        return f"{name}: no word for {timeout_s:g} s from rank {silent}: it hangs, or its work needs a longer timeout_s"
+    rank, said = next(iter(lost.items()))
+    return f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); rank {rank}: {said}"
+
+
+def _end_of(process: Any) -> str:
+    process.join(_GRACE_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"it was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+    return f"it ended with exit code {code}; what it wrote to standard error says why"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,112 @@
+"""Ray actors: started, or a reason why not; and gangs, whose ranks are placed together and end together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from shardcore.measure.gang import Lost
+from shardcore.types import ShardCoreError
+
+START_S = 300.0
+"""Seconds that a new actor may take to start and to touch its arena."""
+_PLACE_S = 60.0
+"""Seconds that a gang may wait for room."""
+_LOOK_EVERY_S = 5.0
+_GRACE_S = 3.0
+"""How long a rank that lost another waits to be told why: Ray's word of a death comes a moment later."""
+
+
+def when_started(calls: Sequence[Any]) -> list[Any]:
+    """Results of the first calls to new actors; raises ShardCoreError where one cannot start (FBGEMM missing, no such device
+    free)."""
+    try:
+        return ray.get(list(calls), timeout=START_S)
+    except ray.exceptions.GetTimeoutError:
+        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {START_S:g} s; the cluster has "
+                             f"{ray.cluster_resources()}; ask for fewer (measure.actors, measure.ranks)") from None
+    except ray.exceptions.RayError as error:
+        raise ShardCoreError(f"a measuring actor cannot start: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """Why an actor failed, in one line, without Ray's frames."""
+    text = " ".join(str(getattr(error, "cause", None) or error).split())
+    if "ShardCoreError: " in text:  # raised where the actor started
+        return text.split("ShardCoreError: ")[-1][:300]
+    if isinstance(error, ray.exceptions.RayActorError):
+        for mark in ("The actor died because ", "Worker exit detail: "):
+            text = text.split(mark)[-1]
+        return f"its process died: {text.split(' Some common causes')[0][:280]}"
+    return text[:300]
+
+
+def rank_cpus(ranks: int, hosts: int = 1) -> float:
+    """CPUs for each of so many ranks: one, or less where the largest hosts have fewer cores than ranks."""
+    most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+    return min(1.0, most * hosts / ranks)
+
+
+@contextmanager
+def gang(actor: Any, name: str, ranks: int, device: str, hosts: int = 1) -> Iterator[list[Any]]:
+    """`ranks` actors of a class, in their order, on `hosts` hosts with equally many each; all end with the context.
+
+    One placement group with a bundle a host: what is in one bundle is on one host, and different bundles are on different ones.
+    Raises ShardCoreError where they do not fit.
+    """
+    each, cpus = ranks // hosts, rank_cpus(ranks, hosts)
+    bundle = {"CPU": each * cpus, "GPU": each} if device == "cuda" else {"CPU": each * cpus}
+    group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
+    try:
+        if not group.wait(_PLACE_S):
+            raise ShardCoreError(f"{ranks} ranks, {each} a host, found no room within {_PLACE_S:g} s on the Ray cluster of "
+                                 f"{len(ray.nodes())} nodes with {ray.cluster_resources()}; ask for fewer")
+        members = [actor.options(name=f"{name} rank {rank}", num_cpus=cpus, num_gpus=int(device == "cuda"),
+                                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each)).remote()
+                   for rank in range(ranks)]
+        try:
+            yield members
+        finally:
+            for member in members:  # at once, and their names are free for the next gang
+                ray.kill(member)
+    finally:
+        remove_placement_group(group)
+
+
+def answers(name: str, calls: Sequence[Any], timeout_s: float, silent_s: Callable[[int], float] | None = None) -> list[Any]:
+    """Results of one call to every rank of a gang, in the order of the ranks.
+
+    Raises ShardCoreError naming the rank and the reason where one fails or dies, or was silent for timeout_s (by what silent_s
+    says of it; without that, since now). Of several complaints, the rank that failed is named, not those that lost it.
+    """
+    waiting, lost = {call: rank for rank, call in enumerate(calls)}, {}
+    began, until = time.monotonic(), math.inf
+    while waiting and time.monotonic() < until:
+        for call in ray.wait(list(waiting), num_returns=1, timeout=min(_LOOK_EVERY_S, until - time.monotonic()))[0]:
+            rank = waiting.pop(call)
+            try:
+                ray.get(call)
+            except ray.exceptions.RayError as error:
+                if not isinstance(getattr(error, "cause", None), Lost):
+                    raise ShardCoreError(f"{name}: rank {rank} of {len(calls)} failed: {reason(error)}") from None
+                lost[rank] = reason(error)
+                until = min(until, time.monotonic() + _GRACE_S)
+        silent = [r for r in waiting.values() if (silent_s(r) if silent_s else time.monotonic() - began) > timeout_s]
+        if silent and not lost:
+            raise ShardCoreError(f"{name}: no word for {timeout_s:g} s from rank {_listed(silent)} of {len(calls)}: it hangs")
+    if lost:
+        rank, said = next(iter(lost.items()))
+        silent = _listed(waiting.values()) or rank
+        raise ShardCoreError(f"{name}: rank {silent} does not answer the others; rank {rank}: {said}")
+    return ray.get(list(calls))
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))

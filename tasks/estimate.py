@@ -1,0 +1,95 @@
+"""How long a run of `measure` would take, before it takes any device.
+
+From the pace at which the dataset grew where it holds samples of the setting, else from bytes and rough rates of hardware: a
+figure to tell minutes from days, and named as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardcore import dataset, files
+from shardcore.streams import access_share, lookups
+from shardcore.types import OUTPUT_BYTES, CommRequest, ComputeRequest
+from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute
+from tasks.setting import SettingConfig
+
+_PAUSE_S = 60.0
+"""Between two samples of one run there is less than this."""
+_ENOUGH = 20
+"""Samples from which a rate is taken."""
+_COMPUTE_GBPS = {"cpu": 0.7, "cuda": 300.0}
+"""Embedding bytes gathered over the time of forward and backward. cpu: one core of an AMD EPYC (Zen 5), measured; cuda: the
+order of a data-centre GPU, not measured."""
+_COMM_GBPS = {"cpu": 1.0, "cuda": 50.0}
+"""What a rank sends a second: orders of gloo and of NCCL within a host, not measured."""
+_OVERHEAD_MS = 0.3
+"""Of a launch or a barrier."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """wanted, missing: samples of a kind ("compute", "comm"). devices: that measure it. seconds: to measure what is missing, on
+    the ground that `basis` names."""
+
+    kind: str
+    wanted: int
+    missing: int
+    devices: int
+    seconds: float
+    basis: str
+
+    def __str__(self) -> str:
+        time = f"; about {_duration(self.seconds)} ({self.basis})" if self.missing else ""
+        there = self.wanted - self.missing
+        return (f"{self.kind}: {self.wanted} samples wanted, {there} there already, {self.missing} missing, "
+                f"{self.devices} devices{time}")
+
+
+def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
+    """Of compute and of comm. Asks the connected cluster only what it has; where `wanted` leaves the hardware open, that of the
+    dataset, or of this machine, counts."""
+    setting, device = wanted.of_dataset_or_local(folder), cluster_device()
+    ranks = rank_count(config, device, setting.batch)
+    groups = wanted_compute(files.read_pool(pool_path), setting, config)
+    exchanges = wanted_comm(setting, ranks, config) if ranks > 1 else {}
+    compute = [r for k, r in groups.items() if k not in dataset.read_ids(folder, "compute")]
+    comm = [r for k, r in exchanges.items() if k not in dataset.read_ids(folder, "comm")]
+    actors = actor_count(config, device)
+    return [
+        _estimate("compute", len(groups), len(compute), actors, [s.measured_at for s in dataset.read_compute(folder, setting)],
+                  _compute_ms(compute, device) * (1 + config.max_repeats) / actors),
+        _estimate("comm", len(exchanges), len(comm), ranks, [s.measured_at for s in dataset.read_comm(folder, setting)],
+                  _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)),
+    ]
+
+
+def _estimate(kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float], physical_ms: float) -> Estimate:
+    gaps = np.diff(np.sort(stamps))
+    gaps = gaps[gaps < _PAUSE_S]
+    if len(gaps) >= _ENOUGH:
+        rate = len(gaps) / max(gaps.sum(), 1e-3)
+        return Estimate(kind, wanted, missing, devices, missing / rate, f"at the {rate:.1f} a second at which the dataset grew")
+    return Estimate(kind, wanted, missing, devices, missing * physical_ms / 1e3,
+                    "a physical estimate from bytes and rough bandwidths, for the dataset has too few samples of this setting")
+
+
+def _compute_ms(requests: Sequence[ComputeRequest], device: str) -> float:
+    """Mean ms of one run."""
+    gathered = [sum(lookups(s.table, r.batch) * access_share(s) * s.width * OUTPUT_BYTES for s in r.shards) for r in requests]
+    return _OVERHEAD_MS + float(np.mean(gathered or [0])) / (_COMPUTE_GBPS[device] * 1e6)
+
+
+def _comm_ms(requests: Sequence[CommRequest], device: str) -> float:
+    """Mean ms of one exchange, forward and backward."""
+    sent = [max(r.widths) * r.batch * OUTPUT_BYTES for r in requests]
+    starts = [max(r.start_ms) for r in requests]
+    return 2 * _OVERHEAD_MS + float(np.mean(starts or [0])) + 2 * float(np.mean(sent or [0])) / (_COMM_GBPS[device] * 1e6)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

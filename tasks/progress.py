@@ -1,0 +1,64 @@
+"""Progress of measuring: in the log, as a Prefect progress artifact, and as Ray metrics.
+
+Ray serves the metrics for Prometheus at the metrics port of the node that runs the flow, under these names with "ray_" before
+them.
+"""
+
+from __future__ import annotations
+
+import time
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from ray.util.metrics import Counter, Gauge
+
+_EVERY_S = 5.0
+
+
+class Progress:
+    """Samples done of `total` of a kind ("compute", "comm"), rate, time left, and the share of time in kernels."""
+
+    def __init__(self, kind: str, total: int):
+        self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
+        self._began, self._said = time.monotonic(), 0.0
+        self._logger = get_run_logger()
+        self._artifact: UUID = create_progress_artifact(0.0, key=f"measure-{kind}", description=f"{total} {kind} samples")
+        device = {"tag_keys": ("kind", "device")}
+        self._samples_total = Counter("shardcore_measure_samples_total", "Samples measured or failed", **device)
+        self._kernel_share = Gauge("shardcore_measure_kernel_share", "Share of a device's time in kernels", **device)
+        self._wanted = Gauge("shardcore_measure_wanted", "Samples that the run has to measure", tag_keys=("kind",))
+        self._rate = Gauge("shardcore_measure_samples_per_s", "Samples a second, all devices together", tag_keys=("kind",))
+        self._left_s = Gauge("shardcore_measure_left_s", "Estimated seconds to the end", tag_keys=("kind",))
+        self._wanted.set(total, {"kind": kind})
+
+    def add(self, device: str, samples: int, kernel_s: float | None = None) -> None:
+        """Count what a device did: samples, and the seconds of it in kernels where that is known."""
+        self._done += samples
+        tags = {"kind": self._kind, "device": device}
+        if samples:
+            self._samples_total.inc(samples, tags)
+        if kernel_s is not None:
+            self._kernel_s[device] = self._kernel_s.get(device, 0.0) + kernel_s
+            self._kernel_share.set(self._kernel_s[device] / self._elapsed_s, tags)
+
+    def say(self) -> None:
+        """Tell everyone, at most every few seconds and at the end."""
+        elapsed = self._elapsed_s
+        if elapsed - self._said < _EVERY_S and self._done < self._total:
+            return
+        self._said = elapsed
+        rate = self._done / elapsed
+        left = f"{(self._total - self._done) / rate:.0f} s left" if rate else "time left unknown"
+        line = f"{self._kind}: {self._done} of {self._total} samples, {rate:.1f} a second, {left}"
+        if self._kernel_s:
+            line += f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% of the time in kernels"
+        self._logger.info("%s", line)
+        update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
+        self._rate.set(rate, {"kind": self._kind})
+        if rate:
+            self._left_s.set((self._total - self._done) / rate, {"kind": self._kind})
+
+    @property
+    def _elapsed_s(self) -> float:
+        return max(1e-6, time.monotonic() - self._began)

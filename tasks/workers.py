@@ -1,0 +1,241 @@
+"""Workers: one Ray actor a device, sharing out the requests among them.
+
+A worker's ops run in turn in a window that is carried over from call to call, so no time is lost at the ends of chunks, and
+what was handed to it is outstanding until its sample is back. A worker that dies or hangs is replaced, and its outstanding
+requests are measured again, each alone in a worker that has nothing else: so the one that kills is found, recorded with its
+reason, and costs nothing else. Where no replacement starts (its host is gone, its device is spoilt), the others do the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+
+from shardcore import dataset
+from shardcore.measure import hardware, kernels
+from shardcore.types import ComputeRequest, ComputeSample, Setting, ShardCoreError
+from tasks import actors
+
+_logger = logging.getLogger(__name__)
+_PROBE_S = 5.0
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+class DeviceWorker:
+    """One device of the cluster, measuring compute; the control group runs throughout, so drift shows."""
+
+    def __init__(self, setting: Setting, device: str, config: kernels.KernelConfig, control: ComputeRequest,
+                 control_ms: float | None):
+        torch.set_num_threads(1)  # a device of a CPU is one core
+        self._device = device
+        self._bench = kernels.KernelBench(setting, device, config, control, control_ms)
+
+    def hardware(self) -> str:
+        return hardware.hardware_name(self._device)
+
+    def calibrate(self, requests: Sequence[ComputeRequest]) -> float:
+        return self._bench.calibrate(requests)
+
+    def use_control(self, control_ms: float) -> None:
+        self._bench.control_ms = control_ms
+
+    @ray.method(concurrency_group="watch")  # so that it answers while the device works
+    def kernel_s(self) -> float:
+        return self._bench.kernel_s
+
+    def measure(self, requests: Sequence[ComputeRequest], last: bool) -> tuple[list[ComputeSample], float]:
+        """Take requests in; the samples that finished meanwhile (with `last` all), the control's among them, and the seconds
+        spent in kernels."""
+        before = self._bench.kernel_s
+        samples = [s for r in requests for s in self._bench.add(r)]
+        if last:
+            samples += self._bench.finish()
+        return samples, self._bench.kernel_s - before
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What came back from one device: samples (the control's too), how many of the requests they settle, seconds in kernels."""
+
+    device: str
+    samples: list[ComputeSample]
+    settled: int
+    kernel_s: float
+
+
+@dataclass(eq=False)
+class _Device:
+    """A place in the fleet: its actor, the call under way, when to look whether that hangs, its seconds in kernels when last
+    looked at, and what was handed to it, by id."""
+
+    name: str
+    actor: Any
+    call: Any = None
+    due: float = 0.0
+    kernel_s: float | None = None
+    starting: bool = False
+    alone: bool = False
+    handed: dict[str, ComputeRequest] = field(default_factory=dict)
+
+
+class Workers:
+    """`count` actors that measure on "cpu" or "cuda" devices of the connected cluster; a context manager, which frees them.
+
+    control_ms: the control group's ms at the devices' usual pace; without it, calibrate first. chunk: requests a call at most;
+    hang_s: a device has hung where no op ended for so long. Raises ShardCoreError where an actor cannot start or the devices
+    are of different hardware.
+    """
+
+    def __init__(self, count: int, device: str, setting: Setting, config: kernels.KernelConfig, control: ComputeRequest,
+                 control_ms: float | None = None, chunk: int = 16, hang_s: float = 60.0,
+                 logger: logging.Logger | logging.LoggerAdapter = _logger):
+        self.control_ms, self._logger = control_ms, logger
+        self._setting, self._kind, self._config, self._control = setting, device, config, control
+        self._chunk, self._hang_s = chunk, hang_s
+        self._waiting: deque[ComputeRequest] = deque()
+        self._suspects: deque[ComputeRequest] = deque()
+        self._devices = [_Device(f"device {i}", self._actor(f"device {i}")) for i in range(count)]
+
+    def __enter__(self) -> Workers:
+        try:
+            found = actors.when_started([d.actor.hardware.remote() for d in self._devices])
+            if len(set(found)) > 1:  # a setting may carry a name of its own for one kind of hardware
+                raise ShardCoreError(f"the cluster's devices are of different hardware, {sorted(set(found))}; measure "
+                                     f"({self._setting}) on one kind at a time")
+            self._hardware = found[0]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for device in self._devices:
+            ray.kill(device.actor)
+
+    def calibrate(self, requests: Sequence[ComputeRequest]) -> None:
+        """Find control_ms where it is not known, in some seconds. One figure for all, so that their timings are at one pace:
+        the mean of what each finds, all running at once."""
+        if self.control_ms is not None:
+            return
+        few, found = list(requests[: self._config.interleave]), []
+        calls = [d.actor.calibrate.options(name="measure[compute] calibrate").remote(few) for d in self._devices]
+        for device, call in zip(self._devices, calls, strict=True):
+            try:
+                found.append(ray.get(call, timeout=actors.START_S))
+            except ray.exceptions.RayError:  # one of the few ends or hangs its worker: measuring will find which
+                ray.kill(device.actor)
+                device.actor = self._actor(device.name)
+                found += actors.when_started([device.actor.calibrate.remote([])])
+        self.control_ms = sum(found) / len(found)
+        actors.when_started([d.actor.use_control.remote(self.control_ms) for d in self._devices])
+
+    def measure(self, requests: Sequence[ComputeRequest]) -> Iterator[list[Finished]]:
+        """Measure requests (of different ids), all devices at once; yields what came back, until all is. A request that ends or
+        hangs its worker again when it is alone is among the samples with its reason.
+
+        Raises ShardCoreError where no worker is left.
+        """
+        self._waiting.extend(requests)
+        finished: list[Finished] = []
+        while True:
+            for device in self._devices:
+                if device.call is None:
+                    self._hand_out(device)
+            if finished:  # only now, so that the devices have work meanwhile
+                yield finished
+            if not (self._waiting or self._suspects or any(d.handed for d in self._devices)):
+                return
+            finished = self._collect()
+
+    def _actor(self, name: str) -> Any:
+        return DeviceWorker.options(name=f"measure[compute] {name}", num_gpus=int(self._kind == "cuda"), num_cpus=1).remote(
+            self._setting, self._kind, self._config, self._control, self.control_ms)
+
+    def _hand_out(self, device: _Device) -> None:
+        """Give an idle device its next call: a suspect alone, a chunk, or the word that there is no more."""
+        device.alone = not device.handed and bool(self._suspects)
+        if device.alone:
+            chunk = [self._suspects.popleft()]
+        else:  # ever less a call towards the end, so that all devices end together
+            n = min(self._chunk, -(-len(self._waiting) // (2 * len(self._devices))))
+            chunk = [self._waiting.popleft() for _ in range(n)]
+        device.handed.update((dataset.compute_id(self._setting, r), r) for r in chunk)
+        if not device.handed:
+            return
+        last = device.alone or not self._waiting
+        name = f"measure[compute] {device.name}, {len(self._waiting) + len(self._suspects)} waiting"
+        device.call = device.actor.measure.options(name=name).remote(chunk, last)
+        device.due, device.kernel_s = time.monotonic() + self._hang_s, None
+
+    def _collect(self) -> list[Finished]:
+        """Wait for calls to end, one at least or a second; what they brought."""
+        calls = {d.call: d for d in self._devices if d.call is not None}
+        ray.wait(list(calls), num_returns=1, timeout=1.0)
+        ended = set(ray.wait(list(calls), num_returns=len(calls), timeout=0)[0])
+        finished = []
+        for call, device in calls.items():
+            late = call not in ended and self._hangs(device)
+            if not (late or call in ended):
+                continue
+            device.call = None
+            try:
+                answer = ray.get(call, timeout=0 if late else None)
+            except ray.exceptions.RayError as error:  # it died, it hung, or its device is spoilt
+                hung = f"it hung: no op ended for {self._hang_s:g} s"
+                finished += self._replace(device, hung if late else actors.reason(error))
+                continue
+            if device.starting:
+                device.starting = False
+                if answer != self._hardware:
+                    finished += self._retire(device, f"it is {answer}, the others {self._hardware}")
+            else:
+                samples, kernel_s = answer
+                settled = sum(device.handed.pop(s.id, None) is not None for s in samples)
+                finished.append(Finished(device.name, samples, settled, kernel_s))
+        return finished
+
+    def _hangs(self, device: _Device) -> bool:
+        """Whether a device that has been silent for a while did no more kernels since it was last looked at."""
+        if device.starting or time.monotonic() < device.due:
+            return time.monotonic() > device.due
+        try:
+            kernel_s = ray.get(device.actor.kernel_s.remote(), timeout=_PROBE_S)
+        except ray.exceptions.RayError:  # dead, which its call will tell, or stuck
+            return True
+        hangs = kernel_s == device.kernel_s
+        device.kernel_s, device.due = kernel_s, time.monotonic() + self._hang_s
+        return hangs
+
+    def _replace(self, device: _Device, reason: str) -> list[Finished]:
+        """A fresh actor for one that ended (one that Ray restarts would fail the next, innocent call)."""
+        if device.starting:
+            return self._retire(device, reason)
+        failed, finished = list(device.handed.values()), []
+        if device.alone:
+            finished = [Finished(device.name, [self._failed(r, reason)], 1, 0.0) for r in failed]
+        else:
+            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
+            self._suspects.extend(failed)
+        ray.kill(device.actor)
+        device.actor, device.handed, device.starting = self._actor(device.name), {}, True
+        device.call, device.due = device.actor.hardware.remote(), time.monotonic() + actors.START_S
+        return finished
+
+    def _retire(self, device: _Device, reason: str) -> list[Finished]:
+        ray.kill(device.actor)
+        self._devices.remove(device)
+        if not self._devices:
+            raise ShardCoreError(f"no measuring actor is left, the last cannot start again: {reason}; what was done is kept")
+        self._logger.warning("%s does not start again and is left out: %s", device.name, reason)
+        return []
+
+    def _failed(self, request: ComputeRequest, reason: str) -> ComputeSample:
+        return ComputeSample(dataset.compute_id(self._setting, request), self._setting, request, None, None, time.time(),
+                             f"ended its worker: {reason}")

@@ -1,0 +1,79 @@
+import multiprocessing
+import os
+import re
+import signal
+import time
+from contextlib import closing
+
+import pytest
+
+from shardcore.measure import gang
+from shardcore.types import ShardCoreError
+
+
+def count(rank, init_method, say, up_to):
+    for i in range(up_to):
+        say((i, init_method))
+
+
+def refuse(rank, init_method, say):
+    say("here")
+    if rank == 1:
+        raise ShardCoreError("table 't' is too wide")
+    time.sleep(600)
+
+
+def lose(rank, init_method, say):
+    """Rank 0 loses rank 1, which goes on for a while: the others' complaint is not taken for the cause."""
+    if rank == 0:
+        with gang.exchanging():
+            raise RuntimeError("connection closed")
+    time.sleep(600)
+
+
+def crash(rank, init_method, say):
+    if rank == 1:
+        os._exit(7)
+    time.sleep(600)
+
+
+def signal_itself(rank, init_method, say, number):
+    say("here")
+    if rank == 1:
+        os.kill(os.getpid(), number)
+    time.sleep(600)
+
+
+def processes():
+    return [p for p in multiprocessing.active_children() if p.name.startswith("toy-rank")]
+
+
+def heard(work, ranks, *arguments, timeout_s=60.0):
+    return list(gang.run("toy", work, ranks, arguments, timeout_s))
+
+
+def test_each_rank_is_heard_in_its_own_order():
+    said = heard(count, 3, 4)
+    assert len(said) == 12 and len({method for _, (_, method) in said}) == 1
+    assert all([i for r, (i, _) in said if r == rank] == [0, 1, 2, 3] for rank in range(3))
+    assert not processes()
+
+
+@pytest.mark.parametrize("work, arguments, timeout_s, message", [
+    (refuse, (), 60, "toy: rank 1 of 2 failed: table 't' is too wide"),
+    (crash, (), 60, "toy: rank 1 of 2 failed: it ended with exit code 7"),
+    (signal_itself, (signal.SIGKILL,), 60, "toy: rank 1 of 2 failed: it was killed by SIGKILL (out of memory?)"),
+    (lose, (), 60, "toy: rank 1 does not answer the others (60 s are allowed); rank 0: connection closed"),
+    (signal_itself, (signal.SIGSTOP,), 4, "toy: no word for 4 s from rank 0, 1: it hangs"),
+], ids=["fails", "crashes", "dies", "lost", "hangs"])
+def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout_s, message):
+    with pytest.raises(ShardCoreError, match=re.escape(message)):
+        heard(work, 2, *arguments, timeout_s=timeout_s)
+    assert not processes()
+
+
+def test_who_stops_listening_leaves_no_process():
+    with closing(gang.run("toy", count, 2, (10**9,), 60)) as said:
+        next(said)
+        assert len(processes()) == 2
+    assert not processes()

@@ -1,0 +1,127 @@
+"""Measuring in a process of its own, and the command around it: what dies or hangs costs one request."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardcore import dataset, files, sampling
+from shardcore.__main__ import main
+from shardcore.measure.kernels import KernelConfig
+from shardcore.measure.supervise import SupervisedBench
+from shardcore.types import ComputeRequest, Setting, Shard, ShardCoreError, Table, Zipf
+
+ROOT = Path(__file__).parents[2]
+SETTING = Setting("test", 256)
+CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
+SHAPE = sampling.GroupConfig(max_shards=4, max_shard_bytes=1 << 20)
+
+
+def children():
+    return [p for p in multiprocessing.active_children() if p.name.startswith("measure-")]
+
+
+def signal_while_measuring(bench, number, times):
+    """Send a signal to the bench's process while it runs ops, and again to those that replace it."""
+    def run():
+        before = None
+        for _ in range(times):
+            while not (found := [p.pid for p in children() if p.pid != before]):
+                time.sleep(0.02)
+            before, ran_s = found[0], bench.kernel_s
+            while bench.kernel_s == ran_s:
+                time.sleep(0.02)
+            os.kill(before, number)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def test_the_request_that_kills_twice_is_recorded_and_the_others_are_measured(tables):
+    """Killed in company, then alone: that one fails. What ran beside it is measured by the next process."""
+    slow, quick = (ComputeRequest((Shard.whole(t),) * n, batch) for t, n, batch in ((tables[1], 8, 4096), (tables[4], 1, 8)))
+    config = KernelConfig(arena_bytes=8 << 20, tolerance=1e-9, min_repeats=300, max_repeats=300, interleave=2)
+    with SupervisedBench(SETTING, "cpu", config) as bench:
+        signal_while_measuring(bench, signal.SIGKILL, times=2)
+        samples = {s.request: s for s in bench.measure([slow, quick])}
+        assert 0 < bench.kept_s < bench.kernel_s  # also of the processes that are gone
+    assert set(samples) == {slow, quick} and samples[quick].error is None
+    assert "SIGKILL" in samples[slow].error and samples[slow].forward is None
+    assert not children()
+
+
+def test_a_process_that_hangs_is_replaced_and_every_request_measured(tables):
+    too_large = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))),), 256)
+    requests = [too_large, *(sampling.compute_request(tables[:5], i, SETTING, config=SHAPE) for i in range(40))]
+    control = sampling.control_request(tables[:5], SETTING, SHAPE)
+    config = KernelConfig(arena_bytes=8 << 20, tolerance=1e-9, min_repeats=60, max_repeats=60, interleave=4)
+    with SupervisedBench(SETTING, "cpu", config, control, hang_s=4) as bench:
+        assert bench.calibrate(requests[1:4]) == bench.control_ms > 0
+        signal_while_measuring(bench, signal.SIGSTOP, times=1)
+        samples = [s for s in bench.measure(requests) if s.request != control]
+    assert sorted(s.id for s in samples) == sorted(dataset.compute_id(SETTING, r) for r in requests)
+    [failed] = [s for s in samples if s.error]
+    assert failed.request == too_large and "huge" in failed.error and "arena" in failed.error
+
+
+def test_what_cannot_start_is_one_clear_error():
+    with pytest.raises(ShardCoreError, match="arena.*does not fit cpu"):
+        with SupervisedBench(SETTING, "cpu", KernelConfig(arena_bytes=1 << 60)):
+            pass
+    assert not children()
+
+
+@pytest.fixture
+def command(tables, tmp_path):
+    files.write_pool(tmp_path / "pool.json", tables)
+    return ["measure", "--device", "cpu", "--pool", str(tmp_path / "pool.json"), "--batch", "64", "--max-shards", "4",
+            "--arena-gib", "0.0078125", "--max-repeats", "6", "--out", str(tmp_path / "data")]
+
+
+def test_the_command_says_what_is_missing_measures_it_and_goes_on(command, tables, tmp_path, capsys):
+    assert main([*command, "--samples", "10", "--exchanges", "4", "--dry-run"]) == 0
+    assert "10 of the first 10 samples are missing" in (said := capsys.readouterr().out) and "4 exchanges are missing" in said
+    assert not (tmp_path / "data").exists()
+    assert main([*command, "--samples", "10", "--exchanges", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "10 samples" in said and "in kernels" in said and "entered a median" in said and "4 of 4 exchanges" in said
+    [setting] = dataset.settings(tmp_path / "data")
+    shape = sampling.GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
+    control = dataset.compute_id(setting, sampling.control_request(tables[:5], setting, shape))
+    first = dataset.read_ids(tmp_path / "data", "compute")
+    assert len(first) == 11 and control in first and len(dataset.read_comm(tmp_path / "data")) == 4
+    assert main([*command, "--samples", "12", "--again", "2"]) == 0
+    assert "4 samples" in capsys.readouterr().out
+    assert first < dataset.read_ids(tmp_path / "data", "compute") and len(dataset.read_compute(tmp_path / "data")) == 13
+    assert len([s for s in dataset.read_repeats(tmp_path / "data") if s[0].id != control]) == 2
+    assert main([*command, "--samples", "12"]) == 0 and "already" in capsys.readouterr().out
+    assert main([*command, "--ranks", "3", "--exchanges", "4"]) == 1 and "divides the batch of 64" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(command, tmp_path):
+    run = subprocess.Popen([sys.executable, "-m", "shardcore", *command, "--chunk", "100000"], cwd=ROOT, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while "a second" not in run.stdout.readline():
+        pass
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of its processes
+    _, errors = run.communicate(timeout=30)
+    assert run.returncode == 130 and not errors
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # the last of them is gone a moment later
+            os.killpg(run.pid, 0)
+            time.sleep(0.1)
+    assert dataset.read_compute(tmp_path / "data")  # though no chunk was full
+
+
+def test_killed_and_resumed_it_ends_with_the_samples_of_an_undisturbed_run(tmp_path):
+    """The bench itself, with two kills. It fails where a sample is lost or there twice, or a killed run's process lives on."""
+    out = str(tmp_path / "kills")
+    done = subprocess.run([sys.executable, "bench/kills.py", "--kills", "2", "--samples", "60", "--out", out],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same, each once" in done.stdout

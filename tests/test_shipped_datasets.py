@@ -1,0 +1,20 @@
+"""What the project ships in datasets/ is whole and is what its README says."""
+
+from pathlib import Path
+
+import pytest
+
+from shardcore import dataset
+
+FOLDERS = sorted(p for p in (Path(__file__).parent.parent / "datasets").iterdir() if p.is_dir())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_a_shipped_dataset_is_whole_and_small(folder):
+    [setting] = dataset.settings(folder)
+    compute, comm, repeats = (read(folder, setting) for read in (dataset.read_compute, dataset.read_comm, dataset.read_repeats))
+    assert setting.hardware == folder.name
+    assert sum(s.error is None for s in compute) >= 10_000 and sum(s.error is None for s in comm) >= 2_000
+    assert sum(len(g) >= 3 for g in repeats) >= 300
+    assert sum(p.stat().st_size for p in folder.iterdir()) <= 10 << 20
+    assert (folder / "README.md").exists()
