@@ -25,7 +25,8 @@ import pyarrow.parquet as pq
 
 from shardcore import report
 
-TOY = ["--batch", "64", "--max-shards", "6", "--arena-gib", "0.03125", "--chunk", "8", "--minutes", "60"]
+TOY = ["--batch", "64", "--max-shards", "6", "--arena-gib", "0.03125", "--chunk", "8", "--minutes", "60", "--tolerance", "0.9"]
+"""A tolerance so wide that no sample counts as disturbed, which a rerun would measure once more."""
 
 
 def start(folder: Path, samples: int, options: list[str]) -> subprocess.Popen:

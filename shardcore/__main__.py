@@ -226,6 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks", type=_positive(int), default=2, help="processes (GPUs) of an exchange")
     p.add_argument("--exchanges", type=_natural, default=0, metavar="M", help="afterwards measure the first M exchanges among "
                    "--ranks of this machine, into the same dataset")
+    p.add_argument("--held-out", action="store_true", help="draw groups from the twentieth of the tables alone on which models "
+                   "are tested")
     p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, from some seconds of "
                    "measuring; write nothing")
     p.add_argument("--seed", type=_natural, default=0)

@@ -12,7 +12,7 @@ import ray
 from prefect import task
 
 from shardcore.measure import collectives
-from shardcore.measure.replay import ReplayConfig, Replayed, _require_replayable, combine, replay_rank
+from shardcore.measure.replay import ReplayConfig, Replayed, combine, replay_rank, require_replayable
 from shardcore.types import Setting
 from shardcore.workload import Workload
 from tasks import actors
@@ -54,7 +54,7 @@ def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig
     if not workloads:
         return []
     for workload in workloads:
-        _require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
+        require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
     ranks = len(workloads[0].ops)
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
     with actors.gang(ReplayRank, "replay", ranks, device) as members:

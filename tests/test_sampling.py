@@ -69,3 +69,10 @@ def test_draws_are_in_the_setting(tables):
 def test_bad_configs_are_refused(make):
     with pytest.raises(ShardCoreError, match="needs"):
         make()
+
+
+def test_a_twentieth_of_tables_is_held_out_by_name(tables):
+    named = [dataclasses.replace(tables[0], name=f"t{i}") for i in range(2000)]
+    kept = [t for t in named if sampling.held_out(t)]
+    assert 60 <= len(kept) <= 140
+    assert all(sampling.held_out(dataclasses.replace(t, dim=64, rows=5)) for t in kept)

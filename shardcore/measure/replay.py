@@ -102,7 +102,7 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     if not workloads:
         return []
     for workload in workloads:
-        _require_replayable(workload, workloads[0], setting, device)
+        require_replayable(workload, workloads[0], setting, device)
     n_devices = len(workloads[0].ops)
     last_said = dict(gang.run("replay", _work, n_devices, (workloads, setting, config, device), config.timeout_s))
     return [combine(marks) for marks in zip(*(last_said[rank] for rank in range(n_devices)), strict=True)]
@@ -118,7 +118,8 @@ def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
     return Replayed(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
 
 
-def _require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
+def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
+    """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with `first`."""
     topology = workload.topology
     precision = next((s.table.precision for ops in workload.ops for op in ops for s in op.shards), setting.precision)
     own = Setting(topology.hardware or setting.hardware, workload.global_batch, precision, setting.optimizer)

@@ -31,7 +31,7 @@ def cluster():
 def toy(new_project, cluster):
     project = new_project()
     project.set_params("setting", batch=2048)
-    project.set_params("measure", compute_samples=SAMPLES, comm_samples=6, chunk=4, interleave=4, min_repeats=12,
+    project.set_params("measure", compute_samples=SAMPLES, comm_samples=6, chunk=4, interleave=4, min_repeats=12, tolerance=0.9,
                        max_repeats=12, comm_repeats=3)
     project.run("flows.tables")
     project.env["RAY_ADDRESS"] = cluster.address

@@ -80,7 +80,7 @@ def test_what_cannot_start_is_one_clear_error():
 def command(tables, tmp_path):
     files.write_pool(tmp_path / "pool.json", tables)
     return ["measure", "--device", "cpu", "--pool", str(tmp_path / "pool.json"), "--batch", "64", "--max-shards", "4",
-            "--arena-gib", "0.0078125", "--max-repeats", "6", "--out", str(tmp_path / "data")]
+            "--arena-gib", "0.0078125", "--max-repeats", "6", "--tolerance", "0.9", "--out", str(tmp_path / "data")]
 
 
 def test_the_command_says_what_is_missing_measures_it_and_goes_on(command, tables, tmp_path, capsys):
