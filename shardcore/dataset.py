@@ -201,8 +201,7 @@ def merge_parts(folder: str | Path) -> None:
         if time.time() - unfinished.stat().st_mtime > 3600:
             unfinished.unlink()
     for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
-        paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
-        parts = {path: rows for path in paths if (rows := _read_part(path, schema, None))}
+        parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
         rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
@@ -211,7 +210,7 @@ def merge_parts(folder: str | Path) -> None:
         merged = _write_part(folder, kind, [rows[k] for k in kept], schema)
         for path in parts:
             if path != merged:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
 def settings(folder: str | Path) -> list[Setting]:
@@ -222,10 +221,20 @@ def settings(folder: str | Path) -> list[Setting]:
 
 
 def _rows(folder: str | Path, kind: str, setting: Setting | None, columns: list[str] | None = None) -> Iterable[dict[str, Any]]:
-    for path in sorted(Path(folder).glob(f"{kind}-*.parquet")):
-        for row in _read_part(path, COMPUTE if kind == "compute" else COMM, columns):
+    for rows in _read_parts(folder, kind, columns).values():
+        for row in rows:
             if row["measurement_version"] == MEASUREMENT_VERSION and (setting is None or _setting(row) == setting):
                 yield row
+
+
+def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None) -> dict[Path, list[dict[str, Any]]]:
+    """All parts of a kind, read again from the start where another process merges them meanwhile."""
+    while True:
+        paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
+        try:
+            return {path: _read_part(path, COMPUTE if kind == "compute" else COMM, columns) for path in paths}
+        except FileNotFoundError:
+            continue
 
 
 def _read_part(path: Path, schema: pa.Schema, columns: list[str] | None) -> list[dict[str, Any]]:
