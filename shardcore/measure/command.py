@@ -65,7 +65,7 @@ def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: 
                      beside: Sequence[ComputeRequest], pool: str) -> None:
     done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
     if bench.control_ms is None:
-        bench.calibrate(beside, seconds=min(60.0, max(5.0, 0.02 * 60 * args.minutes)))
+        bench.calibrate(beside)
 
     def tell(sample: ComputeSample | None = None) -> None:
         nonlocal done, failed, said

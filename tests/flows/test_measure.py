@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from shardcore import dataset
 
-SAMPLES = 100
+SAMPLES = 60
 METRICS = {"samples_total", "kernel_share", "wanted", "samples_per_s", "left_s"}
 
 
@@ -88,12 +88,11 @@ def test_a_dry_run_estimates_and_takes_nothing(toy, cluster):
     assert not (toy.folder / "data/measurements").exists() and not workers(cluster)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_cancelled_run_frees_the_devices(toy, cluster, number):
+def test_a_cancelled_run_frees_the_devices(toy, cluster):
     run = start(toy)
     until(lambda: len(workers(cluster)) == 2)
     time.sleep(1)
-    run.send_signal(number)
+    run.send_signal(signal.SIGTERM)  # as `prefect flow-run cancel` does
     run.wait(15)
     until(lambda: not workers(cluster), timeout_s=15)
     assert run.returncode != 0

@@ -63,7 +63,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_pr
     def disturb():
         while len(found := actor_processes("ReplayRank", "ray::replay")) < 2:
             time.sleep(0.1)
-        time.sleep(6)
+        time.sleep(3)
         os.kill(found[0].pid, number)
 
     threading.Thread(target=disturb, daemon=True).start()
