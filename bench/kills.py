@@ -88,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="new folder for both datasets")
     parser.add_argument("--kills", type=int, default=20, help="(20)")
-    parser.add_argument("--samples", type=int, default=2000, help="draws to measure, the N above (2000)")
+    parser.add_argument("--samples", type=int, default=4000, help="draws to measure, the N above (4000)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the moments (from the time)")
     parser.add_argument("options", nargs="*", help="after --: options of measure, over this bench's toy sizes")
     args = parser.parse_args()

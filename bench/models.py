@@ -30,7 +30,8 @@ import numpy as np
 import torch
 
 from shardcore import dataset, report, sampling, streams, tables
-from shardcore.cost import fit
+from shardcore.cost import accuracy, fit
+from shardcore.cost.metrics import kendall_tau
 from shardcore.cost.model import group_costs
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
 
@@ -132,7 +133,7 @@ def ours(compute: Sequence[ComputeSample], config: fit.FitConfig) -> Predict:
 
 
 def neuroshards(compute: Sequence[ComputeSample], seed: int, epochs: int) -> Predict:
-    sides = {side: [s for s in compute if fit.split_of(s.id) == side] for side in ("train", "validation")}
+    sides = {side: [s for s in compute if accuracy.split_of(s.id) == side] for side in ("train", "validation")}
     return train_neuroshard(sides["train"], sides["validation"], seed, epochs)
 
 
@@ -167,7 +168,7 @@ def main() -> None:
                if s.error is None and s.request.batch == settings[0].batch]
     floor = repeatability(dataset.read_repeats(args.dataset, settings[0]))
     from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
-    test = fit.held_out(compute)
+    test = accuracy.held_out(compute)
     planned, rest = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     unseen = [s for s in compute if all(sampling.held_out(x.table) for x in s.request.shards)]
     seen = [s for s in compute if not any(sampling.held_out(x.table) for x in s.request.shards)]
@@ -181,7 +182,7 @@ def main() -> None:
     for seed, (name, train) in itertools.product(range(args.seeds), models.items()):
         began = time.perf_counter()
         predict, train_s = train(compute, seed), time.perf_counter() - began
-        whole, tau = error(predict, test), fit.kendall_tau(predict([s.request for s in test]), total_ms(test))
+        whole, tau = error(predict, test), kendall_tau(predict([s.request for s in test]), total_ms(test))
         results[name].append(Result(whole, tau, math.sqrt(max(0.0, whole**2 - floor**2)), error(predict, planned),
                                     error(predict, rest), error(train(seen, seed), unseen), lowered(predict, test, seed),
                                     train_s))

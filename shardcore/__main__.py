@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import dataset, files
-    from shardcore.cost import fit, neural
+    from shardcore.cost import accuracy, fit, neural
 
     found = dataset.settings(args.dataset)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
@@ -116,7 +116,7 @@ def train(args: argparse.Namespace) -> None:
     config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(compute, comm, chosen[0], config, _say_progress)
     neural.save(trained.model, args.out)
-    metrics = fit.evaluate(trained.model, fit.held_out(compute), fit.held_out(comm))
+    metrics = accuracy.evaluate(trained.model, accuracy.held_out(compute), accuracy.held_out(comm))
     print(json.dumps(metrics, indent=1))
 
 

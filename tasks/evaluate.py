@@ -12,7 +12,7 @@ import numpy as np
 from prefect import get_run_logger, task
 
 from shardcore import dataset, files, report, sampling
-from shardcore.cost import fit, neural
+from shardcore.cost import accuracy, neural
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import ShardCoreError
@@ -39,17 +39,17 @@ class EvaluateConfig:
 def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
     """Accuracy on the test split: the metrics, and predictions.csv and predictions.png in `out`."""
     model = neural.load(folder)
-    compute = [s for s in fit.held_out(dataset.read_compute(measurements, model.setting)) if s.error is None]
-    comm = fit.held_out(dataset.read_comm(measurements, model.setting))
+    compute = [s for s in accuracy.held_out(dataset.read_compute(measurements, model.setting)) if s.error is None]
+    comm = accuracy.held_out(dataset.read_comm(measurements, model.setting))
     if not compute:
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
     measured = np.array([s.total_ms for s in compute])
-    predicted = fit.predict(model, compute)
+    predicted = accuracy.predict(model, compute)
     rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5), "predicted_ms": round(float(p), 5)}
             for s, m, p in zip(compute, measured, predicted, strict=True)]
     files.write_csv(out / "predictions.csv", rows)
     _write_figure(out / "predictions.png", report.predicted_against_measured(measured, predicted, "held-out groups"))
-    return fit.evaluate(model, compute, comm)
+    return accuracy.evaluate(model, compute, comm)
 
 
 @task(task_run_name="compare-sharders")

@@ -9,7 +9,7 @@ import mlflow
 from prefect import get_run_logger, task
 
 from shardcore import dataset, files
-from shardcore.cost import fit, neural
+from shardcore.cost import accuracy, neural
 from shardcore.types import ShardCoreError
 from tasks import registry
 
@@ -33,8 +33,8 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> st
     the version that is champion afterwards."""
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
-    data = (fit.held_out(dataset.read_compute(measurements, model.setting)),
-            fit.held_out(dataset.read_comm(measurements, model.setting)))
+    data = (accuracy.held_out(dataset.read_compute(measurements, model.setting)),
+            accuracy.held_out(dataset.read_comm(measurements, model.setting)))
     if not any(s.error is None for s in data[0]):
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge {folder} by; measure more")
     client = registry.connect()
@@ -46,12 +46,12 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> st
     if before is not None and str(before.version) == str(challenger.version):
         logger.info("%s: version %s is champion already", name, before.version)
         return str(before.version)
-    new = score(fit.evaluate(model, *data))
+    new = score(accuracy.evaluate(model, *data))
     client.set_model_version_tag(name, challenger.version, "score", f"{new:.4f}")
     if before is not None:
         old_model = registry.download(client, before)
         if old_model.setting == model.setting:
-            old = score(fit.evaluate(old_model, *data))
+            old = score(accuracy.evaluate(old_model, *data))
             if new > old + config.may_lose:
                 logger.warning("%s: version %s stays champion; challenger %s lost by %.2f points of held-out error (%.2f%% "
                                "against %.2f%%)", name, before.version, challenger.version, new - old, new, old)

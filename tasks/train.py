@@ -16,7 +16,7 @@ from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore import dataset, files, report
-from shardcore.cost import fit, neural
+from shardcore.cost import accuracy, fit, neural
 from shardcore.types import ComputeSample
 from tasks import paths, registry
 from tasks.setting import SettingConfig
@@ -72,8 +72,8 @@ def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig
         mlflow.log_metric("compute_best_epoch", best["epoch"])
         model = dataclasses.replace(trained.model, meta={**trained.model.meta, "provenance": {
             "data_version": version, "git_commit": commit, "seed": config.seed}})
-        held_out = fit.held_out(compute), fit.held_out(comm)
-        metrics = fit.evaluate(model, *held_out)
+        held_out = accuracy.held_out(compute), accuracy.held_out(comm)
+        metrics = accuracy.evaluate(model, *held_out)
         mlflow.log_metrics({f"test_{k}": v for k, v in metrics.items()})
         _log_curves(client, run.info.run_id, trained.curves)
         _log_figures(model, held_out[0], trained.curves)
@@ -103,7 +103,7 @@ def _log_figures(model: neural.NeuralModel, compute: list[ComputeSample], rows: 
     if not measured:
         return
     total = pd.Series([s.total_ms for s in measured]).to_numpy()
-    mlflow.log_figure(report.predicted_against_measured(total, fit.predict(model, measured), "held-out groups"),
+    mlflow.log_figure(report.predicted_against_measured(total, accuracy.predict(model, measured), "held-out groups"),
                       "predicted_against_measured.png")
     metric = next((k for k in rows[0] if k.startswith("validation")), None) if rows else None
     if metric:

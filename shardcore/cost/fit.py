@@ -9,21 +9,22 @@ Shapes: S samples, N shards, K terms, D ranks.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from shardcore.cost import features, nets, neural
+from shardcore.cost import exchange, features, nets, neural
+from shardcore.cost.accuracy import Sample, evaluate, split_of
+from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.types import OUTPUT_BYTES, CommSample, ComputeSample, Setting, ShardCoreError
+from shardcore.cost.rates import fit_law
+from shardcore.types import CommSample, ComputeSample, Setting, ShardCoreError
 
-Sample = TypeVar("Sample", ComputeSample, CommSample)
 Progress = Callable[[str, int, dict[str, float]], None]
 
 MIN_COMPUTE, MIN_COMM = 50, 10
@@ -63,20 +64,6 @@ class TrainedModel:
     curves: list[dict[str, Any]]
 
 
-# --- splits ------------------------------------------------------------------------------------------------------------
-
-
-def split_of(sample_id: str) -> str:
-    """"train", "validation" or "test" (8 : 1 : 1), from the id alone: a sample stays on its side as the dataset grows."""
-    part = int(hashlib.sha256(sample_id.encode()).hexdigest(), 16) % 10
-    return "train" if part < 8 else ("validation" if part == 8 else "test")
-
-
-def held_out(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of the test split."""
-    return [s for s in samples if split_of(s.id) == "test"]
-
-
 # --- training ----------------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +77,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
-    comm = _priced(comm)
+    comm = exchange.priced(comm)
     comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
@@ -99,7 +86,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
         progress(model, epoch, values)
 
     with _one_thread():
-        weights = {**_fit_compute(*_sides(compute), config, note), **_fit_comm(*_sides(comm), note)}
+        weights = {**_fit_compute(*_sides(compute), config, note), **exchange.fit(*_sides(comm), note)}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm)) for side in ("train", "validation", "test")}
     meta = {"ranges": measured_ranges(_sides(compute)[0], _sides(comm)[0]), "samples": splits,
@@ -146,7 +133,7 @@ def measured_ranges(compute: Sequence[ComputeSample], comm: Sequence[CommSample]
             values[name] += found
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
-        values["exchange_bytes"] += _owned_bytes(sample).tolist()
+        values["exchange_bytes"] += exchange.owned_bytes(sample).tolist()
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}
 
 
@@ -192,7 +179,7 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
     for epoch in range(config.epochs + 1):  # epoch 0 is the physical baseline
         loss = _epoch(known, raw, tensors, optimizer, config, rng) if epoch else float("nan")
         with torch.no_grad():
-            error = _mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
+            error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
             loss = float(_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured))) if epoch == 0 else loss
         if epoch:
             schedule.step()
@@ -263,115 +250,3 @@ def _loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
     """Mean absolute log ratio: near the relative error, equal for too much and too little, and deaf to outliers."""
     whole = (predicted.sum(1) / measured.sum(1)).log().abs().mean()
     return _WHOLE * whole + _PART * (predicted / measured).log().abs().mean(0).sum()
-
-
-# --- communication -----------------------------------------------------------------------------------------------------
-
-
-def _fit_comm(train_side: Sequence[CommSample], validation: Sequence[CommSample], note: Progress) -> dict[str, np.ndarray]:
-    """The rates of nets.exchange_ms, each way."""
-    rates: dict[str, np.ndarray] = {f"exchange_{way}": np.zeros(len(nets.EXCHANGE_TERMS)) for way in ("forward", "backward")}
-    for way in ("forward", "backward") if train_side else ():
-        (terms, measured), (unseen_terms, unseen) = _exchanges(train_side, way), _exchanges(validation, way)
-        rates[f"exchange_{way}"] = law = fit_law(terms, measured)
-        fitted = terms @ law
-        note(f"{way}_comm", 0, {"train_loss": float(np.abs(np.log(np.maximum(fitted, 1e-9) / measured)).mean()),
-                                "validation_mape": _mape(unseen_terms @ law, unseen)})
-    return rates
-
-
-def _priced(samples: Sequence[CommSample]) -> list[CommSample]:
-    """The exchanges that the model has terms for: all-to-alls in FP32 on one host. What was over before the last rank's start
-    has no transfer time to compare with."""
-    return [s for s in samples if (s.request.collective, s.request.payload, s.request.hosts) == ("all_to_all", "fp32", 1)
-            and (s.error or min(x.median_ms for x in (*s.forward, *s.backward)) > 0)]
-
-
-def _exchanges(samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Terms [sum of D, E] and measured transfer ms [sum of D] of all samples' ranks."""
-    terms = [nets.exchange_terms(_owned_bytes(s), way == "backward") for s in samples]
-    return np.concatenate(terms), np.array([x.median_ms for s in samples for x in getattr(s, way)])
-
-
-def _owned_bytes(sample: CommSample) -> np.ndarray:
-    return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
-
-
-def fit_law(terms: np.ndarray, measured: np.ndarray, rounds: int = 15) -> np.ndarray:
-    """[K] rates, none negative, that bring terms [S, K] @ rates nearest to measured [S] by mean absolute relative error
-    (iteratively reweighted least squares)."""
-    weights = 1.0 / measured
-    for _ in range(rounds):
-        rates = _non_negative_least_squares(terms * weights[:, None], measured * weights)
-        error = np.abs(terms @ rates / measured - 1)
-        weights = 1.0 / (measured * np.sqrt(np.maximum(error, 0.02)))
-    return rates
-
-
-def _non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0, by trying every set of terms that may be positive: exact, and K is small.
-
-    A trace of ridge shares the rate evenly among terms that the data cannot tell apart (one latency and one a peer, say, when
-    all exchanges had two ranks).
-    """
-    scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
-    gram, target = (a / scale).T @ (a / scale) + 1e-9 * np.eye(a.shape[1]), (a / scale).T @ b
-    best, solution = 0.0, np.zeros(a.shape[1])
-    for mask in itertools.product((False, True), repeat=a.shape[1]):
-        chosen = np.flatnonzero(mask)
-        if len(chosen):
-            x = np.linalg.solve(gram[np.ix_(chosen, chosen)], target[chosen])
-            value = -float(target[chosen] @ x)  # of the objective x'Gx - 2x't, at its least
-            if (x >= 0).all() and value < best:
-                best, solution = value, np.zeros(a.shape[1])
-                solution[chosen] = x
-    return solution / scale
-
-
-# --- accuracy ----------------------------------------------------------------------------------------------------------
-
-
-def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S] forward + backward ms."""
-    return _predicted_parts(model, samples).sum(1)
-
-
-def _predicted_parts(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    if not samples:
-        return np.zeros((0, 2))
-    sums = np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
-    return nets.parts(model.weights, sums)
-
-
-def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CommSample]) -> dict[str, float]:
-    """Accuracy on measurements: flat metrics, errors in percent; those of a kind without samples are left out.
-
-    compute_* is of forward + backward of a group; *_comm_mape of one rank's transfer.
-    """
-    compute, comm = ([s for s in samples if s.error is None] for samples in (compute, _priced(comm)))
-    metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
-    if compute:
-        both, found = _predicted_parts(model, compute), _Groups.of(compute).measured
-        total, measured = both.sum(1), found.sum(1)
-        metrics |= {"compute_mape": _mape(total, measured), "forward_compute_mape": _mape(both[:, 0], found[:, 0]),
-                    "backward_compute_mape": _mape(both[:, 1], found[:, 1]),
-                    "compute_mse_ms2": float(((total - measured) ** 2).mean()),
-                    "compute_kendall_tau": kendall_tau(total, measured)}
-    if comm:
-        for way in ("forward", "backward"):
-            terms, measured = _exchanges(comm, way)
-            metrics[f"{way}_comm_mape"] = _mape(terms @ model.weights[f"exchange_{way}"], measured)
-    return metrics
-
-
-def _mape(predicted: np.ndarray, measured: np.ndarray) -> float:
-    return float(100 * np.mean(np.abs(predicted - measured) / measured))
-
-
-def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
-    """Kendall's tau-b of two [S] arrays, 1 where they rank alike; 0 where either has no order."""
-    agree = untied_x = untied_y = 0.0
-    for i in range(1, len(x)):
-        a, b = np.sign(x[i] - x[:i]), np.sign(y[i] - y[:i])
-        agree, untied_x, untied_y = agree + a @ b, untied_x + np.abs(a).sum(), untied_y + np.abs(b).sum()
-    return float(agree / np.sqrt(untied_x * untied_y)) if untied_x * untied_y else 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, streams
-from shardcore.cost import features, nets
+from shardcore.cost import exchange, features, nets
 from shardcore.cost.model import CommCost
 from shardcore.memory import gib
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
@@ -50,16 +50,16 @@ class NeuralModel:
         """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
 
         A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one.
-        Reduce-scatter and all-gather are priced as the all-to-all that moves the same bytes, the all-reduce as nets.ring_ms,
+        Reduce-scatter and all-gather are priced as the all-to-all that moves the same bytes, the all-reduce as exchange.ring_ms,
         until they are measured. Raises ShardCoreError where neither exchanges were measured nor the topology gives its links.
         """
         if len(topology) > 1 and topology.within_host_gbps is None and not self.weights["exchange_forward"].any():
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
         forward, backward = (
-            nets.exchange_ms(self.weights, traffic.all_to_all, topology, way)
-            + nets.exchange_ms(self.weights, traffic.reduce_scatter, topology, way) for way in (False, True))
-        backward = backward + nets.ring_ms(self.weights, traffic.all_reduce, topology)
+            exchange.exchange_ms(self.weights, traffic.all_to_all, topology, way)
+            + exchange.exchange_ms(self.weights, traffic.reduce_scatter, topology, way) for way in (False, True))
+        backward = backward + exchange.ring_ms(self.weights, traffic.all_reduce, topology)
         ready = np.asarray(compute_ms, dtype=float) + backward
         meets = (traffic.all_to_all + traffic.reduce_scatter + traffic.all_reduce).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
@@ -68,7 +68,8 @@ class NeuralModel:
 
 # --- files -------------------------------------------------------------------------------------------------------------
 
-_NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITIONS), "exchange_terms": list(nets.EXCHANGE_TERMS)}
+_NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITIONS),
+          "exchange_terms": list(exchange.EXCHANGE_TERMS)}
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:

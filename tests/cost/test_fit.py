@@ -5,32 +5,24 @@ import math
 
 import numpy as np
 import pytest
-from laws import SETTING, cache_law, comm_samples, compute_samples, exchange_law, linear_law
+from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
 from shardcore import files
-from shardcore.cost import fit
+from shardcore.cost import accuracy, fit
 from shardcore.types import Device, Setting, ShardCoreError, Topology
 from shardcore.workload import Traffic
 
 QUICK = fit.FitConfig(epochs=3)
 
 
-def test_split_is_by_id_alone():
-    sides = [fit.split_of(f"{i:016x}") for i in range(5000)]
-    assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {"train": 0.8, "validation": 0.1, "test": 0.1}
-    samples = compute_samples(linear_law, 60)
-    few, many = ({s.id for s in fit.held_out(x)} for x in (samples[:30], samples))
-    assert few <= many
-
-
 def test_linear_law_is_recovered():
     compute, comm = compute_samples(linear_law), comm_samples()
     model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=20)).model
-    metrics = fit.evaluate(model, fit.held_out(compute), fit.held_out(comm))
+    metrics = accuracy.evaluate(model, accuracy.held_out(compute), accuracy.held_out(comm))
     assert metrics["compute_mape"] < 1 and metrics["forward_compute_mape"] < 1 and metrics["backward_compute_mape"] < 1
     assert metrics["compute_kendall_tau"] > 0.99
     assert metrics["forward_comm_mape"] < 0.5 and metrics["backward_comm_mape"] < 0.5
-    assert metrics["n_compute"] == len(fit.held_out(compute))
+    assert metrics["n_compute"] == len(accuracy.held_out(compute))
 
 
 def test_correction_learns_what_the_baseline_lacks():
@@ -38,14 +30,14 @@ def test_correction_learns_what_the_baseline_lacks():
     trained = fit.train(compute, comm_samples(), SETTING, fit.FitConfig(epochs=60))
     errors = [r["validation_mape"] for r in trained.curves if r["model"] == "compute"]
     assert errors[0] > 10  # epoch 0: the baseline
-    assert fit.evaluate(trained.model, fit.held_out(compute), [])["compute_mape"] < errors[0] / 3
+    assert accuracy.evaluate(trained.model, accuracy.held_out(compute), [])["compute_mape"] < errors[0] / 3
 
 
 def test_noise_averages_out():
     noisy = compute_samples(linear_law, 400, noise=0.2)
     model = fit.train(noisy, comm_samples(), SETTING, fit.FitConfig(epochs=20)).model
     clean = compute_samples(linear_law, 60)
-    assert fit.evaluate(model, clean, [])["compute_mape"] < 6
+    assert accuracy.evaluate(model, clean, [])["compute_mape"] < 6
 
 
 def test_same_seed_same_model():
@@ -57,7 +49,8 @@ def test_same_seed_same_model():
 
 def test_test_split_is_not_looked_at():
     compute, comm = compute_samples(cache_law, 80), comm_samples(30)
-    wrong = [dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in fit.held_out([s]) else s for s in compute]
+    test = accuracy.held_out(compute)
+    wrong = [dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in test else s for s in compute]
     a, b = (fit.train(c, comm, SETTING, QUICK).model for c in (compute, wrong))
     assert all(np.array_equal(a.weights[k], b.weights[k]) for k in a.weights)
 
@@ -75,7 +68,7 @@ def test_failed_samples_are_skipped():
     compute, comm = compute_samples(linear_law, 80), comm_samples(20)
     failed = dataclasses.replace(compute[0], id="failed", forward=None, backward=None, error="out of memory")
     model = fit.train([*compute, failed], comm, SETTING, QUICK).model
-    assert fit.evaluate(model, [failed, compute[1]], comm[:1])["n_compute"] == 1
+    assert accuracy.evaluate(model, [failed, compute[1]], comm[:1])["n_compute"] == 1
 
 
 def test_too_few_samples():
@@ -109,66 +102,3 @@ def test_samples_of_another_setting():
 def test_bad_config(params, message):
     with pytest.raises(ShardCoreError, match=message):
         files.build(fit.FitConfig, params, "train")
-
-
-def test_law_with_no_negative_rates():
-    rng = np.random.default_rng(0)
-    terms = rng.random((200, 4))
-    truth = np.array([0.5, 0.0, 2.0, 1.0])
-    assert fit.fit_law(terms, terms @ truth) == pytest.approx(truth, abs=1e-6)
-    measured = terms @ truth
-    measured[:20] *= 5  # outliers
-    assert fit.fit_law(terms, measured) == pytest.approx(truth, rel=0.05, abs=0.05)
-    assert (fit.fit_law(terms, terms @ np.array([1.0, -0.5, 1.0, 1.0])) >= 0).all()
-
-
-def test_terms_that_cannot_be_told_apart_share_their_rate():
-    x = np.random.default_rng(0).random((50, 1)) + 1
-    assert fit.fit_law(np.concatenate([x, x], 1), 2 * x[:, 0]) == pytest.approx([1, 1], rel=1e-3)
-
-
-def test_exchanges_of_two_ranks_alone_fit_too():
-    comm = comm_samples(60, ranks=(2,))
-    model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
-    assert fit.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert (model.weights["exchange_forward"] >= 0).all()
-
-
-def test_only_exchanges_that_the_model_prices_count():
-    compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
-    slow = [dataclasses.replace(s, id=f"other-{i}", request=dataclasses.replace(s.request, **change),
-                                backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
-            for change in ({"collective": "reduce_scatter"}, {"payload": "bf16"}, {"hosts": 2}) for i, s in enumerate(comm)]
-    none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
-    early = dataclasses.replace(comm[0], id="early", forward=none)
-    model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
-    assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
-    assert fit.evaluate(model, [], [*comm, *slow, early]) == fit.evaluate(model, [], comm)
-    assert (fit.train(compute, slow, SETTING, QUICK).model.weights["exchange_forward"] == 0).all()
-
-
-def test_kendall_tau():
-    x = np.array([1.0, 2.0, 3.0, 4.0])
-    assert fit.kendall_tau(x, 10 * x) == 1
-    assert fit.kendall_tau(x, -x) == -1
-    assert fit.kendall_tau(x, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4 / 6)
-    assert fit.kendall_tau(x, np.array([1.0, 1.0, 2.0, 3.0])) == pytest.approx(5 / math.sqrt(30))  # tau-b
-    assert fit.kendall_tau(x, np.ones(4)) == 0
-
-
-def test_predict_is_forward_and_backward_together(model):
-    samples = compute_samples(cache_law, 5)
-    truth = [sum(cache_law(s.request.shards, s.request.batch)) for s in samples]
-    assert fit.predict(model, samples) == pytest.approx(truth, rel=0.25)
-    assert fit.predict(model, []).shape == (0,)
-
-
-def test_exchange_law_beyond_the_ranks_trained_on(model):
-    from shardcore.types import Device, Topology
-    from shardcore.workload import Traffic
-
-    widths = [64, 0, 256, 128, 32, 640, 8, 100]
-    cost = model.comm(Traffic.of_columns(np.array(widths) * 256 * 4.0), np.zeros(8), Topology((Device(1),) * 8))
-    forward, backward = exchange_law(widths, 256)
-    assert cost.forward_ms == pytest.approx(forward, rel=0.01)
-    assert cost.backward_ms == pytest.approx(backward, rel=0.01)

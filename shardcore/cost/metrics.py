@@ -1,0 +1,19 @@
+"""How far [S] predictions are from [S] measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def mape(predicted: np.ndarray, measured: np.ndarray) -> float:
+    """Mean absolute error in percent of measured."""
+    return float(100 * np.mean(np.abs(predicted - measured) / measured))
+
+
+def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
+    """Kendall's tau-b of two [S] arrays, 1 where they rank alike; 0 where either has no order."""
+    agree = untied_x = untied_y = 0.0
+    for i in range(1, len(x)):
+        a, b = np.sign(x[i] - x[:i]), np.sign(y[i] - y[:i])
+        agree, untied_x, untied_y = agree + a @ b, untied_x + np.abs(a).sum(), untied_y + np.abs(b).sum()
+    return float(agree / np.sqrt(untied_x * untied_y)) if untied_x * untied_y else 0.0

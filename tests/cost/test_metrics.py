@@ -1,0 +1,15 @@
+import math
+
+import numpy as np
+import pytest
+
+from shardcore.cost.metrics import kendall_tau
+
+
+def test_kendall_tau():
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    assert kendall_tau(x, 10 * x) == 1
+    assert kendall_tau(x, -x) == -1
+    assert kendall_tau(x, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4 / 6)
+    assert kendall_tau(x, np.array([1.0, 1.0, 2.0, 3.0])) == pytest.approx(5 / math.sqrt(30))  # tau-b
+    assert kendall_tau(x, np.ones(4)) == 0
