@@ -1,17 +1,22 @@
 """The compute model against NeuroShard's published network: same samples, same splits, one run.
 
-    python -m bench.models datasets/cpu-amd-epyc --seeds 5
+    python -m bench.models datasets/cpu-amd-epyc --seeds 5 --out /tmp/models
+
+What is trained is kept in OUT, one file a model, seed and split: killed, it goes on; two runs (--only) share the work. The last
+line's table takes all that is there. OUT/curves.png shows that NeuroShard's network has converged.
 
 NeuroShard (MLSys 2023): 20 features a table (rows, dim, pooling, 17 reuse bins; here standardised) -> 128 -> 32, summed over
 the group, -> 64 -> 1, to ms; mean squared error, Adam 1e-3, batch 512, 1,000 epochs, the epoch with the best validation error
-kept. `physical rates` is our model before its correction is learned. Only groups at the setting's own batch count, for
-NeuroShard's features do not tell the batch. Errors are of forward + backward, in percent:
+kept. `physical rates` is our model before anything is learned. Only groups at the setting's own batch count, for NeuroShard's
+features do not tell the batch. Timings are settled (shardcore/cost/settle.py) for all alike; `as measured` is the error on the
+test split's timings as they were. Errors are of forward + backward, in percent:
 
   error           on the test split by sample; `beyond floor` is √(error² - floor²), the floor being the mean difference of two
                   timings of a group over √2
   planned         on those of its groups that come from sharders' plans; `random` on the others
   unseen tables   on groups of held-out tables alone, by models trained on groups without any of them
   lowered         additions of a random measured shard to a test group that lower the predicted cost, of 10,000
+  coverage        of the 90% interval: on the test split, on its planned groups, on unseen tables
 
 Shapes: S groups, N shards, F features.
 """
@@ -20,35 +25,53 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from shardcore import dataset, report, sampling, streams, tables
-from shardcore.cost import accuracy, fit
-from shardcore.cost.metrics import kendall_tau
+from shardcore import dataset, files, report, sampling, streams, tables
+from shardcore.cost import accuracy, fit, settle
+from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
 
-Predict = Callable[[Sequence[ComputeRequest]], np.ndarray]
 ADDITIONS = 10_000
 
 
 @dataclass(frozen=True)
-class Result:
-    error: float
-    tau: float
-    beyond_floor: float
-    planned: float
-    random: float
-    unseen: float
-    lowered: float
-    train_s: float
+class Trained:
+    """predict: [S] ms of groups. interval: [S] low and high ms of 90%, where the model has it. curve: validation error in
+    percent after each epoch."""
+
+    predict: Callable[[Sequence[ComputeRequest]], np.ndarray]
+    interval: Callable[[Sequence[ComputeRequest]], tuple[np.ndarray, np.ndarray]] | None
+    curve: list[float]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Groups: all, the test split of them, its planned and other ones, groups of unseen tables alone, groups without any of them,
+    the test split's timings as measured; floor in percent."""
+
+    groups: list[ComputeSample]
+    test: list[ComputeSample]
+    planned: list[ComputeSample]
+    random: list[ComputeSample]
+    unseen: list[ComputeSample]
+    seen: list[ComputeSample]
+    as_measured: dict[str, float]
+    floor: float
+
+
+# --- NeuroShard's network ----------------------------------------------------------------------------------------------
 
 
 def table_features(shard: Shard, batch: int) -> list[float]:
@@ -71,70 +94,101 @@ class NeuroShardNet(torch.nn.Module):
         return self.group(torch.zeros(groups, 32).index_add(0, group, self.table(tables))).squeeze(1)
 
 
-def train_neuroshard(train: Sequence[ComputeSample], validation: Sequence[ComputeSample], seed: int, epochs: int) -> Predict:
+def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trained:
+    train, validation = ([s for s in groups if accuracy.split_of(s.id) == side] for side in ("train", "validation"))
     torch.manual_seed(seed)
     net, rng = NeuroShardNet(), np.random.default_rng(seed)
-    raw = np.concatenate([[table_features(s, x.request.batch) for s in x.request.shards] for x in train])
-    mean, spread = raw.mean(0), np.maximum(raw.std(0), 1e-9)
+    raw = [np.array([table_features(s, x.request.batch) for s in x.request.shards]) for x in train]
+    mean, spread = np.concatenate(raw).mean(0), np.maximum(np.concatenate(raw).std(0), 1e-9)
 
-    def inputs(requests: Sequence[ComputeRequest]) -> list[torch.Tensor]:
-        return [torch.tensor((np.array([table_features(s, r.batch) for s in r.shards]) - mean) / spread, dtype=torch.float32)
-                for r in requests]
+    def inputs(requests: Sequence[ComputeRequest]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [np.array([table_features(s, r.batch) for s in r.shards]) for r in requests]
+        return (torch.tensor((np.concatenate(found) - mean) / spread, dtype=torch.float32),
+                torch.repeat_interleave(torch.tensor([len(x) for x in found])))
 
-    def run(groups: Sequence[torch.Tensor]) -> torch.Tensor:
-        return net(torch.cat(list(groups)), torch.repeat_interleave(torch.tensor([len(g) for g in groups])), len(groups))
-
-    x, y = inputs([s.request for s in train]), torch.tensor(total_ms(train), dtype=torch.float32)
+    x, y = torch.tensor((np.concatenate(raw) - mean) / spread, dtype=torch.float32), torch.tensor(total_ms(train)).float()
+    starts, sizes = np.concatenate([[0], np.cumsum([len(r) for r in raw])]), np.array([len(r) for r in raw])
     unseen, goal = inputs([s.request for s in validation]), total_ms(validation)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    best, kept = np.inf, net.state_dict()
+    best, kept, curve = np.inf, net.state_dict(), []
     for _ in range(epochs):
-        order = rng.permutation(len(x))
-        for start in range(0, len(x), 512):
+        order = rng.permutation(len(y))
+        for start in range(0, len(y), 512):
             chosen = order[start : start + 512]
-            loss = torch.nn.functional.mse_loss(run([x[i] for i in chosen]), y[torch.from_numpy(chosen)])
+            group = np.repeat(np.arange(len(chosen)), sizes[chosen])
+            within = np.arange(len(group)) - np.repeat(np.cumsum(sizes[chosen]) - sizes[chosen], sizes[chosen])
+            found = net(x[torch.from_numpy(starts[:-1][chosen][group] + within)], torch.from_numpy(group), len(chosen))
+            loss = torch.nn.functional.mse_loss(found, y[torch.from_numpy(chosen)])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            error = float(((run(unseen).numpy() - goal) ** 2).mean())
+            found = net(*unseen, len(goal)).numpy()
+        curve.append(mape(found, goal))
+        error = float(((found - goal) ** 2).mean())
         if error < best:
             best, kept = error, {k: v.clone() for k, v in net.state_dict().items()}
     net.load_state_dict(kept)
 
     @torch.no_grad()
     def predict(requests: Sequence[ComputeRequest]) -> np.ndarray:
-        return run(inputs(requests)).numpy().astype(float)
+        return net(*inputs(requests), len(requests)).numpy().astype(float)
 
-    return predict
+    return Trained(predict, None, curve)
+
+
+# --- ours --------------------------------------------------------------------------------------------------------------
+
+
+def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
+    trained = fit.train(groups, [], groups[0].setting, config)
+    model = trained.model
+
+    def sums(requests: Sequence[ComputeRequest]) -> np.ndarray:
+        return np.stack([model.encode(r.shards, r.batch).sum(0) for r in requests])
+
+    return Trained(lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests]),
+                   lambda requests: model.interval(sums(requests), 0.9), [r["validation_mape"] for r in trained.curves])
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
 
 
 def total_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
     return np.array([s.total_ms for s in samples])
 
 
-def error(predict: Predict, samples: Sequence[ComputeSample]) -> float:
-    if not samples:
-        return float("nan")
-    return 100 * float(np.mean(np.abs(predict([s.request for s in samples]) / total_ms(samples) - 1)))
+def error(model: Trained, samples: Sequence[ComputeSample]) -> float:
+    return mape(model.predict([s.request for s in samples]), total_ms(samples)) if samples else math.nan
 
 
-def lowered(predict: Predict, test: Sequence[ComputeSample], seed: int) -> float:
+def coverage(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
+    """In percent, of each of the samples given; nothing for a model without intervals."""
+    if model.interval is None:
+        return {}
+    ends = {name: (*model.interval([s.request for s in found]), total_ms(found)) for name, found in samples.items()}
+    return {f"coverage {name}": 100 * float(np.mean((low <= y) & (y <= high))) for name, (low, high, y) in ends.items()}
+
+
+def lowered(model: Trained, test: Sequence[ComputeSample], seed: int) -> float:
     rng = np.random.default_rng(seed)
     shards = [s for x in test for s in x.request.shards]
     before = [test[i].request for i in rng.integers(0, len(test), ADDITIONS)]
     after = [ComputeRequest((*r.shards, shards[rng.integers(len(shards))]), r.batch) for r in before]
-    return 100 * float(np.mean(predict(after) < predict(before)))
+    return 100 * float(np.mean(model.predict(after) < model.predict(before)))
 
 
-def ours(compute: Sequence[ComputeSample], config: fit.FitConfig) -> Predict:
-    model = fit.train(compute, [], compute[0].setting, config).model
-    return lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests])
+def by_sample(model: Trained, data: Data, seed: int) -> dict[str, float]:
+    found = model.predict([s.request for s in data.test])
+    whole = mape(found, total_ms(data.test))
+    return {"error": whole, "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
+            "tau": kendall_tau(found, total_ms(data.test)), "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
+            "planned": error(model, data.planned), "random": error(model, data.random),
+            "lowered": lowered(model, data.test, seed), **coverage(model, test=data.test, planned=data.planned)}
 
 
-def neuroshards(compute: Sequence[ComputeSample], seed: int, epochs: int) -> Predict:
-    sides = {side: [s for s in compute if accuracy.split_of(s.id) == side] for side in ("train", "validation")}
-    return train_neuroshard(sides["train"], sides["validation"], seed, epochs)
+def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
+    return {"unseen tables": error(model, data.unseen), **coverage(model, unseen=data.unseen)}
 
 
 def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int) -> set[str]:
@@ -152,46 +206,78 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float:
     return 100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2) if pairs else 0.0
 
 
+def read(args: argparse.Namespace) -> Data:
+    settings = dataset.settings(args.dataset)
+    if len(settings) != 1:
+        raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
+    known = settle.read([args.dataset], settings[0])
+    groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
+    from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
+    test = accuracy.held_out(groups)
+    planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
+    unseen = [s for s in groups if all(sampling.held_out(x.table) for x in s.request.shards)]
+    seen = [s for s in groups if not any(sampling.held_out(x.table) for x in s.request.shards)]
+    measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
+    data = Data(groups, test, planned, random, unseen, seen, measured, repeatability(known.repeats))
+    unsettled = repeatability(dataset.read_repeats(args.dataset, settings[0]))
+    print(f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from plans; unseen "
+          f"tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): {data.floor:.2f}% (as measured "
+          f"{unsettled:.2f}%)\n", flush=True)
+    return data
+
+
+def curves_figure(rows: Sequence[dict[str, Any]]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        axes.plot(range(1, len(row["curve"]) + 1), row["curve"], linewidth=1, label=f"{row['model']}, seed {row['seed']}")
+    axes.set(xlabel="epoch", ylabel="validation error, %", xscale="log", yscale="log", title="training, split by sample")
+    axes.legend(fontsize=7)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", help="folder of measurements of one setting")
     parser.add_argument("--seeds", type=int, default=1, help="seeds of initial weights and order (1)")
     parser.add_argument("--epochs", type=int, default=1000, help="of NeuroShard's network (1000)")
+    parser.add_argument("--only", help="train only models whose name holds this")
+    parser.add_argument("--out", type=Path, required=True, help="folder that keeps what was trained")
     parser.add_argument("--draws", type=int, default=5100, help="of each seed that the dataset measured (5100)")
     parser.add_argument("--draw-seeds", type=int, nargs="*", default=[0, 1], help="that the dataset measured (0 1)")
     parser.add_argument("--arena-gib", type=float, default=4, help="with which it was measured (4)")
     args = parser.parse_args()
-    settings = dataset.settings(args.dataset)
-    if len(settings) != 1:
-        raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
-    compute = [s for s in dataset.read_compute(args.dataset, settings[0])
-               if s.error is None and s.request.batch == settings[0].batch]
-    floor = repeatability(dataset.read_repeats(args.dataset, settings[0]))
-    from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
-    test = accuracy.held_out(compute)
-    planned, rest = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
-    unseen = [s for s in compute if all(sampling.held_out(x.table) for x in s.request.shards)]
-    seen = [s for s in compute if not any(sampling.held_out(x.table) for x in s.request.shards)]
     torch.set_num_threads(1)
-    models: dict[str, Callable[[Sequence[ComputeSample], int], Predict]] = {
+    data = read(args)
+    models: dict[str, Callable[[Sequence[ComputeSample], int], Trained]] = {
         "NeuroShard's network": lambda known, seed: neuroshards(known, seed, args.epochs),
         "physical rates": lambda known, seed: ours(known, fit.FitConfig(seed=seed, epochs=1, learning_rate=1e-12)),
         "ShardCore": lambda known, seed: ours(known, fit.FitConfig(seed=seed)),
     }
-    results: dict[str, list[Result]] = {name: [] for name in models}
-    for seed, (name, train) in itertools.product(range(args.seeds), models.items()):
-        began = time.perf_counter()
-        predict, train_s = train(compute, seed), time.perf_counter() - began
-        whole, tau = error(predict, test), kendall_tau(predict([s.request for s in test]), total_ms(test))
-        results[name].append(Result(whole, tau, math.sqrt(max(0.0, whole**2 - floor**2)), error(predict, planned),
-                                    error(predict, rest), error(train(seen, seed), unseen), lowered(predict, test, seed),
-                                    train_s))
-        print(f"seed {seed}, {name}: {whole:.2f}%", file=sys.stderr)
-    print(f"{settings[0]}: {len(compute)} groups, {len(test)} of them held out, {len(planned)} of those from plans; unseen "
-          f"tables: {len(unseen)} groups, by models of {len(seen)}; {args.seeds} seeds\nrepeatability (floor): {floor:.2f}%\n")
-    rows = [(name, *(f"{np.mean(v):.3f} ± {np.std(v):.3f}" for v in zip(*map(astuple, found), strict=True)))
-            for name, found in results.items()]
-    print(report.text_table(("model", *(f.name.replace("_", " ") for f in fields(Result))), rows))
+    splits = {"by sample": (data.groups, by_sample), "by table": (data.seen, by_table)}
+    rows = []
+    for seed, (name, train), (split, (known, judge)) in itertools.product(range(args.seeds), models.items(), splits.items()):
+        path = args.out / f"{name}-{split}-{seed}.json".replace(" ", "-").replace("'", "")
+        if not path.exists() and (args.only or "") in name:
+            began = time.perf_counter()
+            model, seconds = train(known, seed), time.perf_counter() - began
+            files.write_json(path, {"model": name, "split": split, "seed": seed, "train s": seconds, "curve": model.curve,
+                                    "figures": judge(model, data, seed)})
+        if path.exists():
+            rows.append(json.loads(path.read_text()))
+            print(f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, {next(iter(rows[-1]['figures'].values())):.2f}%",
+                  file=sys.stderr, flush=True)
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        trained = {"train s": row["train s"]} if row["split"] == "by sample" else {}
+        for figure, value in {**row["figures"], **trained}.items():
+            found.setdefault(figure, {}).setdefault(row["model"], []).append(value)
+    cells = [(figure, *(f"{np.mean(v):.3f} ± {np.std(v):.3f} ({len(v)})" if (v := of.get(name)) else "" for name in models))
+             for figure, of in found.items()]
+    print(report.text_table(("mean ± sd (seeds)", *models), cells))
+    curves_figure([r for r in rows if r["split"] == "by sample"]).savefig(args.out / "curves.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,18 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardcore import files
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread, Table
+
+Sample = TypeVar("Sample", ComputeSample, CommSample)
 
 MEASUREMENT_VERSION = 2
 """Raised by hand when the meaning of a timing changes; older samples then no longer count."""
@@ -114,26 +116,37 @@ def _write_part(folder: str | Path, kind: str, rows: list[dict[str, Any]], schem
 
 
 def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
-    """The compute samples of a folder (of one setting), each id once, in the order of their ids.
-
-    Where an id was measured several times, a timing is preferred to an error, the better known timing to others, and the later
-    one to the earlier.
-    """
-    return _once(_compute(folder, setting), lambda s: -s.known_to if s.known_to else 0.0)
+    """The compute samples of a folder (of one setting), each id once: best_known of all its timings."""
+    return best_known(read_timings(folder, setting))
 
 
 def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[ComputeSample]]:
-    """The compute samples that were timed several times (the control sample, a repeatability set), each as all its timings in
-    the order of time; the most often timed first."""
+    """The compute samples of a folder (of one setting) that were timed several times: repeated of all its timings."""
+    return repeated(read_timings(folder, setting))
+
+
+def best_known(samples: Iterable[Sample]) -> list[Sample]:
+    """Each id once, in the order of their ids. Where an id was measured several times, a timing is preferred to an error, the
+    better known timing to others, and the later one to the earlier."""
+    best = {}
+    for sample in sorted(samples, key=lambda s: (s.error is None, -(getattr(s, "known_to", None) or 0.0), s.measured_at)):
+        best[sample.id] = sample
+    return [best[k] for k in sorted(best)]
+
+
+def repeated(timings: Iterable[ComputeSample]) -> list[list[ComputeSample]]:
+    """What was timed several times (the control sample, a repeatability set), each as all its timings in the order of time; the
+    most often timed first."""
     by_id: dict[str, list[ComputeSample]] = {}
-    for sample in _compute(folder, setting):
+    for sample in timings:
         if sample.error is None:
             by_id.setdefault(sample.id, []).append(sample)
     found = [sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1]
     return sorted(found, key=lambda s: (-len(s), s[0].id))
 
 
-def _compute(folder: str | Path, setting: Setting | None) -> list[ComputeSample]:
+def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
+    """All timings and failures of the compute samples of a folder (of one setting)."""
     pools: dict[str, dict[str, Table]] = {}
     tables: dict[tuple[str, str, int, str], Table] = {}
 
@@ -165,7 +178,7 @@ def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSa
         samples.append(CommSample(row["id"], _setting(row), request, both[0], both[1],
                                   row["waiting_ms"] and tuple(row["waiting_ms"]), row["measured_at"], row["error"],
                                   row["order"], row["oversubscribed"]))
-    return _once(samples)
+    return best_known(samples)
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
@@ -259,10 +272,3 @@ def _setting(row: dict[str, Any]) -> Setting:
 
 def _spread(row: dict[str, Any] | None) -> Spread | None:
     return row and Spread(**row)
-
-
-def _once(samples: list, worth: Callable[[Any], float] = lambda s: 0.0) -> list:
-    best: dict[str, Any] = {}
-    for sample in sorted(samples, key=lambda s: (s.error is None, worth(s), s.measured_at)):
-        best[sample.id] = sample
-    return [best[k] for k in sorted(best)]

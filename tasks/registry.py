@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import mlflow
@@ -18,6 +19,8 @@ from tasks import services
 
 CHALLENGER, CHAMPION = "challenger", "champion"
 EXPERIMENT = "shardcore"
+CARD = "card.md"
+"""Beside a model's folder."""
 _ARTIFACT = "cost-model"
 DIGEST_TAG = "shardcore.model_digest"
 
@@ -55,17 +58,20 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
 
 
 def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
-    """The version that holds a model's files, made on the first call; it becomes challenger."""
+    """The version that holds a model's files, made on the first call; it becomes challenger. The card beside the folder becomes
+    its description."""
     digest = files.model_digest(folder)
     name = model_name(neural.load(folder).setting.hardware)
     existing = [v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest]
     version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
+    if (card := folder.with_name(CARD)).exists():
+        version = client.update_model_version(name, version.version, card.read_text())
     return version
 
 
 def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
-    with mlflow.start_run(run_id=run_id, run_name=None if run_id else "register"):
+    with mlflow.start_run(run_id=run_id, run_name=None if run_id else "register"), warnings.catch_warnings(action="ignore"):
         info = mlflow.pyfunc.log_model(
             name=_ARTIFACT,
             python_model=str(Path(__file__).with_name("served_model.py")),

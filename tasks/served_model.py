@@ -1,28 +1,92 @@
 """The cost model as an MLflow pyfunc (models from code), for others' convenience: ShardCore itself reads the files.
 
-Input: rows with the key "tables": the tables of one fused op, as JSON objects of the problem format. Output: its ms.
+Input: groups of shards, each to run as one fused op: {"shards": [...], "batch": samples the op runs over; the setting's without}.
+A shard is {"table": a table as in problem files, "rows": [low, high], "columns": [low, high]}; without rows or columns, all of
+them. Output: for each group its ms, forward + backward, the part of it that is forward, the ends of the interval that holds 90%
+of measurements, and what of the group lies beyond what was measured, in sentences.
 """
 
-import json
+from __future__ import annotations
 
-import mlflow
+from typing import Any
+
+from mlflow.exceptions import MlflowException
+from mlflow.models import set_model
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
+
+from shardcore import files
+from shardcore.cost import neural
+from shardcore.types import Device, Setting, SettingMismatch, Shard, ShardCoreError, Topology
+from shardcore.workload import COLUMN, Op, Traffic, Workload
+
+CONFIDENCE = 0.9
 
 
 class ServedCostModel(PythonModel):
-    def load_context(self, context):
-        from shardcore.cost import neural
-
+    def load_context(self, context: Any) -> None:
         self._model = neural.load(context.artifacts["model"])
 
-    def predict(self, context, model_input: list[str], params=None) -> list[float]:
-        """Forward + backward ms of groups, each the JSON text of a list of tables."""
-        from shardcore.cost.model import group_costs
-        from shardcore.files import table_from_json
-        from shardcore.types import Shard
-
-        groups = [[Shard.whole(table_from_json(t, "input")) for t in json.loads(row)] for row in model_input]
-        return [float(c) for c in group_costs(groups, self._model)]
+    def predict(self, context: Any, model_input: list[dict[str, Any]], params: Any = None) -> list[dict[str, Any]]:
+        """Answers as above; raises MlflowException (HTTP 400) that says what is wrong with which group."""
+        try:
+            return [_answer(self._model, *_group(row, f"group {i}", self._model.setting)) for i, row in enumerate(model_input)]
+        except ShardCoreError as error:
+            raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
 
-mlflow.models.set_model(ServedCostModel())
+def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) -> dict[str, Any]:
+    sums = model.encode(shards, batch).sum(0)
+    ms, share = float(model.head(sums)), float(model.forward_share(sums))
+    low, high = (float(x) for x in model.interval(sums, CONFIDENCE))
+    ops = (Op(COLUMN, shards, batch),) if shards else ()
+    alone = Workload((ops,), Traffic.of_columns([0.0]), (0,), Topology((Device(1),)), batch)
+    return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high, "extrapolated": neural.out_of_range(model, alone)}
+
+
+# --- input -------------------------------------------------------------------------------------------------------------
+
+
+def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], int]:
+    """The shards of a group and the batch of its op."""
+    _check_keys(data, what, "shards", "batch")
+    batch = data.get("batch", setting.batch)
+    if not (_is_whole(batch) and batch >= 1):
+        raise ShardCoreError(f"{what} has batch {batch!r}; it needs a whole number of samples, at least 1")
+    if not isinstance(data["shards"], list):
+        raise ShardCoreError(f"{what} has shards {data['shards']!r}; it needs a list")
+    return tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"])), batch
+
+
+def _shard(data: Any, what: str, setting: Setting) -> Shard:
+    _check_keys(data, what, "table", "rows", "columns")
+    table = files.table_from_json(data["table"], what)
+    if table.precision != setting.precision:
+        raise SettingMismatch(f"{what}: table {table.name!r} is {table.precision}; the model is for ({setting})")
+    ends = []
+    for name, size in (("rows", table.rows), ("columns", table.dim)):
+        found = data.get(name, [0, size])
+        if not (isinstance(found, list) and len(found) == 2 and all(map(_is_whole, found))):
+            raise ShardCoreError(f"{what} has {name} {found!r}; it needs [low, high], two whole numbers")
+        ends += found
+    try:
+        return Shard(table, *ends)
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{what}: {error}") from None
+
+
+def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
+    if not isinstance(data, dict):
+        raise ShardCoreError(f"{what} is {data!r}; it needs to be an object with the key {needed!r}")
+    unknown = sorted(set(data) - {needed, *optional})
+    if unknown:
+        raise ShardCoreError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join((needed, *optional))}")
+    if needed not in data:
+        raise ShardCoreError(f"{what} lacks the key {needed!r}")
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+set_model(ServedCostModel())

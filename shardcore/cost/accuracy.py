@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardcore.cost import exchange, nets
+from shardcore.cost import exchange, features, nets
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import CommSample, ComputeSample
 
 Sample = TypeVar("Sample", ComputeSample, CommSample)
-
-# --- splits ------------------------------------------------------------------------------------------------------------
+COVERAGES = (50, 80, 90, 95)
+"""Percent of measurements that intervals are to hold, whose real share `evaluate` gives."""
 
 
 def split_of(sample_id: str) -> str:
@@ -34,31 +34,41 @@ def held_out(samples: Sequence[Sample]) -> list[Sample]:
 
 def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S] forward + backward ms."""
-    return _predicted_parts(model, samples).sum(1)
+    return model.head(_sums(model, samples))
 
 
-def _predicted_parts(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
+def intervals(model: NeuralModel, samples: Sequence[ComputeSample], confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    """[S] ms, low and high, between which the measured forward + backward is to lie with probability `confidence`."""
+    return model.interval(_sums(model, samples), confidence)
+
+
+def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
+    """[S, K + 2] summed encodings."""
     if not samples:
-        return np.zeros((0, 2))
-    sums = np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
-    return nets.parts(model.weights, sums)
+        return np.zeros((0, len(features.DRIVERS) + 2))
+    return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
 
 def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CommSample]) -> dict[str, float]:
     """Accuracy on measurements: flat metrics, errors in percent; those of a kind without samples are left out.
 
-    compute_* is of forward + backward of a group; *_comm_mape of one rank's transfer.
+    compute_* is of forward + backward of a group: errors, and compute_coverage_* the share that the interval of so many percent
+    holds, in percent too; *_comm_mape of one rank's transfer.
     """
     compute, comm = ([s for s in samples if s.error is None] for samples in (compute, exchange.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
-        both = _predicted_parts(model, compute)
+        sums = _sums(model, compute)
+        both = nets.parts(model.weights, sums)
         found = np.array([[s.forward.median_ms, s.backward.median_ms] for s in compute])
         total, measured = both.sum(1), found.sum(1)
         metrics |= {"compute_mape": mape(total, measured), "forward_compute_mape": mape(both[:, 0], found[:, 0]),
                     "backward_compute_mape": mape(both[:, 1], found[:, 1]),
                     "compute_mse_ms2": float(((total - measured) ** 2).mean()),
                     "compute_kendall_tau": kendall_tau(total, measured)}
+        for percent in COVERAGES:
+            low, high = model.interval(sums, percent / 100)
+            metrics[f"compute_coverage_{percent}"] = 100 * float(np.mean((low <= measured) & (measured <= high)))
     if comm:
         for way in ("forward", "backward"):
             terms, measured = exchange.observed(comm, way)

@@ -19,9 +19,11 @@ DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_
 and output_cells = batch × width written; lookups ids read and lookup_cells = lookups × width summed (backward: gradients
 applied); unique_rows and unique_cells = unique_rows × width that memory has to deliver."""
 
-CONDITIONS = ("width", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows", "bytes", "batch")
-"""What changes the price of the drivers, as natural logarithms: pooling = lookups per sample in the shard's rows; unique_share =
-unique rows per lookup; unique_bytes (what a batch touches) and bytes (all weights) against the reach of caches and TLB."""
+CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows", "bytes", "batch")
+"""What changes the price of the drivers, as natural logarithms: lines = bytes of the cache lines that a row fills over its own;
+pooling = lookups per sample in the shard's rows; unique_share = unique rows per lookup; unique_bytes (what a batch touches) and
+bytes (all weights) against the reach of caches and TLB."""
+_LINE_BYTES = 64
 
 
 def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -35,9 +37,11 @@ def _features(shard: Shard, batch: int) -> tuple[float, ...]:
     width, unique = shard.width, streams.unique_rows(shard, batch)
     pooling = shard.table.pooling * streams.access_share(shard)
     lookups = pooling * batch
-    unique_bytes = unique * width * PRECISION_BYTES[shard.table.precision]
+    row_bytes = width * PRECISION_BYTES[shard.table.precision]
+    unique_bytes = unique * row_bytes
     additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
     # The offsets keep the logarithms finite for shards that no lookup hits.
     unique_share = (unique + 1) / (lookups + 1)
-    conditions = (width, pooling + 0.1, unique_share, unique + 1, unique_bytes + 1, shard.rows, shard.bytes, batch)
+    lines = math.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
+    conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique_bytes + 1, shard.rows, shard.bytes, batch)
     return (*additive, *map(math.log, conditions))

@@ -1,7 +1,7 @@
-"""Training the cost models on measurements, and how good they are on others.
+"""Training the cost models on measurements.
 
-The compute model's rates come first, by least squares; the correction is then learned against what they leave. Both see
-relative errors: a small group counts as much as a large one.
+The compute model's rates come first, by least squares; correction and contention are then learned against what they leave. All
+see relative errors: a small group counts as much as a large one.
 
 Shapes: S samples, N shards, K terms, D ranks.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import exchange, features, nets, neural
+from shardcore.cost import band, exchange, features, nets, neural
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -31,18 +32,23 @@ MIN_COMPUTE, MIN_COMM = 50, 10
 """Samples below which nothing is trained."""
 _WHOLE, _PART = 1.0, 0.25
 """Weights of the errors of forward + backward, and of each of them."""
+_LEAST_STEPS = 16
+"""An epoch has at least so many steps."""
+_CONTENTIONS = 8
+"""Units of contention."""
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """epochs at most, patience of them without a better validation error; learning_rate at the start, falling to 0 along a
-    cosine; batch_size in groups; hidden layers of the correction; seed of initial weights and order."""
+    """epochs at most, patience of them without a better validation error; learning_rate at its highest, after a tenth of the
+    steps (one cycle, Smith 2018); batch_size in groups, less where there are few; hidden layers of the correction; seed of
+    initial weights and order."""
 
-    epochs: int = 80
-    patience: int = 25
-    learning_rate: float = 5e-3
+    epochs: int = 60
+    patience: int = 30
+    learning_rate: float = 1e-2
     batch_size: int = 128
-    hidden: tuple[int, ...] = (32,)
+    hidden: tuple[int, ...] = (64, 64)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,12 +74,13 @@ class TrainedModel:
 
 
 def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting: Setting, config: FitConfig | None = None,
-          progress: Progress | None = None) -> TrainedModel:
+          progress: Progress | None = None, start: NeuralModel | None = None) -> TrainedModel:
     """Models for `setting` from the train and validation splits of the samples; those of the test split are left alone.
 
     Samples that carry an error are skipped. progress(model, epoch, values) is called once an epoch. The same samples and config
-    give the same model. Without any exchange, the model prices only topologies that give their links. Raises ShardCoreError for
-    samples of another setting, or too few.
+    give the same model. start: a model to fine-tune, of another batch, optimizer or machine, where a few hundred samples have to
+    do; without exchanges, a model of the same hardware keeps start's. Otherwise, without any exchange, the model prices only
+    topologies that give their links. Raises ShardCoreError for samples of another setting, or too few.
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
@@ -86,7 +93,9 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
         progress(model, epoch, values)
 
     with _one_thread():
-        weights = {**_fit_compute(*_sides(compute), config, note), **exchange.fit(*_sides(comm), note)}
+        weights = {**_fit_compute(*_sides(compute), config, note, start), **exchange.fit(*_sides(comm), note)}
+    if start is not None and not comm and start.setting.hardware == setting.hardware:
+        weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm)) for side in ("train", "validation", "test")}
     meta = {"ranges": measured_ranges(_sides(compute)[0], _sides(comm)[0]), "samples": splits,
@@ -161,52 +170,81 @@ class _Groups:
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
 
 
-def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[ComputeSample], config: FitConfig,
-                 note: Progress) -> dict[str, np.ndarray]:
-    """The weights of nets.encode and nets.parts."""
+def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[ComputeSample], config: FitConfig, note: Progress,
+                 start: NeuralModel | None) -> dict[str, np.ndarray]:
+    """The weights of nets.encode and nets.parts, and of its error band (band.py)."""
     known, unseen = _Groups.of(train_side), _Groups.of(validation)
-    terms = np.concatenate([np.ones((len(train_side), 1)), known.sums(known.drivers)], 1)
-    laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
-    spread = known.conditions.std(0)
-    fixed = {"rates": laws[1:], "condition_low": known.conditions.min(0), "condition_high": known.conditions.max(0),
-             "condition_mean": known.conditions.mean(0), "condition_sd": np.where(spread > 1e-9, spread, 1.0)}
-    raw = _initial(laws[0], len(features.CONDITIONS), config)
-    optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs)
+    fixed, raw = _initial(known, config) if start is None else _continued(known, start)
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
+    batch_size = max(1, min(config.batch_size, len(train_side) // _LEAST_STEPS))
+    optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, pct_start=0.1, total_steps=1
+                                                   + config.epochs * math.ceil(len(train_side) / batch_size))
     rng = np.random.default_rng(config.seed)
     best, best_epoch, kept = np.inf, 0, {}
-    for epoch in range(config.epochs + 1):  # epoch 0 is the physical baseline
-        loss = _epoch(known, raw, tensors, optimizer, config, rng) if epoch else float("nan")
+    for epoch in range(config.epochs + 1):  # epoch 0 is the physical baseline, or the model to start from
+        loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng) if epoch else float("nan")
         with torch.no_grad():
             error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
             loss = float(_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured))) if epoch == 0 else loss
-        if epoch:
-            schedule.step()
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
         if error < best:
             best, best_epoch, kept = error, epoch, {k: v.detach().clone() for k, v in raw.items()}
         elif epoch - best_epoch >= config.patience:
             break
-    return {**fixed, **{k: v.numpy() for k, v in _positive(kept).items()}}
+    with torch.no_grad():
+        predicted = _predict(unseen, kept, tensors).sum(1).numpy()
+    return {**fixed, **{k: v.numpy() for k, v in _positive(kept).items()}, **band.fit(predicted, unseen.measured.sum(1))}
 
 
-def _initial(launch_ms: np.ndarray, inputs: int, config: FitConfig) -> dict[str, torch.Tensor]:
-    """Weights before training; the network's last layer is 0, so that all begins at the physical baseline."""
+_LOGS = ("launch", "contention.0.weight", "contention.1.weight")
+"""Weights that are positive: training moves their logarithms."""
+
+
+def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+    """Weights that training leaves alone, and those it moves. The network's last layer is 0 and there is next to no contention,
+    so that all begins at the physical baseline."""
+    drivers = known.sums(known.drivers)
+    terms = np.concatenate([np.ones((len(drivers), 1)), drivers], 1)
+    laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
+    spread = known.conditions.std(0)
+    fixed = {"rates": laws[1:], "condition_low": known.conditions.min(0), "condition_high": known.conditions.max(0),
+             "condition_mean": known.conditions.mean(0), "condition_sd": np.where(spread > 1e-9, spread, 1.0),
+             "load_typical": np.maximum(np.median(drivers, 0), 1.0)}
     generator = torch.Generator().manual_seed(config.seed)
-    sizes = [inputs, *config.hidden, 2]
-    raw = {"log_launch": torch.from_numpy(np.log(np.maximum(launch_ms, 1e-4)))}
+    raw = {"log.launch": torch.from_numpy(np.log(np.maximum(laws[0], 1e-4)))}
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    sizes = [len(features.CONDITIONS), *config.hidden, 2]
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
-        last = i == len(sizes) - 2
-        scale = 0.0 if last else n_in**-0.5
-        raw[f"network.{i}.weight"] = scale * torch.randn(n_in, n_out, generator=generator, dtype=torch.float64)
+        raw[f"network.{i}.weight"] = (0.0 if i == len(config.hidden) else n_in**-0.5) * normal(n_in, n_out)
         raw[f"network.{i}.bias"] = torch.zeros(n_out, dtype=torch.float64)
-    return {k: v.requires_grad_() for k, v in raw.items()}
+    raw["log.contention.0.weight"] = 0.3 * normal(len(features.DRIVERS), _CONTENTIONS) - 2
+    raw["contention.0.bias"] = normal(_CONTENTIONS)
+    raw["log.contention.1.weight"] = torch.full((_CONTENTIONS, 2), -5.0, dtype=torch.float64)
+    return fixed, {k: v.requires_grad_() for k, v in raw.items()}
+
+
+def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+    """As _initial, from a trained model: its rates and launch are scaled to the new measurements, its correction applies over
+    both measured ranges."""
+    old = start.weights
+    sums = known.sums(nets.encode(old, known.drivers, known.conditions))
+    scale = np.median(known.measured / nets.parts(old, sums), axis=0)
+    fixed = {k: old[k] for k in ("condition_mean", "condition_sd", "load_typical")} | {
+        "rates": old["rates"] * scale, "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
+        "condition_high": np.maximum(old["condition_high"], known.conditions.max(0))}
+    moved = {k: v for k, v in {**old, "launch": old["launch"] * scale}.items()
+             if k == "launch" or k.startswith(("network.", "contention."))}
+    raw = {f"log.{k}" if k in _LOGS else k: torch.from_numpy(np.log(v) if k in _LOGS else np.array(v)) for k, v in moved.items()}
+    return fixed, {k: v.requires_grad_() for k, v in raw.items()}
 
 
 def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights as the formulas take them."""
-    return {"launch": raw["log_launch"].exp(), **{k: v for k, v in raw.items() if k != "log_launch"}}
+    return {k.removeprefix("log."): v.exp() if k.startswith("log.") else v for k, v in raw.items()}
 
 
 def _predict(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch.Tensor],
@@ -229,15 +267,16 @@ def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _epoch(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer,
-           config: FitConfig, rng: np.random.Generator) -> float:
+           schedule: torch.optim.lr_scheduler.LRScheduler, batch_size: int, rng: np.random.Generator) -> float:
     """One pass over the groups; the mean loss."""
     losses = []
     order = rng.permutation(len(groups.measured))
-    for chosen in _batches(order, config.batch_size):
+    for chosen in _batches(order, batch_size):
         loss = _loss(_predict(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
         losses.append(loss.item() * len(chosen))
     return sum(losses) / len(order)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, streams
-from shardcore.cost import exchange, features, nets
+from shardcore.cost import band, exchange, features, nets
 from shardcore.cost.model import CommCost
 from shardcore.memory import gib
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
@@ -32,13 +32,21 @@ class NeuralModel:
     meta: Mapping[str, Any]
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, 3]: count, forward ms, backward ms of each shard in an op over `batch` samples (None: the setting's)."""
+        """[N, K + 2]: drivers, forward ms, backward ms of each shard in an op over `batch` samples (None: the setting's)."""
         return nets.encode(self.weights, *features.features(shards, batch or self.setting.batch))
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[...] ms, forward + backward, of groups from their summed encodings [..., 3]; 0 for an empty group."""
-        sums = np.asarray(sums, dtype=float)
-        return self.weights["launch"].sum() * np.minimum(sums[..., 0], 1.0) + sums[..., 1] + sums[..., 2]
+        """[...] ms, forward + backward, of groups from their summed encodings [..., K + 2]; 0 for an empty group."""
+        return nets.parts(self.weights, np.asarray(sums, dtype=float)).sum(-1)
+
+    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
+        """[...] ms below which a measurement of the group lies with probability `level` (0.005 to 0.995)."""
+        return band.quantile(self.weights, self.head(sums), level)
+
+    def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+        """[...] ms, low and high, between which a measurement of the group lies with probability `confidence`."""
+        low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
+        return self.quantile(sums, low), self.quantile(sums, high)
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[...] the share of forward in a group's ms; 0 for an empty group."""

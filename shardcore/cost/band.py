@@ -1,0 +1,50 @@
+"""How far measurements lie from predictions: quantiles of their ratio, from samples that the model was not trained on.
+
+    log(measured / predicted) = width(log predicted) × error
+
+width is the mean size of the logarithm among predictions of like ms, error what is left, whose quantiles are those found
+(split-conformal prediction with a normalised score: Lei et al., JASA 2018). The noise of measuring is part of it.
+
+Shapes: S samples, G groups, Q levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardcore.types import ShardCoreError
+
+_LEVELS = np.concatenate([[0.005, 0.01, 0.025], np.arange(0.05, 0.951, 0.025), [0.975, 0.99, 0.995]])
+_KNOTS = 4
+_PER_KNOT = 50
+"""Samples that a width needs; of fewer in all, one width serves every cost."""
+
+
+def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarray]:
+    """The weights band.*, from predictions [S] of samples that were left out of training, and what they measured [S]."""
+    log_ms, error = np.log(predicted_ms), np.log(measured_ms / predicted_ms)
+    for knots in range(max(1, min(_KNOTS, len(error) // _PER_KNOT)), 0, -1):
+        parts = np.array_split(np.argsort(log_ms), knots)
+        at = np.array([log_ms[p].mean() for p in parts])
+        widths = np.array([max(np.abs(error[p]).mean(), 1e-6) for p in parts])
+        scores = np.sort(error / np.interp(log_ms, at, widths))
+        if (1 + np.outer(np.diff(widths) / np.diff(at), scores[[0, -1]]) > 0).all():  # else a quantile falls as costs grow
+            break
+    # The quantile of n + 1 draws, of which the next is one: at the ends it is the largest seen.
+    ranks = np.clip(_LEVELS * (len(scores) + 1) - 1, 0, len(scores) - 1)
+    return {"band.log_ms": at, "band.width": widths, "band.level": _LEVELS,
+            "band.error": np.interp(ranks, np.arange(len(scores)), scores)}
+
+
+def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
+    """[G] ms that a measurement stays below with probability `level`, from predictions [G]; never falls as they grow; 0 where
+    they are. Raises ShardCoreError for a level not within 0.005 and 0.995, beyond which no quantile is known."""
+    if not _LEVELS[0] <= level <= _LEVELS[-1]:
+        raise ShardCoreError(f"confidence leads to level {level:g} of the costs' distribution; known are those within "
+                             f"{_LEVELS[0]} and {_LEVELS[-1]}")
+    predicted = np.asarray(predicted_ms, dtype=float)
+    log_ms = np.log(np.maximum(predicted, 1e-12))
+    error = np.interp(level, w["band.level"], w["band.error"])
+    return predicted * np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error)

@@ -1,0 +1,131 @@
+"""A registered model in the hands of others: loaded and served from an unrelated folder, with only what its version holds."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from shardcore import files
+from shardcore.cost import fit, neural
+from shardcore.cost.model import group_costs
+from shardcore.types import Shard
+from tasks import registry
+
+sys.path.append(str(Path(__file__).parents[1] / "cost"))
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool  # noqa: E402
+
+TABLE = files.table_to_json(pool()[0])
+GROUPS = [{"shards": [{"table": files.table_to_json(t)} for t in pool()[:3]]},
+          {"shards": [{"table": TABLE, "rows": [0, 100], "columns": [0, 4]}], "batch": 64}]
+BAD = {
+    "no list": ("shards", "Expected list"),
+    "a table's key misspelt": ([{"shards": [{"table": {**TABLE, "pool": 3}}]}],
+                               "group 0, shard 0, table 't0' has an unknown key 'pool'"),
+    "a table too short": ([{"shards": [{"table": TABLE, "rows": [0, 10**9]}]}], f"the table has [0, {TABLE['rows']})"),
+    "another precision": ([{"shards": [{"table": {**TABLE, "precision": "fp16"}}]}], "'t0' is fp16; the model is for (law"),
+    "no shards": ([{"batch": 64}], "group 0 lacks the key 'shards'"),
+    "an unknown key": ([{"shards": [], "batches": 1}], "unknown key 'batches'; known are shards, batch"),
+    "half a sample": ([{"shards": [], "batch": 0.5}], "batch 0.5; it needs a whole number"),
+    "one end": ([{"shards": [{"table": TABLE, "columns": [4]}]}], "columns [4]; it needs [low, high]"),
+}
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory):
+    """(model, its URI in the registry, environment of a process that knows nothing but where that is)."""
+    folder = tmp_path_factory.mktemp("registered")
+    trained = fit.train(compute_samples(linear_law, 120), comm_samples(20), SETTING, fit.FitConfig(epochs=3)).model
+    neural.save(trained, folder / "model")
+    (folder / "card.md").write_text("# A card")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=uri):  # MLflow sets more there
+        version = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
+        again = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
+        assert again.version == version.version and again.description == "# A card"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {"MLFLOW_TRACKING_URI": uri, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    return trained, f"models:/{version.name}/{version.version}", env
+
+
+@pytest.fixture(scope="module")
+def served(registered, tmp_path_factory):
+    """The address of `mlflow models serve`."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(["mlflow", "models", "serve", "-m", registered[1], "--env-manager", "local", "-p", str(port)],
+                                  cwd=folder, env=registered[2], stdout=log, stderr=subprocess.STDOUT)
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while True:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{address}/ping", timeout=2)
+                break
+            assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def ask(address, groups):
+    """Status and answer."""
+    request = urllib.request.Request(f"{address}/invocations", json.dumps({"inputs": groups}).encode(),
+                                     {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def expected(model):
+    tables = pool()[:3]
+    return [group_costs([[Shard.whole(t) for t in tables]], model)[0],
+            group_costs([[Shard(tables[0], 0, 100, 0, 4)]], model, 64)[0]]
+
+
+def test_it_answers_over_http_with_the_model_s_costs(registered, served):
+    status, answer = ask(served, [*GROUPS, {"shards": []}])
+    *found, empty = answer["predictions"]
+    assert status == 200 and [a["ms"] for a in found] == pytest.approx(expected(registered[0]), rel=1e-12)
+    assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] and 0 < a["forward_ms"] < a["ms"] for a in found)
+    sums = registered[0].encode([Shard.whole(t) for t in pool()[:3]]).sum(0)
+    assert (found[0]["low_ms"], found[0]["high_ms"]) == pytest.approx(tuple(registered[0].interval(sums, 0.9)))
+    assert empty == {"ms": 0, "forward_ms": 0, "low_ms": 0, "high_ms": 0, "extrapolated": []}
+
+
+def test_it_says_what_was_not_measured(served):
+    _, answer = ask(served, [{"shards": [{"table": {**TABLE, "rows": 10**9}}]}, GROUPS[1]])
+    beyond, within = (a["extrapolated"] for a in answer["predictions"])
+    assert any("'t0' has 1,000,000,000 rows; most measured" in s for s in beyond) and within == []
+
+
+@pytest.mark.parametrize("groups, said", BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name(served, groups, said):
+    status, answer = ask(served, groups)
+    assert status == 400 and said in answer["message"]
+
+
+def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
+    model, uri, env = registered
+    code = (f"import json, mlflow, sys; sys.path[:] = [p for p in sys.path if p != {str(Path.cwd())!r}]; "
+            f"model = mlflow.pyfunc.load_model({uri!r}); import shardcore; "
+            f"print(json.dumps([shardcore.__file__, model.predict(json.loads({json.dumps(GROUPS)!r}))]))")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    package, answers = json.loads(done.stdout.splitlines()[-1])
+    assert Path(package).parents[1].name == "code" and Path(files.__file__).parent not in Path(package).parents
+    np.testing.assert_allclose([a["ms"] for a in answers], expected(model), rtol=1e-12)
