@@ -17,6 +17,8 @@ test split's timings as they were. Errors are of forward + backward, in percent:
   unseen tables   on groups of held-out tables alone, by models trained on groups without any of them
   lowered         additions of a random measured shard to a test group that lower the predicted cost, of 10,000
   coverage        of the 90% interval: on the test split, on its planned groups, on unseen tables
+  costs a µs      group costs per microsecond of one thread, from cached encodings: a batch of 1,024 groups, each given one shard
+                  more, priced
 
 Shapes: S groups, N shards, F features.
 """
@@ -29,6 +31,7 @@ import json
 import math
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +41,10 @@ import numpy as np
 import torch
 
 from shardcore import dataset, files, report, sampling, streams, tables
-from shardcore.cost import accuracy, fit, settle
+from shardcore.cost import accuracy, fit, settle, study
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.model import group_costs
+from shardcore.cost.neural import NeuralModel
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
 
 ADDITIONS = 10_000
@@ -48,12 +52,11 @@ ADDITIONS = 10_000
 
 @dataclass(frozen=True)
 class Trained:
-    """predict: [S] ms of groups. interval: [S] low and high ms of 90%, where the model has it. curve: validation error in
-    percent after each epoch."""
+    """predict: [S] ms of groups. curve: validation error in percent after each epoch. model: what has intervals and encodings."""
 
     predict: Callable[[Sequence[ComputeRequest]], np.ndarray]
-    interval: Callable[[Sequence[ComputeRequest]], tuple[np.ndarray, np.ndarray]] | None
     curve: list[float]
+    model: NeuralModel | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trai
     def predict(requests: Sequence[ComputeRequest]) -> np.ndarray:
         return net(*inputs(requests), len(requests)).numpy().astype(float)
 
-    return Trained(predict, None, curve)
+    return Trained(predict, curve)
 
 
 # --- ours --------------------------------------------------------------------------------------------------------------
@@ -143,12 +146,8 @@ def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trai
 def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
     trained = fit.train(groups, [], groups[0].setting, config)
     model = trained.model
-
-    def sums(requests: Sequence[ComputeRequest]) -> np.ndarray:
-        return np.stack([model.encode(r.shards, r.batch).sum(0) for r in requests])
-
     return Trained(lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests]),
-                   lambda requests: model.interval(sums(requests), 0.9), [r["validation_mape"] for r in trained.curves])
+                   [r["validation_mape"] for r in trained.curves], model)
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------
@@ -164,10 +163,21 @@ def error(model: Trained, samples: Sequence[ComputeSample]) -> float:
 
 def coverage(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
     """In percent, of each of the samples given; nothing for a model without intervals."""
-    if model.interval is None:
+    if model.model is None:
         return {}
-    ends = {name: (*model.interval([s.request for s in found]), total_ms(found)) for name, found in samples.items()}
+    ends = {name: (*accuracy.intervals(model.model, found, 0.9), total_ms(found)) for name, found in samples.items()}
     return {f"coverage {name}": 100 * float(np.mean((low <= y) & (y <= high))) for name, (low, high, y) in ends.items()}
+
+
+def rate(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
+    if model.model is None:
+        return {}
+    codes = [model.model.encode(s.request.shards, s.request.batch) for s in test]
+    rng = np.random.default_rng(0)
+    sums, more = (np.stack([f(codes[i]) for i in rng.integers(len(codes), size=1024)])
+                  for f in (lambda c: c.sum(0), lambda c: c[0]))
+    seconds = min(timeit.repeat(lambda: model.model.head(sums + more), number=200, repeat=5)) / 200
+    return {"costs a µs": len(sums) / seconds / 1e6}
 
 
 def lowered(model: Trained, test: Sequence[ComputeSample], seed: int) -> float:
@@ -184,7 +194,8 @@ def by_sample(model: Trained, data: Data, seed: int) -> dict[str, float]:
     return {"error": whole, "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
             "tau": kendall_tau(found, total_ms(data.test)), "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
             "planned": error(model, data.planned), "random": error(model, data.random),
-            "lowered": lowered(model, data.test, seed), **coverage(model, test=data.test, planned=data.planned)}
+            "lowered": lowered(model, data.test, seed), **coverage(model, test=data.test, planned=data.planned),
+            **rate(model, data.test)}
 
 
 def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
@@ -199,13 +210,6 @@ def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequ
             for i in range(draws) if np.random.default_rng([1, seed, i]).random() < config.planned}
 
 
-def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float:
-    """The mean absolute error in percent that a timing has against the truth, from the two best known timings of each group of
-    the repeatability set (timed three to eight times: not what was disturbed and then timed once more, nor the control)."""
-    pairs = [sorted(g, key=lambda s: s.known_to)[:2] for g in repeats if 3 <= len(g) <= 8]
-    return 100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2) if pairs else 0.0
-
-
 def read(args: argparse.Namespace) -> Data:
     settings = dataset.settings(args.dataset)
     if len(settings) != 1:
@@ -218,8 +222,8 @@ def read(args: argparse.Namespace) -> Data:
     unseen = [s for s in groups if all(sampling.held_out(x.table) for x in s.request.shards)]
     seen = [s for s in groups if not any(sampling.held_out(x.table) for x in s.request.shards)]
     measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
-    data = Data(groups, test, planned, random, unseen, seen, measured, repeatability(known.repeats))
-    unsettled = repeatability(dataset.read_repeats(args.dataset, settings[0]))
+    data = Data(groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0)
+    unsettled = study.repeatability(dataset.read_repeats(args.dataset, settings[0])) or 0.0
     print(f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from plans; unseen "
           f"tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): {data.floor:.2f}% (as measured "
           f"{unsettled:.2f}%)\n", flush=True)
@@ -231,10 +235,12 @@ def curves_figure(rows: Sequence[dict[str, Any]]) -> Any:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for row in rows:
-        axes.plot(range(1, len(row["curve"]) + 1), row["curve"], linewidth=1, label=f"{row['model']}, seed {row['seed']}")
+    for i, name in enumerate(dict.fromkeys(r["model"] for r in rows)):
+        for row in (r for r in rows if r["model"] == name):
+            axes.plot(range(1, len(row["curve"]) + 1), row["curve"], linewidth=0.8, color=f"C{i}", alpha=0.6)
+        axes.plot([], [], color=f"C{i}", label=f"{name}, {sum(r['model'] == name for r in rows)} seeds")
     axes.set(xlabel="epoch", ylabel="validation error, %", xscale="log", yscale="log", title="training, split by sample")
-    axes.legend(fontsize=7)
+    axes.legend()
     return figure
 
 

@@ -6,7 +6,6 @@ from prefect import flow
 
 from flows.promote import promote
 from flows.publish import publish
-from shardcore.cost.fit import FitConfig
 from tasks import params, services
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
@@ -15,8 +14,9 @@ from tasks.publish import PublishConfig
 from tasks.refresh import repro
 from tasks.setting import SettingConfig
 from tasks.tables import TablesConfig
+from tasks.train import TrainConfig
 
-SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": MeasureConfig, "train": FitConfig,
+SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": MeasureConfig, "train": TrainConfig,
             "evaluate": EvaluateConfig, "promote": PromoteConfig, "publish": PublishConfig}
 
 
@@ -40,7 +40,7 @@ WHERE_NEXT = """
 Where to look next (each from this folder, after `. .venv/bin/activate`):
   plans        plans/report.md; plans/<problem>/current names the version in versions/: plan.json, problem.json, cost.json
   accuracy     data/evaluation/: metrics.json, predictions.png, sharders.csv; `dvc metrics show`, `dvc plots show`
-  models       mlflow ui --backend-store-uri sqlite:///mlflow.db     then http://127.0.0.1:5000
+  models       data/card.md; mlflow ui --backend-store-uri sqlite:///mlflow.db     then http://127.0.0.1:5000
   flow runs    prefect server start                                  then http://127.0.0.1:4200
   Ray          ray start --head, then RAY_ADDRESS=auto make run      and http://127.0.0.1:8265
 """

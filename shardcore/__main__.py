@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.cost import neural
+    from shardcore.cost.model import at_confidence
     from shardcore.search import compare
     from shardcore.search.budget import Budget
     from shardcore.types import Infeasible, Plan
@@ -36,26 +37,29 @@ def plan(args: argparse.Namespace) -> None:
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
-    outcome = compare.run(args.algorithm, problem, model, args.seed, budget)
+    outcome = compare.run(args.algorithm, problem, at_confidence(model, args.confidence), args.seed, budget)
     if outcome.plan is None:
         raise Infeasible(outcome.error)
-    found = Plan(outcome.plan.placements, {**outcome.plan.provenance, "model_digest": files.model_digest(args.model)})
+    found = Plan(outcome.plan.placements, {**outcome.plan.provenance, "model_digest": files.model_digest(args.model),
+                                           **({"confidence": args.confidence} if args.confidence else {})})
     files.write_plan(args.out, found, problem)
     beyond = neural.out_of_range(model, lower(found, problem))
-    print(f"{args.out}: {outcome.cost.total_ms:.3f} ms predicted, found in {outcome.seconds:.2f} s by {args.algorithm}")
+    sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
+    print(f"{args.out}: {outcome.cost.total_ms:.3f} ms predicted{sure}, found in {outcome.seconds:.2f} s by {args.algorithm}")
     _say_extrapolated(beyond)
 
 
 def price(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.cost import neural
+    from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predict
     from shardcore.workload import lower
 
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
     workload = lower(files.read_plan(args.plan, problem), problem)
-    cost, beyond = predict(workload, model), neural.out_of_range(model, workload)
+    cost, beyond = predict(workload, at_confidence(model, args.confidence)), neural.out_of_range(model, workload)
     body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes),
             "extrapolated": beyond}
     if args.out:
@@ -104,24 +108,24 @@ def measure(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import dataset, files
-    from shardcore.cost import accuracy, fit, neural
+    from shardcore.cost import accuracy, fit, neural, settle
 
-    found = dataset.settings(args.dataset)
+    found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
                                       for k in ("hardware", "batch", "precision", "optimizer"))]
     if len(chosen) != 1:
-        raise ShardCoreError(f"{args.dataset} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; choose one with "
-                             "--hardware, --batch, --precision and --optimizer")
-    compute, comm = dataset.read_compute(args.dataset, chosen[0]), dataset.read_comm(args.dataset, chosen[0])
+        raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for [{'; '.join(map(str, found)) or 'nothing'}]; "
+                             "choose one with --hardware, --batch, --precision and --optimizer")
+    known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
-    trained = fit.train(compute, comm, chosen[0], config, _say_progress)
+    trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
     neural.save(trained.model, args.out)
-    metrics = accuracy.evaluate(trained.model, accuracy.held_out(compute), accuracy.held_out(comm))
+    metrics = accuracy.evaluate(trained.model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))
 
 
 def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
-    if epoch % 50 == 0:
+    if epoch % 10 == 0:
         print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}", file=sys.stderr)
 
 
@@ -181,12 +185,16 @@ def _parser() -> argparse.ArgumentParser:
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")
     p.add_argument("--seed", type=_natural, default=0)
+    p.add_argument("--confidence", type=_positive(float), metavar="P", help="an op's cost is what its measurement stays below "
+                   "with this probability (0.9, say), rather than what the model expects")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
     p = add(price, "Predict what one training step of a plan costs, per device.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--confidence", type=_positive(float), metavar="P", help="an op's cost is what its measurement stays below "
+                   "with this probability (0.9, say), rather than what the model expects")
     p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
 
     p = add(replay, "Run one training step of plans for real on this machine, in alternation, and time its parts per device.")
@@ -232,12 +240,14 @@ def _parser() -> argparse.ArgumentParser:
                    "measuring; write nothing")
     p.add_argument("--seed", type=_natural, default=0)
 
-    p = add(train, "Train cost models on a dataset folder.")
-    p.add_argument("dataset", type=Path, metavar="DIR")
+    p = add(train, "Train cost models on the samples of one setting in dataset folders.")
+    p.add_argument("datasets", type=Path, nargs="+", metavar="DIR")
     p.add_argument("--hardware", help="which of the dataset's settings, where it holds several; so the next three")
     p.add_argument("--batch", type=_positive(int))
     p.add_argument("--precision", choices=["fp32", "fp16"])
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"])
+    p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, optimizer or machine: a "
+                   "few hundred samples will do")
     p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
 

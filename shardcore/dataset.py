@@ -134,10 +134,10 @@ def best_known(samples: Iterable[Sample]) -> list[Sample]:
     return [best[k] for k in sorted(best)]
 
 
-def repeated(timings: Iterable[ComputeSample]) -> list[list[ComputeSample]]:
+def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
     """What was timed several times (the control sample, a repeatability set), each as all its timings in the order of time; the
     most often timed first."""
-    by_id: dict[str, list[ComputeSample]] = {}
+    by_id: dict[str, list[Sample]] = {}
     for sample in timings:
         if sample.error is None:
             by_id.setdefault(sample.id, []).append(sample)
@@ -170,15 +170,24 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 
 def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:
     """The communication samples of a folder (of one setting), as read_compute."""
-    samples = []
+    return best_known(_comm(folder, setting))
+
+
+def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[CommSample]]:
+    """The exchanges of a folder (of one setting) that were timed several times, as read_repeats."""
+    return repeated(_comm(folder, setting))
+
+
+def _comm(folder: str | Path, setting: Setting | None) -> list[CommSample]:
+    samples = {}
     for row in _rows(folder, "comm", setting):
         request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"], row["payload"],
                               row["hosts"])
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
-        samples.append(CommSample(row["id"], _setting(row), request, both[0], both[1],
-                                  row["waiting_ms"] and tuple(row["waiting_ms"]), row["measured_at"], row["error"],
-                                  row["order"], row["oversubscribed"]))
-    return best_known(samples)
+        samples[row["id"], row["measured_at"]] = CommSample(
+            row["id"], _setting(row), request, both[0], both[1], row["waiting_ms"] and tuple(row["waiting_ms"]),
+            row["measured_at"], row["error"], row["order"], row["oversubscribed"])
+    return list(samples.values())
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, report, sampling
-from shardcore.cost import accuracy, neural
+from shardcore import files, model_report, sampling
+from shardcore.cost import accuracy, neural, settle
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import ShardCoreError
@@ -37,10 +37,11 @@ class EvaluateConfig:
 
 @task(task_run_name="evaluate-model")
 def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
-    """Accuracy on the test split: the metrics, and predictions.csv and predictions.png in `out`."""
+    """Accuracy on the test split of the measurements, and of the datasets that were joined to them in training: the metrics, and
+    predictions.csv and predictions.png in `out`."""
     model = neural.load(folder)
-    compute = [s for s in accuracy.held_out(dataset.read_compute(measurements, model.setting)) if s.error is None]
-    comm = accuracy.held_out(dataset.read_comm(measurements, model.setting))
+    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
     if not compute:
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
     measured = np.array([s.total_ms for s in compute])
@@ -48,8 +49,8 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5), "predicted_ms": round(float(p), 5)}
             for s, m, p in zip(compute, measured, predicted, strict=True)]
     files.write_csv(out / "predictions.csv", rows)
-    _write_figure(out / "predictions.png", report.predicted_against_measured(measured, predicted, "held-out groups"))
-    return accuracy.evaluate(model, compute, comm)
+    _write_figure(out / "predictions.png", model_report.predicted_against_measured(measured, predicted, "held-out groups"))
+    return accuracy.evaluate(model, compute, accuracy.held_out(known.comm))
 
 
 @task(task_run_name="compare-sharders")

@@ -5,6 +5,7 @@ from pathlib import Path
 PARAMS = Path("params.yaml")
 POOL = Path("data/pool.json")
 MEASUREMENTS = Path("data/measurements")
+DATASETS = Path("datasets")
 MODEL = Path("data/model")
 EVALUATION = Path("data/evaluation")
 PROBLEMS = Path("problems")

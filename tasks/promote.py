@@ -8,8 +8,8 @@ from pathlib import Path
 import mlflow
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files
-from shardcore.cost import accuracy, neural
+from shardcore import files
+from shardcore.cost import accuracy, neural, settle
 from shardcore.types import ShardCoreError
 from tasks import registry
 
@@ -33,8 +33,8 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> st
     the version that is champion afterwards."""
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
-    data = (accuracy.held_out(dataset.read_compute(measurements, model.setting)),
-            accuracy.held_out(dataset.read_comm(measurements, model.setting)))
+    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
     if not any(s.error is None for s in data[0]):
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge {folder} by; measure more")
     client = registry.connect()

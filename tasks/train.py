@@ -6,20 +6,43 @@ import dataclasses
 import os
 import subprocess
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pandas as pd
 import yaml
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, report
-from shardcore.cost import accuracy, fit, neural
-from shardcore.types import ComputeSample
+from shardcore import dataset, files, model_report
+from shardcore.cost import accuracy, fit, neural, settle, study
+from shardcore.types import ComputeSample, ShardCoreError
 from tasks import paths, registry
 from tasks.setting import SettingConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig(fit.FitConfig):
+    """FitConfig, and the stage's own. datasets: shipped folders whose samples of the same setting join the measured ones, to
+    train and to evaluate on. learning_curve: whether to train on parts of the samples too (as long as two trainings more)."""
+
+    datasets: tuple[str, ...] = ()
+    learning_curve: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for folder in self.datasets:
+            if Path(folder).parts[:1] != (str(paths.DATASETS),) or ".." in Path(folder).parts:
+                raise ShardCoreError(f"train config has the dataset {folder!r}; it needs to be a folder in {paths.DATASETS}/, "
+                                     "which DVC watches")
+
+    @property
+    def fit(self) -> fit.FitConfig:
+        return fit.FitConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(fit.FitConfig)})
 
 
 def data_version() -> str:
@@ -33,6 +56,11 @@ def data_version() -> str:
         return "unversioned"
 
 
+def parts_digest(folder: Path) -> str:
+    """The version of a dataset folder: its files' names hold digests of their content, which are checked as they are read."""
+    return files.digest(sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json")))
+
+
 def git_commit() -> str:
     """The commit of this folder, with "-dirty" where tracked files differ from it."""
     try:
@@ -44,67 +72,120 @@ def git_commit() -> str:
 
 
 @task(task_run_name="train-model")
-def train_model(measurements: Path, wanted: SettingConfig, config: fit.FitConfig, folder: Path) -> dict[str, float]:
-    """Train on the measurements, write the model's files, log the run; the metrics on the test split."""
+def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path) -> dict[str, float]:
+    """Train on the measurements, write the model's files, its curves.csv and its card.md beside them, log the run; the metrics on
+    the test split."""
     logger = get_run_logger()
     client = registry.connect()
     setting = wanted.of_dataset(measurements)
-    compute, comm = dataset.read_compute(measurements, setting), dataset.read_comm(measurements, setting)
-    logger.info("training for %s on %d groups and %d exchanges", setting, len(compute), len(comm))
+    shipped = [Path(f) for f in config.datasets]
+    for path in shipped:
+        if not dataset.settings(path):
+            raise ShardCoreError(f"{path} holds no compute samples; train.datasets in params.yaml names dataset folders")
+    known = settle.read([measurements, *shipped], setting)
+    logger.info("training for %s on %d groups and %d exchanges of %s", setting, len(known.compute), len(known.comm),
+                " and ".join(map(str, [measurements, *shipped])))
 
     def progress(model: str, epoch: int, values: dict[str, float]) -> None:
-        if epoch % 50 == 0:
+        if epoch % 10 == 0:
             logger.info("%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
     with mlflow.start_run(run_name=f"train-{setting.hardware}") as run:
         version, commit = data_version(), git_commit()
+        versions = {measurements: version, **{path: parts_digest(path) for path in shipped}}
         mlflow.log_params({**dataclasses.asdict(config), **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
         mlflow.set_tags({"git_commit": commit, "data_version": version})
-        _log_dataset(compute, version)
-        trained = fit.train(compute, comm, setting, config, progress)
-        found = [r for r in trained.curves if r["model"] == "compute"]
-        best = min(found, key=lambda r: r["validation_mape"])
-        logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"], found[-1]["epoch"],
-                    best["validation_mape"])
-        if best["epoch"] == 0:
-            logger.warning("the learned correction did not improve on the physical baseline, which is kept: measure more, or on "
-                           "a quieter machine")
-        mlflow.log_metric("compute_best_epoch", best["epoch"])
+        _log_datasets(known.compute, versions)
+        trained = fit.train(known.compute, known.comm, setting, config.fit, progress)
+        _say_best(trained.curves)
+        joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
         model = dataclasses.replace(trained.model, meta={**trained.model.meta, "provenance": {
-            "data_version": version, "git_commit": commit, "seed": config.seed}})
-        held_out = accuracy.held_out(compute), accuracy.held_out(comm)
-        metrics = accuracy.evaluate(model, *held_out)
-        mlflow.log_metrics({f"test_{k}": v for k, v in metrics.items()})
-        _log_curves(client, run.info.run_id, trained.curves)
-        _log_figures(model, held_out[0], trained.curves)
+            "data_version": version, "git_commit": commit, "seed": config.seed, **joined}})
+        studied = _study(model, known, config)
+        card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
+        mlflow.log_metrics(studied.flat())
+        _log_curves(client, run.info.run_id, trained.curves, studied.curve)
+        _log_figures(model, accuracy.held_out(known.compute), trained.curves, studied)
+        mlflow.log_text(card, registry.CARD)
+        mlflow.set_tag("mlflow.note.content", card)  # the run's description
         neural.save(model, folder)
-        files.write_csv(folder.parent / "curves.csv", trained.curves)
+        files.write_csv(folder.with_name("curves.csv"), trained.curves)
+        files.write_atomic(folder.with_name(registry.CARD), card.encode())
         mlflow.set_tag(registry.DIGEST_TAG, files.model_digest(folder))
-    return metrics
+    return studied.metrics["test"]
 
 
-def _log_dataset(compute: list[ComputeSample], version: str) -> None:
-    frame = pd.DataFrame({"id": [s.id for s in compute], "shards": [len(s.request.shards) for s in compute],
-                          "total_ms": [s.total_ms if s.forward else None for s in compute]})
-    with warnings.catch_warnings(action="ignore"):  # that a path could be other sources too; that integers cannot be missing
-        data = mlflow.data.from_pandas(frame, source=str(paths.MEASUREMENTS), name="measurements", digest=version[:36])
-        mlflow.log_input(data, context="training")
+def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
+    logger = get_run_logger()
+    found = [r for r in curves if r["model"] == "compute"]
+    best = min(found, key=lambda r: r["validation_mape"])
+    mlflow.log_metric("compute_best_epoch", best["epoch"])
+    logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"], found[-1]["epoch"],
+                best["validation_mape"])
+    if best["epoch"] == 0:
+        logger.warning("the learned correction did not improve on the physical baseline, which is kept: measure more, or on a "
+                       "quieter machine")
 
 
-def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: list[dict[str, Any]]) -> None:
+def _study(model: neural.NeuralModel, known: settle.Measurements, config: TrainConfig) -> model_report.Studied:
+    logger = get_run_logger()
+
+    def progress(_: str, samples: int, values: dict[str, float]) -> None:
+        logger.info("learning curve, trained on %d groups: held-out error %.1f%%", samples, values["test_mape"])
+
+    def of(split: str, samples: list) -> list:
+        return [s for s in samples if accuracy.split_of(s.id) == split]
+
+    metrics = {split: accuracy.evaluate(model, of(split, known.compute), of(split, known.comm))
+               for split in ("train", "validation", "test")}
+    curve = study.learning_curve(known.compute, model.setting, config.fit, progress) if config.learning_curve else None
+    studied = model_report.Studied(metrics, study.unseen_tables(known.compute, model.setting, config.fit),
+                                   study.repeatability(known.repeats), curve)
+    if curve:
+        logger.info("%s", model_report.doubling(curve, studied.repeatability))
+    return studied
+
+
+# --- MLflow ------------------------------------------------------------------------------------------------------------
+
+
+def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]) -> None:
+    """Each folder as an input of the run, with its version."""
+    for folder, version in versions.items():
+        ids = dataset.read_ids(folder, "compute")
+        found = [s for s in compute if s.id in ids]
+        frame = pd.DataFrame({"id": [s.id for s in found], "shards": [len(s.request.shards) for s in found],
+                              "total_ms": [s.total_ms for s in found]})
+        with warnings.catch_warnings(action="ignore"):  # that a path could be other sources too; that integers cannot be missing
+            data = mlflow.data.from_pandas(frame, source=str(folder), name=folder.name, digest=version[:36])
+            mlflow.log_input(data, context="training")
+
+
+def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: Sequence[Mapping[str, Any]],
+                curve: study.LearningCurve | None) -> None:
+    """Training curves by epoch; the learning curve by samples."""
     metrics = [Metric(f"{r['model']}_{k}", float(v), 0, r["epoch"]) for r in rows for k, v in r.items()
                if k not in ("model", "epoch")]
+    metrics += [Metric("learning_curve_test_mape", error, 0, samples) for samples, error in (curve.rows if curve else ())]
     for i in range(0, len(metrics), 1000):
         client.log_batch(run_id, metrics=metrics[i:i + 1000])
 
 
-def _log_figures(model: neural.NeuralModel, compute: list[ComputeSample], rows: list[dict[str, Any]]) -> None:
-    measured = [s for s in compute if s.error is None]
-    if not measured:
-        return
-    total = pd.Series([s.total_ms for s in measured]).to_numpy()
-    mlflow.log_figure(report.predicted_against_measured(total, accuracy.predict(model, measured), "held-out groups"),
-                      "predicted_against_measured.png")
-    metric = next((k for k in rows[0] if k.startswith("validation")), None) if rows else None
-    if metric:
-        mlflow.log_figure(report.curves(rows, metric, "training"), "curves.png")
+def _log_figures(model: neural.NeuralModel, held_out: Sequence[ComputeSample], rows: Sequence[Mapping[str, Any]],
+                 studied: model_report.Studied) -> None:
+    timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
+    mlflow.log_figure(model_report.training_curves(rows, "validation_mape", f"Training{of}"), "training_curves.png")
+    if studied.curve:
+        figure = model_report.learning_curve(studied.curve, studied.repeatability, f"Learning curve{of}")
+        mlflow.log_figure(figure, "learning_curve.png")
+    if timed:
+        measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict(model, timed)
+        shards = np.array([len(s.request.shards) for s in timed])
+        found = [100 * np.mean((low <= measured) & (measured <= high)) for low, high in
+                 (accuracy.intervals(model, timed, level / 100) for level in model_report.LEVELS)]
+        for name, figure in {
+            "predicted_against_measured": model_report.predicted_against_measured(measured, predicted, f"Held-out groups{of}"),
+            "error_by_size": model_report.error_by_size(measured, predicted, shards, f"Errors on held-out groups{of}"),
+            "calibration": model_report.calibration(model_report.LEVELS, found, len(timed), f"Intervals on held-out groups{of}"),
+        }.items():
+            mlflow.log_figure(figure, f"{name}.png")

@@ -1,9 +1,12 @@
 """Shared by the tests: small tables and problems with known statistics."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent / "cost"))  # laws.py, for all
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

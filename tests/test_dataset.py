@@ -90,6 +90,17 @@ def test_an_exchanges_id_is_all_of_its_request():
     assert len({dataset.comm_id(SETTING, r) for r in (request, *others)}) == 6
 
 
+def test_exchanges_timed_several_times_are_told(tmp_path):
+    request = CommRequest((8, 8), 256, (0.0, 0.0))
+    ms = (SPREAD,) * 2
+    first = CommSample(dataset.comm_id(SETTING, request), SETTING, request, ms, ms, (0.0, 0.0), 1.0)
+    again, failed = dataclasses.replace(first, measured_at=2.0), dataclasses.replace(first, measured_at=3.0, error="a rank died")
+    for part in ([first], [again, first], [failed]):  # `first` in two parts, as while parts are merged
+        dataset.write_comm(tmp_path, part)
+    assert dataset.read_comm_repeats(tmp_path, SETTING) == [[first, again]]
+    assert dataset.read_comm(tmp_path) == [again]
+
+
 def test_an_empty_folder_holds_nothing(tmp_path):
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path / "none", "comm") == set()
 

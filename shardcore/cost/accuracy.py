@@ -53,7 +53,7 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
     """Accuracy on measurements: flat metrics, errors in percent; those of a kind without samples are left out.
 
     compute_* is of forward + backward of a group: errors, and compute_coverage_* the share that the interval of so many percent
-    holds, in percent too; *_comm_mape of one rank's transfer.
+    holds, in percent too; of exchanges as exchange.errors.
     """
     compute, comm = ([s for s in samples if s.error is None] for samples in (compute, exchange.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
@@ -69,8 +69,4 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
         for percent in COVERAGES:
             low, high = model.interval(sums, percent / 100)
             metrics[f"compute_coverage_{percent}"] = 100 * float(np.mean((low <= measured) & (measured <= high)))
-    if comm:
-        for way in ("forward", "backward"):
-            terms, measured = exchange.observed(comm, way)
-            metrics[f"{way}_comm_mape"] = mape(terms @ model.weights[f"exchange_{way}"], measured)
-    return metrics
+    return metrics | exchange.errors(model.weights, comm)

@@ -1,4 +1,4 @@
-"""CostModel: what a search needs of a model. price: what a model says of a Workload.
+"""CostModel: what a search needs of a model. Cautious: a model at a wanted confidence. price: what a model says of a Workload.
 
 Shapes: N shards, F features, G groups, D devices; ... any leading dimensions, for several plans at once.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,6 +46,44 @@ class CommCost:
     @property
     def total_ms(self) -> np.ndarray:
         return self.forward_ms + self.backward_ms + self.waiting_ms
+
+
+class Banded(Protocol):
+    """A CostModel that knows how far measurements lie from its predictions."""
+
+    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
+        """[G] ms below which a measurement of the group lies with probability `level`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cautious:
+    """A CostModel whose ops cost what `model`, a Banded one, says they stay below with probability `confidence`: a search that
+    sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked) for a confidence not within the
+    levels that the model knows."""
+
+    model: Any
+    confidence: float
+
+    @property
+    def setting(self) -> Setting:
+        return self.model.setting
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        return self.model.encode(shards, batch)
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        return self.model.quantile(sums, self.confidence)
+
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        return self.model.forward_share(sums)
+
+    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        return self.model.comm(traffic, compute_ms, topology)
+
+
+def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
+    """`model` itself where no confidence is wanted."""
+    return Cautious(model, confidence) if confidence else model
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:

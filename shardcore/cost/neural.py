@@ -57,18 +57,22 @@ class NeuralModel:
     def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
 
-        A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one.
-        Reduce-scatter and all-gather are priced as the all-to-all that moves the same bytes, the all-reduce as exchange.ring_ms,
-        until they are measured. Raises ShardCoreError where neither exchanges were measured nor the topology gives its links.
+        A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one. What
+        a late start costs beyond the waiting follows from the compute's skew, for a backward transfer ends for all about at once.
+        A collective that was not measured is priced with the all-to-all's rates. Raises ShardCoreError where neither all-to-alls
+        were measured nor the topology gives its links.
         """
-        if len(topology) > 1 and topology.within_host_gbps is None and not self.weights["exchange_forward"].any():
+        if len(topology) > 1 and topology.within_host_gbps is None and not exchange.is_measured(self.weights, "all_to_all"):
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
-        forward, backward = (
-            exchange.exchange_ms(self.weights, traffic.all_to_all, topology, way)
-            + exchange.exchange_ms(self.weights, traffic.reduce_scatter, topology, way) for way in (False, True))
-        backward = backward + exchange.ring_ms(self.weights, traffic.all_reduce, topology)
-        ready = np.asarray(compute_ms, dtype=float) + backward
+        compute_ms = np.asarray(compute_ms, dtype=float)
+        skew_ms = np.ptp(compute_ms, axis=-1)
+        after_skew_ms = np.where(np.any(traffic.all_to_all, axis=-1), 0.0, skew_ms)  # the second exchange begins together
+        forward, backward = map(sum, zip(
+            exchange.collective_ms(self.weights, "all_to_all", traffic.all_to_all, topology, skew_ms),
+            exchange.collective_ms(self.weights, "reduce_scatter", traffic.reduce_scatter, topology, after_skew_ms),
+            exchange.collective_ms(self.weights, "all_reduce", traffic.all_reduce, topology), strict=True))
+        ready = compute_ms + backward
         meets = (traffic.all_to_all + traffic.reduce_scatter + traffic.all_reduce).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
         return CommCost(forward, backward, waiting)
@@ -158,7 +162,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
         found["devices"].append(("the topology", len(workload.topology)))
         found["exchange_bytes"] += ((f"device {d}", b) for d, b in enumerate(workload.traffic.all_to_all))
     sentences = [s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))]
-    return sentences + list(_unmeasured(workload))
+    return sentences + list(_unmeasured(model, workload))
 
 
 def _name(shard: Shard) -> str:
@@ -179,18 +183,22 @@ def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[f
             yield f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; {end} measured {quantity.show(limit)}"
 
 
-def _unmeasured(workload: Workload) -> Iterable[str]:
+def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     topology, traffic = workload.topology, workload.traffic
+    links = [exchange.measured_links(model.weights, c) for c in exchange.WAYS if getattr(traffic, c).any()]
     given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
              if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms") and getattr(topology, f.name) is not None]
     if given and len(topology) > 1:
-        yield f"the topology gives {', '.join(given)}: its links are taken from there, not measured"
-    elif len(topology.hosts) > 1:
-        yield f"{len(topology.hosts)} hosts; links between hosts count as those measured within one"
-    if any(op.kind == ROW for ops in workload.ops for op in ops):
-        yield "row-wise shards: their reduce-scatter is priced as an all-to-all, not measured"
-    if traffic.all_reduce.any():
-        yield "replicated shards: their all-reduce is priced as a ring over the all-to-all's links, not measured"
+        yield f"the topology gives {', '.join(given)}: the explicit link model prices its exchanges from there, not measured"
+    if len(topology.hosts) > 1 and topology.between_hosts_gbps is None and any("between" not in x for x in links):
+        yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
+    if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:
+        yield "devices share a host; links within hosts count as those measured between hosts"
+    if len(topology) > 1 and not exchange.is_measured(model.weights, "reduce_scatter") and any(
+            op.kind == ROW for ops in workload.ops for op in ops):
+        yield "row-wise shards: their reduce-scatter is priced with the all-to-all's rates, not measured"
+    if len(topology) > 1 and not exchange.is_measured(model.weights, "all_reduce") and traffic.all_reduce.any():
+        yield "replicated shards: their all-reduce is priced as a ring with the all-to-all's rates, not measured"
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
         yield f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the measured hardware"

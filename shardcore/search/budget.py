@@ -39,3 +39,7 @@ class Meter:
         if self.budget.seconds is not None and time.monotonic() - self.started_s >= self.budget.seconds:
             return 0
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
+
+    def left(self) -> bool:
+        """Whether anything of the budget is left."""
+        return self.affordable(1, 1) > 0

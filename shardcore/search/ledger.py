@@ -1,8 +1,9 @@
 """Ledger: what parts of tables cost, looked up instead of computed again.
 
-A search works on numbers: a piece is (strip, units), a strip being a row range of a table and a unit MIN_WIDTH of its
-columns. A *part* is what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes and the
-single cost of every part in use, so that moving columns between devices is adding and subtracting rows of arrays.
+A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns; or it
+is a whole table cut by rows, a unit being one of row_units equal shares of them: the twin of the strip by columns. A *part* is
+what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes, the width and the single cost of every
+part in use, so that moving columns or rows between devices is adding and subtracting rows of arrays.
 
 Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0, a row range: 1); ... leading dimensions.
 """
@@ -26,20 +27,29 @@ Piece = tuple[int, int]
 class Ledger:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
-    speed [D]; kind [S]; codes [R, F]; bytes [R]; single_ms [R]: the cost of a part alone at speed 1. Parts are made by `add`.
+    speed [D]; kind, size, twin [S]: the kind of op, units in all, and the strip of the same table by rows (-1: none). codes
+    [R, F]; bytes [R]; width [R]: in units of MIN_WIDTH columns; single_ms [R]: the cost of a part alone at speed 1. Parts are
+    made by `add` and `need`. row_units: shares that a table may be cut into by rows (0: none is). Rows of tables that are not
+    ordered are exchangeable, as columns are; others are not cut by rows.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard]) -> None:
+    def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard], row_units: int = 0) -> None:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         self._strips = column_runs(pieces)
         self._strip_of = {(row_range(run), c): i for i, run in enumerate(self._strips) for c in _units_of(run)}
-        self.kind = np.array([0 if run.full_rows else 1 for run in self._strips])
-        most = max(run.width for run in self._strips) // MIN_WIDTH
-        self._parts = np.full((len(self._strips), most + 1), -1)
+        self.by_columns = len(self._strips)
+        may = [i for i, run in enumerate(self._strips) if row_units > 1 and self._by_rows(run, row_units)]
+        self._strips += [self._strips[i] for i in may]
+        self.twin = np.full(len(self._strips), -1)
+        self.twin[may] = np.arange(self.by_columns, len(self._strips))
+        self.kind = np.array([0 if run.full_rows and i < self.by_columns else 1 for i, run in enumerate(self._strips)])
+        self.size = np.array([run.width // MIN_WIDTH if i < self.by_columns else row_units for i, run in enumerate(self._strips)])
+        self._parts = np.full((len(self._strips), self.size.max() + 1), -1)
         self._parts[:, 0] = 0
         n_features = model.encode([self._strips[0]]).shape[1]
-        self.codes, self.bytes, self.single_ms = np.zeros((1, n_features)), np.zeros(1, dtype=np.int64), np.zeros(1)
+        self.codes, self.single_ms = np.zeros((1, n_features)), np.zeros(1)
+        self.bytes, self.width = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._strips)
@@ -48,14 +58,24 @@ class Ledger:
         return self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH], shard.width // MIN_WIDTH
 
     def shards(self, pieces: Sequence[Piece]) -> list[Shard]:
-        """The pieces as rectangles, columns dealt out in the order given. They must not take more than a strip has."""
-        cursor = [run.col_lo for run in self._strips]
-        shards = []
+        """The pieces as rectangles, columns or rows dealt out in the order given. They must not take more than a strip has."""
+        taken, shards = [0] * len(self._strips), []
         for strip, units in pieces:
-            run, low = self._strips[strip], cursor[strip]
-            cursor[strip] = low + units * MIN_WIDTH
-            shards.append(Shard(run.table, run.row_lo, run.row_hi, low, cursor[strip]))
+            shards.append(self._shard(strip, taken[strip], taken[strip] + units))
+            taken[strip] += units
         return shards
+
+    def _shard(self, strip: int, low: int, high: int) -> Shard:
+        """Units low to high of a strip."""
+        run, size = self._strips[strip], int(self.size[strip])
+        if strip >= self.by_columns:
+            return Shard(run.table, run.rows * low // size, run.rows * high // size, run.col_lo, run.col_hi)
+        return Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH)
+
+    def _by_rows(self, run: Shard, row_units: int) -> bool:
+        table = run.table
+        return (run == Shard.whole(table) and not table.ordered and table.rows >= 64 * row_units and table.pooling > 0
+                and table.name not in self.problem.constraints.unsplit)
 
     def may_split(self, piece: Piece) -> bool:
         strip, units = piece
@@ -67,15 +87,28 @@ class Ledger:
         for strip, units in pieces:
             held = sums.setdefault(strip, {0})
             sums[strip] = held | {h + units for h in held}
-        new = [(s, u) for s in sums for u in sorted(sums[s]) if self._parts[s, u] < 0]
+        self._make([(s, u) for s in sums for u in sorted(sums[s]) if self._parts[s, u] < 0])
+
+    def need(self, strips: np.ndarray, units: np.ndarray) -> None:
+        """Make the parts of so many units of strips, both [N]."""
+        missing = self._parts[strips, units] < 0
+        if missing.any():
+            self._make(list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True))))
+
+    def whole_pieces(self) -> list[Piece]:
+        """All strips by columns, each in one piece."""
+        return [(i, int(self.size[i])) for i in range(self.by_columns)]
+
+    def _make(self, new: list[Piece]) -> None:
         if not new:
             return
-        shards = [Shard(*row_range(self._strips[s]), 0, u * MIN_WIDTH) for s, u in new]
+        shards = [self._shard(s, 0, u) for s, u in new]
         codes = np.asarray(self.model.encode(shards), dtype=float)
         first = len(self.codes)
         self.codes = np.concatenate([self.codes, codes])
         self.single_ms = np.concatenate([self.single_ms, self.model.head(codes)])
         self.bytes = np.concatenate([self.bytes, [piece_bytes(s, self.problem) for s in shards]])
+        self.width = np.concatenate([self.width, [s.width // MIN_WIDTH for s in shards]])
         for i, (s, u) in enumerate(new):
             self._parts[s, u] = first + i
 

@@ -58,22 +58,38 @@ def compute_samples(law, n: int = 240, setting: Setting = SETTING, noise: float 
     return samples
 
 
-def exchange_law(widths, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """ms per rank: 0.1, 0.02 a peer, 2 GB/s out, 4 GB/s in, and 1 GB/s for the busiest."""
+def exchange_law(widths, batch: int, skew_ms: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """ms per rank: 0.1, 0.02 a peer, 1 GB/s for the busiest, and for what goes out and in 4 GB/s forward and 2 GB/s backward;
+    forward 0.05 a ms of skew, up to 10 of them."""
     owned = np.array(widths) * batch * 4.0
     n = len(owned)
     out, into = owned * (n - 1) / n, (owned.sum() - owned) / n
-    busiest = max(out.max(), into.max())
-    base = 0.1 + 0.02 * (n - 1) + busiest / 1e6
-    return base + out / 2e6 + into / 4e6, base + into / 2e6 + out / 4e6
+    base = 0.1 + 0.02 * (n - 1) + max(out.max(), into.max()) / 1e6
+    return base + (out + into) / 4e6 + 0.05 * min(skew_ms, 10), base + (out + into) / 2e6
 
 
-def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING) -> list[CommSample]:
+def ring_law(collective: str, widths, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """ms per rank: 0.2 a round, 0.5 GB/s for a reduce-scatter, 1 GB/s for an all-gather; an all-reduce is both, at once."""
+    n = len(widths)
+    moved = max(widths) * batch * 4.0 * (n - 1) / n
+    scatter, gather = 0.2 * (n - 1) + moved / 0.5e6, 0.2 * (n - 1) + moved / 1e6
+    return np.full(n, scatter), np.full(n, gather if collective == "reduce_scatter" else scatter + gather)
+
+
+def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, collective: str = "all_to_all",
+                 **request) -> list[CommSample]:
+    """request: further fields of the CommRequests."""
     rng, samples = np.random.default_rng(2), []
     for i in range(n):
-        widths = tuple(int(w) * 4 for w in rng.integers(0, 200, ranks[i % len(ranks)]))
+        d = ranks[i % len(ranks)]
+        widths = tuple(int(w) * 4 for w in rng.integers(0, 200, d))
+        if collective == "all_reduce":
+            widths = (max(widths),) * d
         if sum(widths):
-            request = CommRequest(widths, 252, (0.0,) * len(widths))
-            both = [tuple(map(spread, ms)) for ms in exchange_law(widths, 252)]
-            samples.append(CommSample(dataset.comm_id(setting, request), setting, request, *both, (0.0,) * len(widths), 0.0))
+            start_ms = (0.0,) * (d - 1) + (float(2 * (i % 8)),)
+            asked = CommRequest(widths, 252, start_ms, collective, **request)
+            law = exchange_law(widths, 252, max(start_ms)) if collective == "all_to_all" else ring_law(collective, widths, 252)
+            forward, backward = (tuple(map(spread, ms)) for ms in law)
+            samples.append(CommSample(dataset.comm_id(setting, asked), setting, asked,
+                                      None if collective == "all_reduce" else forward, backward, (0.0,) * d, 0.0))
     return samples

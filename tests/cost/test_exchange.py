@@ -1,41 +1,175 @@
-"""The communication model is recovered from exchanges, and goes beyond the ranks that were measured."""
+"""The communication model is recovered from exchanges, each collective's own, and goes beyond the ranks and hosts measured."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law
+from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law
 
-from shardcore.cost import accuracy, fit
-from shardcore.types import Device, Topology
-from shardcore.workload import Traffic
+from bench import links
+from shardcore.cost import accuracy, exchange, fit, neural
+from shardcore.types import Device, Placement, Plan, Problem, Shard, Table, Topology
+from shardcore.workload import Traffic, lower
 
 QUICK = fit.FitConfig(epochs=3)
+
+
+def fitted(*samples) -> neural.NeuralModel:
+    return neural.NeuralModel(SETTING, exchange.fit([x for s in samples for x in s], [], lambda *_: None), {"ranges": {}})
+
+
+def on_hosts(*devices: int, **given) -> Topology:
+    """A topology of so many devices on each host."""
+    return Topology(tuple(Device(1 << 30, host=f"host-{h}") for h, n in enumerate(devices) for _ in range(n)), **given)
+
+
+def columns(widths) -> Traffic:
+    return Traffic.of_columns(np.array(widths) * 256 * 4.0)
+
+
+# --- fit
 
 
 def test_exchanges_of_two_ranks_alone_fit_too():
     comm = comm_samples(60, ranks=(2,))
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert (model.weights["exchange_forward"] >= 0).all()
+    assert all((model.weights[exchange.weight("all_to_all", way)] >= 0).all() for way in ("forward", "backward"))
 
 
 def test_only_exchanges_that_the_model_prices_count():
     compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
-    slow = [dataclasses.replace(s, id=f"other-{i}", request=dataclasses.replace(s.request, **change),
-                                backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
-            for change in ({"collective": "reduce_scatter"}, {"payload": "bf16"}, {"hosts": 2}) for i, s in enumerate(comm)]
+    slow = [dataclasses.replace(s, backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
+            for s in comm_samples(60, ranks=(2,), payload="bf16")]
     none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
     early = dataclasses.replace(comm[0], id="early", forward=none)
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
     assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
-    assert (fit.train(compute, slow, SETTING, QUICK).model.weights["exchange_forward"] == 0).all()
+    assert not exchange.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights, "all_to_all")
+
+
+def test_each_collective_has_its_own_rates():
+    rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
+    model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
+    found = exchange.errors(model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
+    assert len(found) == 5 and max(found.values()) < 0.5
+    owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
+    scattered = [m.comm(Traffic(nothing, owned, nothing), nothing, on_hosts(6)) for m in (model, without)]
+    forward, backward = ring_law("reduce_scatter", [640] * 6, 256)  # the others pad
+    assert scattered[0].forward_ms == pytest.approx(forward, rel=0.01)
+    assert scattered[0].backward_ms == pytest.approx(backward, rel=0.01)
+    reduced = [m.comm(Traffic(nothing, nothing, np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)]
+    assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
+    assert not reduced[0].forward_ms.any()
+    moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
+    assert scattered[1].forward_ms == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01)
+    assert reduced[1].backward_ms == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01)
+
+
+def test_too_few_exchanges_of_a_collective_are_none():
+    few = comm_samples(exchange.FEWEST_SAMPLES - 1, collective="all_reduce")
+    model = fitted(comm_samples(), few)
+    assert exchange.is_measured(model.weights, "all_to_all") and not exchange.is_measured(model.weights, "all_reduce")
+    assert exchange.errors(model.weights, few)["all_reduce_backward_mape"] > 1
+
+
+def test_numbers_of_ranks_and_hosts_never_trained_on():
+    cluster = links.Cluster()
+    model = fitted(links.simulated(cluster, links.KNOWN, 30, seed=0))
+    for shape in ((3, 1), (6, 3), (12, 1), (16, 4), (32, 4)):
+        found = exchange.errors(model.weights, links.simulated(cluster, [shape], 6, seed=1))
+        assert len(found) == 5 and np.mean(list(found.values())) < 10, (shape, found)
+
+
+# --- prices
 
 
 def test_exchange_law_beyond_the_ranks_trained_on(model):
     widths = [64, 0, 256, 128, 32, 640, 8, 100]
-    cost = model.comm(Traffic.of_columns(np.array(widths) * 256 * 4.0), np.zeros(8), Topology((Device(1),) * 8))
+    cost = model.comm(columns(widths), np.zeros(8), Topology((Device(1),) * 8))
     forward, backward = exchange_law(widths, 256)
     assert cost.forward_ms == pytest.approx(forward, rel=0.01)
     assert cost.backward_ms == pytest.approx(backward, rel=0.01)
+
+
+def test_a_late_start_costs_the_first_forward_exchange(model):
+    widths, compute_ms = [64, 0, 256, 128], np.array([[0.0, 3.0, 1.0, 1.0], [0.0, 90.0, 1.0, 1.0]])
+    cost = model.comm(columns([widths] * 2), compute_ms, on_hosts(4))
+    expected = [exchange_law(widths, 256, skew) for skew in (3.0, 90.0)]
+    assert cost.forward_ms == pytest.approx(np.array([e[0] for e in expected]), rel=0.01)
+    assert cost.backward_ms == pytest.approx(np.array([e[1] for e in expected]), rel=0.01)
+    once = Traffic(cost.forward_ms * 1e6, cost.forward_ms * 1e6, 0 * cost.forward_ms)
+    late, together = (model.comm(once, x, on_hosts(4)).forward_ms for x in (compute_ms, 0 * compute_ms))
+    assert late - together == pytest.approx(np.array([[0.15] * 4, [0.5] * 4]), rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def of_hosts() -> neural.NeuralModel:
+    """Trained on simulated exchanges over one and two hosts."""
+    return fitted(links.simulated(links.Cluster(), ((2, 1), (4, 1), (4, 2), (8, 2)), 15, seed=0))
+
+
+def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
+    rng, topology = np.random.default_rng(0), on_hosts(3, 1, 2)
+    owned, compute, order = rng.random((3, 6)) * 1e6, rng.random(6), rng.permutation(6)
+    permuted = Topology(tuple(topology.devices[d] for d in order))
+    a = of_hosts.comm(Traffic(*owned), compute, topology)
+    b = of_hosts.comm(Traffic(*owned[:, order]), compute[order], permuted)
+    for name in ("forward_ms", "backward_ms", "waiting_ms"):
+        assert getattr(b, name) == pytest.approx(getattr(a, name)[order])
+
+
+def test_more_bytes_never_take_less_time(of_hosts):
+    rng = np.random.default_rng(0)
+    for topology in (on_hosts(5), on_hosts(3, 2), on_hosts(1, 1, 4), on_hosts(16, 16), on_hosts(2, 2, between_hosts_gbps=1.0)):
+        n = len(topology)
+        owned = rng.random((3, 200, n)) * 10.0 ** rng.uniform(2, 7, (3, 200, 1)) * (rng.random((3, 200, n)) < 0.7)
+        more = owned + rng.random((3, 200, n)) * 1e6 * (rng.random((3, 200, n)) < 0.3)
+        compute = rng.random((200, n))
+        before, after = (of_hosts.comm(Traffic(*x), compute, topology) for x in (owned, more))
+        assert (after.forward_ms >= before.forward_ms).all() and (after.backward_ms >= before.backward_ms).all()
+        totals = [(compute + x.total_ms).max(-1) for x in (before, after)]
+        assert (totals[1] >= totals[0] - 1e-9).all()
+
+
+def test_what_is_empty_or_alone_takes_no_time(of_hosts):
+    nothing = of_hosts.comm(Traffic(*np.zeros((3, 2, 4))), np.ones((2, 4)), on_hosts(2, 2))
+    alone = of_hosts.comm(Traffic(*np.ones((3, 1))), np.ones(1), on_hosts(1))
+    assert nothing.total_ms.shape == (2, 4) and not nothing.total_ms.any() and not alone.total_ms.any()
+
+
+def test_links_never_measured_count_as_those_that_were(of_hosts):
+    traffic, compute = columns([64, 0, 256, 128]), np.zeros(4)
+    within = fitted(comm_samples())
+    between = fitted(links.simulated(links.Cluster(), ((2, 2), (4, 4)), 30, seed=0))
+    for model, same in ((within, on_hosts(4)), (between, on_hosts(1, 1, 1, 1))):
+        a, b = (model.comm(traffic, compute, topology) for topology in (on_hosts(2, 2), same))
+        assert np.array_equal(a.forward_ms, b.forward_ms) and np.array_equal(a.backward_ms, b.backward_ms)
+    cost = [of_hosts.comm(traffic, compute, topology).forward_ms.max() for topology in (on_hosts(4), on_hosts(2, 2))]
+    assert cost[0] < cost[1]
+
+
+# --- what was not measured is named
+
+
+def said(model: neural.NeuralModel, topology: Topology) -> str:
+    """Of a plan with a column-wise, a row-wise and a replicated table."""
+    a, b, c = (Table(name, 100, 8, 1.0) for name in "abc")
+    n = len(topology)
+    placements = [Placement(Shard.whole(a), (0,)), Placement(Shard.whole(c), tuple(range(n))),
+                  *(Placement(Shard(b, lo, lo + 50, 0, 8), (d,)) for d, lo in enumerate((0, 50)))]
+    return "\n".join(neural.out_of_range(model, lower(Plan(tuple(placements)), Problem("p", (a, b, c), topology, 256))))
+
+
+def test_what_was_not_measured_is_named(of_hosts):
+    within = fitted(comm_samples())
+    assert said(of_hosts, on_hosts(2)) == said(of_hosts, on_hosts(1, 1)) == ""
+    assert "reduce-scatter is priced with the all-to-all's" in said(within, on_hosts(2))
+    assert "all-reduce is priced as a ring with the all-to-all's" in said(within, on_hosts(2))
+    assert "2 hosts; links between hosts count as those within one" in said(within, on_hosts(1, 1))
+    between = fitted(links.simulated(links.Cluster(), ((2, 2),), 30, seed=0))
+    assert "links within hosts count as those measured between" in said(between, on_hosts(2))
+    given = said(of_hosts, on_hosts(1, 1, between_hosts_gbps=3.0))
+    assert given == ("the topology gives between_hosts_gbps 3: the explicit link model prices its exchanges from there, "
+                     "not measured")

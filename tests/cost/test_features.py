@@ -22,6 +22,7 @@ def test_by_hand():
     conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
     assert conditions["width"] == pytest.approx(np.log(8))
     assert conditions["bytes"] == pytest.approx(np.log(32e6))
+    assert conditions["lines"] == pytest.approx(np.log(2))  # 32 bytes in a line of 64
 
 
 def test_column_halves_share_the_cells_and_repeat_the_lookups():

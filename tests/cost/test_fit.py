@@ -17,7 +17,7 @@ QUICK = fit.FitConfig(epochs=3)
 
 def test_linear_law_is_recovered():
     compute, comm = compute_samples(linear_law), comm_samples()
-    model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=20)).model
+    model = fit.train(compute, comm, SETTING).model
     metrics = accuracy.evaluate(model, accuracy.held_out(compute), accuracy.held_out(comm))
     assert metrics["compute_mape"] < 1 and metrics["forward_compute_mape"] < 1 and metrics["backward_compute_mape"] < 1
     assert metrics["compute_kendall_tau"] > 0.99
@@ -102,3 +102,33 @@ def test_samples_of_another_setting():
 def test_bad_config(params, message):
     with pytest.raises(ShardCoreError, match=message):
         files.build(fit.FitConfig, params, "train")
+
+
+def test_shards_that_contend_are_learned():
+    def contended(shards, batch):
+        forward, backward = linear_law(shards, batch)
+        return forward, backward * (1 + 0.05 * len(shards))
+
+    compute = compute_samples(contended, 600)
+    model = fit.train(compute, [], SETTING, fit.FitConfig()).model
+    assert accuracy.evaluate(model, accuracy.held_out(compute), [])["compute_mape"] < 2
+
+
+def exchanges(model):
+    return {k: v for k, v in model.weights.items() if k.startswith("exchange")}
+
+
+def test_fine_tuning_needs_fewer_samples():
+    def slower(shards, batch):  # another machine: a third of the pace, and backward costs more again
+        forward, backward = cache_law(shards, batch)
+        return 3 * forward, 4 * backward
+
+    machine = Setting("slower", 256)
+    few, judged = compute_samples(slower, 60, machine), compute_samples(slower, 300, machine)[60:]
+    known = fit.train(compute_samples(cache_law, 300), comm_samples(), SETTING).model
+    tuned, alone = (fit.train(few, [], machine, start=start).model for start in (known, None))
+    errors = [accuracy.evaluate(m, judged, [])["compute_mape"] for m in (tuned, alone)]
+    assert errors[0] < 0.7 * errors[1] and errors[0] < 5
+    assert not any(v.any() for v in exchanges(tuned).values())  # another machine's say nothing
+    again = exchanges(fit.train(compute_samples(cache_law, 60), [], SETTING, QUICK, start=known).model)
+    assert again and all(np.array_equal(v, again[k]) for k, v in exchanges(known).items())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, compute_samples, pool
 
-from shardcore.cost import neural
-from shardcore.cost.model import group_costs
+from shardcore.cost import exchange, neural
+from shardcore.cost.model import Cautious, group_costs
 from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import Traffic, lower
 
@@ -29,12 +29,14 @@ def test_adding_a_shard_never_lowers_a_cost(model):
     more = [[*g, shards[rng.integers(len(shards))]] for g in groups]
     before, after = group_costs(groups, model), group_costs(more, model)
     assert (after >= before).all() and (after > 0).all() and np.isfinite(after).all()
+    surely = [group_costs(x, Cautious(model, 0.95)) for x in (groups, more)]
+    assert (surely[1] >= surely[0]).all()
 
 
 def test_empty_group_costs_nothing(model):
     assert group_costs([[]], model).tolist() == [0.0]
-    assert model.head(np.zeros((3, 3))).tolist() == [0.0] * 3
-    assert model.forward_share(np.zeros((1, 3))).tolist() == [0.0]
+    assert model.head(np.zeros((3, 9))).tolist() == [0.0] * 3
+    assert model.forward_share(np.zeros((1, 9))).tolist() == [0.0]
 
 
 def test_order_does_not_matter(model):
@@ -51,6 +53,17 @@ def test_sums_can_be_kept_by_adding_and_subtracting(model):
 def test_fusing_pays(model):
     shards = [Shard.whole(t) for t in pool()[:5]]
     assert group_costs([shards], model)[0] < group_costs([[s] for s in shards], model).sum()
+
+
+def test_intervals_hold_the_prediction_and_widen(model):
+    sums = model.encode([Shard.whole(t) for t in pool()])
+    (low, high), (lower, higher) = model.interval(sums, 0.5), model.interval(sums, 0.95)
+    assert (lower <= low).all() and (low <= high).all() and (high <= higher).all() and (lower < higher).all()
+    cautious = Cautious(model, 0.9)
+    assert np.array_equal(cautious.head(sums), model.quantile(sums, 0.9))
+    assert np.array_equal(cautious.encode([Shard.whole(pool()[0])]), sums[:1]) and cautious.setting == model.setting
+    with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
+        Cautious(model, 0.999).head(sums)
 
 
 def test_forward_share_is_that_of_the_law(model):
@@ -121,7 +134,8 @@ def test_more_bytes_never_take_less(model):
 def test_links_that_the_topology_gives():
     hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
     links = Topology(hosts, within_host_gbps=100.0, between_hosts_gbps=10.0, latency_ms=0.5)
-    model = neural.NeuralModel(SETTING, {"exchange_forward": np.full(5, 7.0), "exchange_backward": np.full(5, 7.0)}, {})
+    fitted = {exchange.weight("all_to_all", way): np.full(len(exchange.EXCHANGE_TERMS), 7.0) for way in ("forward", "backward")}
+    model = neural.NeuralModel(SETTING, fitted, {})
     cost = model.comm(Traffic.of_columns(np.full(4, 4e6)), np.zeros(4), links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
     assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))
     reduced = model.comm(Traffic(np.zeros(4), np.zeros(4), np.full(4, 4e6)), np.zeros(4), links)

@@ -18,7 +18,7 @@ TOY = {
     "tables": {"tables": 40},
     "measure": {"compute_samples": 120, "comm_samples": 24, "chunk": 10, "max_shards": 6, "arena_bytes": 1 << 28,
                 "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3},
-    "train": {"epochs": 30},
+    "train": {"epochs": 8, "learning_curve": False},
     "evaluate": {"problems": 2, "min_tables": 5, "max_tables": 8, "budget_evals": 200},
     "publish": {"budget_evals": 200},
 }
@@ -60,6 +60,7 @@ def copy_project(folder: Path, api: str, home: Path) -> Project:
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    (folder / "datasets").mkdir()
     for path in (folder / "problems").glob("*.json"):
         path.unlink()
     (folder / "params.yaml").write_text(yaml.safe_dump(TOY))

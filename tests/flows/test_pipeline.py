@@ -42,10 +42,14 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
     version = lock["stages"]["measure"]["outs"][0]["md5"]
     assert run.data.tags["data_version"] == version and re.fullmatch(r"[0-9a-f]{40}(-dirty)?", run.data.tags["git_commit"])
     assert run.inputs.dataset_inputs[0].dataset.digest == version[:36]
-    assert "test_compute_mape" in run.data.metrics and run.data.params["setting_batch"] == "64"
+    assert {f"{split}_compute_mape" for split in ("train", "validation", "test")} <= set(run.data.metrics)
+    assert run.data.params["setting_batch"] == "64"
+    assert {"card.md", "calibration.png", "error_by_size.png", "predicted_against_measured.png", "training_curves.png"} <= {
+        a.path for a in client.list_artifacts(run.info.run_id)}
     assert any(len(client.get_metric_history(run.info.run_id, k)) > 5 for k in run.data.metrics)
     [model] = client.search_registered_models()
     assert re.match(r"shardcore-cost-", model.name) and set(model.aliases) == {"challenger", "champion"}
+    assert client.get_model_version(model.name, "1").description == (project.folder / "data/card.md").read_text()
 
 
 def test_a_second_run_has_nothing_to_do(project):
@@ -59,7 +63,8 @@ def test_comment_edits_rerun_exactly_their_stages_and_measure_nothing(project):
     log = project.run("dvc", "repro").stdout
     assert stages_run(log) == {"measure"} and ", 0 of them to measure" in log
     project.edit("shardcore/search/greedy.py")
-    assert stages_run(project.run("dvc", "repro").stdout) == {"measure", "evaluate"}  # groups come from plans too
+    log = project.run("dvc", "repro").stdout
+    assert stages_run(log) == {"measure", "train", "evaluate"}  # groups come from plans too
     assert measured_at(project) == before
 
 
@@ -99,8 +104,9 @@ def test_a_champion_set_by_hand_is_what_publish_uses(project):
 
 def test_the_registered_model_serves_from_an_unrelated_folder(project, tmp_path):
     [model] = project.mlflow().search_registered_models()
-    code = ("import json, mlflow; group = json.dumps([{'name': 't', 'rows': 1000, 'dim': 16, 'pooling': 4}]); "
-            f"print(mlflow.pyfunc.load_model('models:/{model.name}@champion').predict([group, '[]']))")
+    code = ("import mlflow; table = {'name': 't', 'rows': 1000, 'dim': 16, 'pooling': 4}; "
+            "groups = [{'shards': [{'table': table}]}, {'shards': []}]; "
+            f"print([a['ms'] for a in mlflow.pyfunc.load_model('models:/{model.name}@champion').predict(groups)])")
     env = {k: v for k, v in project.env.items() if k != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     cost, empty = map(float, re.search(r"\[([\d.e-]+), ([\d.e-]+)\]", done.stdout).groups())

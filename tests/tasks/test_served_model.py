@@ -14,15 +14,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore import files
 from shardcore.cost import fit, neural
 from shardcore.cost.model import group_costs
 from shardcore.types import Shard
 from tasks import registry
-
-sys.path.append(str(Path(__file__).parents[1] / "cost"))
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool  # noqa: E402
 
 TABLE = files.table_to_json(pool()[0])
 GROUPS = [{"shards": [{"table": files.table_to_json(t)} for t in pool()[:3]]},

@@ -1,0 +1,273 @@
+"""The figures of a cost model and its card; pure: data in, a matplotlib figure or text out.
+
+Shapes: S samples, L levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore.cost import exchange, neural
+from shardcore.cost.metrics import kendall_tau, mape
+from shardcore.cost.neural import NeuralModel
+from shardcore.cost.study import LearningCurve
+from shardcore.report import markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEVELS = (50, 60, 70, 80, 90, 95, 99)
+"""Percent of measurements that an interval is to hold, at which a calibration is shown."""
+
+
+@dataclass(frozen=True)
+class Studied:
+    """What is known of a model beside its files. metrics: accuracy.evaluate of each split. unseen_tables, repeatability: errors
+    in percent of study's functions; those and the curve are None where the samples are too few."""
+
+    metrics: Mapping[str, Mapping[str, float]]
+    unseen_tables: float | None = None
+    repeatability: float | None = None
+    curve: LearningCurve | None = None
+
+    def flat(self) -> dict[str, float]:
+        """Its figures under one name each."""
+        found = {f"{split}_{k}": v for split, values in self.metrics.items() for k, v in values.items()}
+        found |= {"unseen_tables_compute_mape": self.unseen_tables, "repeatability": self.repeatability}
+        if self.curve:
+            found |= {f"learning_curve_{k}": getattr(self.curve, k) for k in ("constant", "scale", "power", "gain")}
+        return {k: v for k, v in found.items() if v is not None}
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
+
+
+def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
+    """Scatter of [S] on log axes with the line of equality and ±10%."""
+    figure, (axes,) = _figure(title)
+    low, high = (f(np.concatenate([measured_ms, predicted_ms])) for f in (np.min, np.max))
+    line = np.array([low * 0.9, high * 1.1])
+    axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
+    axes.plot(line, line, color="0.4", linewidth=1)
+    axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
+    axes.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms", xlim=line, ylim=line, aspect="equal")
+    _plain_ticks(axes)
+    axes.text(0.97, 0.03, f"{len(measured_ms):,} groups\nmean absolute error {mape(predicted_ms, measured_ms):.1f}%\n"
+              f"Kendall tau {kendall_tau(predicted_ms, measured_ms):.3f}", transform=axes.transAxes, ha="right", va="bottom")
+    axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str) -> Figure:
+    """Relative errors of [S] against what was measured, and against how many shards ran in the op."""
+    figure, panels = _figure(title, columns=2)
+    error = 100 * (predicted_ms / measured_ms - 1)
+    limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
+    for axes, x, label in zip(panels, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True):
+        axes.axhline(0, color="0.4", linewidth=1)
+        axes.scatter(x, np.clip(error, -limit, limit), s=6, alpha=0.35, linewidths=0)
+        bins = _equal_bins(x)
+        at = [np.median(x[b]) for b in bins]
+        low, middle, high = np.array([np.percentile(error[b], [10, 50, 90]) for b in bins]).T
+        axes.fill_between(at, low, high, color="C1", alpha=0.25, linewidth=0, label="80% of groups of like size")
+        axes.plot(at, middle, color="C1", marker="o", markersize=4, label="their median")
+        axes.set(xscale="log", xlabel=label, ylim=(-limit, limit))
+        _plain_ticks(axes, "x")
+    panels[0].set_ylabel("predicted − measured, % of measured")
+    panels[0].legend(loc="lower left", frameon=False)
+    return figure
+
+
+def calibration(levels: Sequence[float], found: Sequence[float], samples: int, title: str) -> Figure:
+    """Percent of `samples` measurements that the intervals of so many percent [L] really held [L]; the grey band is what chance
+    alone would give 19 times out of 20."""
+    figure, (axes,) = _figure(title)
+    nominal = np.linspace(min(levels), max(levels), 100)
+    chance = 1.96 * np.sqrt(nominal * (100 - nominal) / samples)
+    axes.fill_between(nominal, nominal - chance, np.minimum(nominal + chance, 100), color="0.85", linewidth=0,
+                      label=f"within chance, {samples:,} groups")
+    axes.plot(nominal, nominal, color="0.4", linewidth=1)
+    axes.plot(levels, found, marker="o", label="found")
+    for level, value in zip(levels, found, strict=True):
+        axes.annotate(f"{value:.0f}", (level, value), xytext=(5, -11), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="the interval is to hold, % of measurements", ylabel="it held, %", xticks=levels,
+             xlim=(min(levels) - 2, 102), ylim=(None, 102))
+    axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+def learning_curve(curve: LearningCurve, repeatability: float | None, title: str) -> Figure:
+    """Held-out errors over the samples trained on, the law fitted to them as far as twice the samples, the floor (percent that a
+    timing itself is off by), and in a sentence what twice the samples would gain."""
+    figure, (axes,) = _figure(title)
+    samples, errors = np.array(curve.rows, dtype=float).T
+    most = samples.max()
+    law = f"{curve.constant:.2g} + {curve.scale:.3g} × groups$^{{-{curve.power:.2g}}}$"
+    for ends, style, label in (((samples.min(), most), "-", law), ((most, 2 * most), ":", "foretold for twice the groups")):
+        n = np.geomspace(*ends, 100)
+        axes.plot(n, [curve.at(x) for x in n], style, color="C1", label=label)
+    axes.plot([2 * most], [curve.at(2 * most)], "o", markerfacecolor="none", color="C1")
+    axes.scatter(samples, errors, s=24, zorder=3, label="trained on so many")
+    if repeatability is not None:
+        axes.axhline(repeatability, color="0.4", linestyle="--", linewidth=1,
+                     label=f"floor: a timing itself is off by {repeatability:.1f}%")
+    axes.set(xscale="log", yscale="log", xlabel="groups trained and validated on", ylabel="error on held-out groups, %")
+    _plain_ticks(axes)
+    axes.legend(frameon=False)
+    figure.supxlabel(doubling(curve, repeatability).replace("; ", ";\n"), fontsize=9)
+    return figure
+
+
+def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> Figure:
+    """One metric over epochs, a line for each "model" of the rows that has several; the best epoch is marked."""
+    figure, (axes,) = _figure(title)
+    for model in dict.fromkeys(r["model"] for r in rows):
+        points = np.array([(r["epoch"], r[metric]) for r in rows if r["model"] == model and metric in r])
+        if len(points) > 1:
+            axes.plot(*points.T, label=model)
+            best = points[points[:, 1].argmin()]
+            axes.plot(*best, "o", color="C1", label=f"best: {best[1]:.2f} after epoch {best[0]:.0f}")
+    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    figure = Figure(figsize=(6.4 if columns == 1 else 11, 4.8), layout="constrained")
+    figure.suptitle(title)
+    panels = list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.92", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
+    """Numbers instead of powers of ten on log axes."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for way in ways:
+        axis = getattr(axes, f"{way}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _equal_bins(x: np.ndarray, per_bin: int = 40, most: int = 12) -> list[np.ndarray]:
+    """Positions of [S] values in bins of about as many each; equal values share a bin."""
+    edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // per_bin, 1, most)) + 1)))
+    place = np.searchsorted(edges[1:-1], x, side="right")
+    return [np.flatnonzero(place == i) for i in np.unique(place)]
+
+
+# --- words -------------------------------------------------------------------------------------------------------------
+
+
+def doubling(curve: LearningCurve, repeatability: float | None) -> str:
+    """In a sentence, what twice the samples would gain."""
+    most = max(n for n, _ in curve.rows)
+    floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
+    return (f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the held-out error of "
+            f"{curve.at(most):.1f}%{floor}.")
+
+
+_SPLIT_ROWS = (
+    ("groups", "n_compute", "{:,.0f}"), ("error of a group's ms", "compute_mape", "{:.1f}%"),
+    ("of its forward part", "forward_compute_mape", "{:.1f}%"), ("of its backward part", "backward_compute_mape", "{:.1f}%"),
+    ("Kendall tau of groups", "compute_kendall_tau", "{:.3f}"), ("within their 90% interval", "compute_coverage_90", "{:.0f}%"),
+    ("exchanges", "n_comm", "{:,.0f}"), ("error of a rank's all-to-all, forward", "forward_comm_mape", "{:.1f}%"),
+    ("backward", "backward_comm_mape", "{:.1f}%"), ("of its reduce-scatter", "reduce_scatter_forward_mape", "{:.1f}%"),
+    ("of its all-gather", "reduce_scatter_backward_mape", "{:.1f}%"),
+    ("of its all-reduce", "all_reduce_backward_mape", "{:.1f}%"),
+)
+"""What the card says of each split: words, metric of accuracy.evaluate, format."""
+
+
+def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
+    """What a model is, as a page of Markdown below the 5,000 characters that a model registry keeps. name: in the registry."""
+    use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
+    return "\n\n".join([f"# Cost model of {model.setting.hardware}", _what_it_is(model), "## Trained on", _trained_on(model),
+                        "## Where to trust it", _ranges(model), "## How good it is", _how_good(studied), "## How to use it", use])
+
+
+def _what_it_is(model: NeuralModel) -> str:
+    return ("Predicts what the embedding tables of a recommendation model cost in one training step: the ms of fused FBGEMM "
+            f"lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); what is in another "
+            "setting is refused. A group that grows never costs less, and an empty one costs nothing.")
+
+
+def _trained_on(model: NeuralModel) -> str:
+    setting, samples, provenance = model.setting, model.meta["samples"], model.meta["provenance"]
+    groups, exchanges = (" / ".join(f"{samples[f'{kind}_{side}']:,}" for side in ("train", "validation", "test"))
+                         for kind in ("compute", "comm"))
+    return markdown_table(("", ""), [
+        ("hardware", setting.hardware),
+        ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
+        ("groups: train / validation / test", groups),
+        ("exchanges: train / validation / test", exchanges),
+        ("measurements, DVC version", provenance.get("data_version", "-")),
+        *((f"joined: {folder}, version", version) for folder, version in provenance.get("datasets", {}).items()),
+        ("code, git commit", provenance.get("git_commit", "-")),
+        ("seed", model.meta["config"]["seed"]),
+    ])
+
+
+def _ranges(model: NeuralModel) -> str:
+    """The training ranges in the words in which plans are told that they are beyond them, and what no range can tell."""
+    owners = {"shard": "a shard", "op": "a device", "devices": "a job", "exchange": "a device"}
+    lines = []
+    for name, ends in model.meta["ranges"].items():
+        quantity = neural.QUANTITIES[name]
+        shown = " to ".join(dict.fromkeys(map(quantity.show, ends)))
+        lines.append(f"- {owners[name.split('_')[0]]} {quantity.phrase.format(shown)}")
+    return ("\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing with the work to do, "
+            "but nothing vouches for them: plans and answers name what of theirs is beyond (`extrapolated`). So they do with "
+            f"what was not measured but is priced by proxy: {'; '.join(_proxies(model))}.")
+
+
+def _proxies(model: NeuralModel) -> list[str]:
+    measured = [c for c in exchange.WAYS if exchange.is_measured(model.weights, c)]
+    links = [exchange.measured_links(model.weights, c) for c in measured]
+    return [words for words, applies in (
+        ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
+        ("the reduce-scatter of row-wise shards, with the all-to-all's rates", "reduce_scatter" not in measured),
+        ("the all-reduce of replicated shards, as a ring with the all-to-all's rates", "all_reduce" not in measured),
+        ("links between hosts, as those within one", any("between" not in x for x in links)),
+        ("links within a host, as those between hosts", {"between"} in links),
+        ("links whose bandwidth a topology gives", True),
+        ("devices of another speed, as the measured one scaled", True)) if applies]
+
+
+def _how_good(studied: Studied) -> str:
+    rows = [(words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
+            for words, key, form in _SPLIT_ROWS if any(key in found for found in studied.metrics.values())]
+    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of training and of every "
+            "choice."]
+    if studied.unseen_tables is not None:
+        said.append(f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%.")
+    if studied.repeatability is not None:
+        said.append(f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be better than that.")
+    if studied.curve is not None:
+        said.append(doubling(studied.curve, None))
+    return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(said)
+
+
+_USE = """```
+python -m shardcore plan PROBLEM.json --model data/model --out PLAN.json
+mlflow models serve -m models:/NAME@champion --env-manager local -p 5001
+curl localhost:5001/invocations -H 'Content-Type: application/json' -d \\
+  '{"inputs": [{"batch": BATCH, "shards": [{"table": {"name": "t", "rows": 1000000, "dim": 64, "pooling": 10}}]}]}'
+```
+
+In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`, whose `predict`
+takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to `high_ms` (holds 90% of measurements),
+`extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
+"""

@@ -1,0 +1,85 @@
+"""A machine that was slow for a while is told from groups that cost more."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from laws import SETTING, cache_law, compute_samples, linear_law
+
+from shardcore import dataset
+from shardcore.cost import accuracy, settle
+from shardcore.types import Setting, ShardCoreError
+
+
+def in_turn(samples, pace_of, seconds: float = 0.3):
+    """The samples as measured one after the other, the clock showing pace_of(seconds) times what they cost."""
+    return [slowed(dataclasses.replace(s, measured_at=1e9 + i * seconds), pace_of(i * seconds)) for i, s in enumerate(samples)]
+
+
+def slowed(sample, by: float):
+    forward, backward = (dataclasses.replace(x, **{k: getattr(x, k) * by for k in ("median_ms", "q1_ms", "q3_ms")})
+                         for x in (sample.forward, sample.backward))
+    return dataclasses.replace(sample, forward=forward, backward=backward)
+
+
+def off(samples, truth) -> float:
+    """Mean size of the logarithm of found over true ms, their median being the machine's usual pace."""
+    ratio = np.log([s.total_ms / t.total_ms for s, t in zip(samples, truth, strict=True)])
+    return float(np.abs(ratio - np.median(ratio)).mean())
+
+
+@pytest.mark.parametrize("law", [linear_law, cache_law])
+def test_slow_stretches_are_taken_out(law):
+    truth = compute_samples(law, 600, noise=0.03)
+    measured = in_turn(truth, lambda s: 1.3 if 40 < s < 80 else 1 + 0.1 * math.sin(s / 15))
+    settled = settle.settled(measured)
+    assert off(settled, truth) < 0.5 * off(measured, truth)
+    assert [s.id for s in settled] == [s.id for s in truth]
+    slow = settled[200]
+    assert slow.pace == pytest.approx(measured[200].total_ms / slow.total_ms * measured[200].pace)
+    assert 1.03 < slow.pace / settled[20].pace < 1.5
+
+
+def test_a_steady_machine_changes_next_to_nothing():
+    truth = compute_samples(cache_law, 600, noise=0.03)
+    assert off(settle.settled(in_turn(truth, lambda s: 1.0)), truth) < 0.01
+
+
+def test_a_group_that_costs_more_keeps_its_cost():
+    measured = in_turn(compute_samples(linear_law, 300), lambda s: 1.0)
+    measured[150] = slowed(measured[150], 3.0)
+    assert settle.settled(measured)[150].total_ms == pytest.approx(measured[150].total_ms, rel=0.02)
+
+
+def test_the_test_split_is_no_witness():
+    measured = in_turn(compute_samples(linear_law, 300, noise=0.05), lambda s: 1 + 0.2 * math.sin(s / 10))
+    other = [slowed(s, 2.0) if accuracy.held_out([s]) else s for s in measured]
+    rest = [(a, b) for a, b in zip(settle.settled(measured), settle.settled(other), strict=True) if not accuracy.held_out([a])]
+    assert all(a == b for a, b in rest)
+
+
+def test_failures_and_few_samples_stay_as_they_are():
+    samples = in_turn(compute_samples(linear_law, 30), lambda s: 1 + s)
+    assert settle.settled(samples) == samples
+    failed = [dataclasses.replace(s, id=f"{i}", forward=None, backward=None, error="out of memory")
+              for i, s in enumerate(samples)]
+    assert [s for s in settle.settled([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed]) if s.error] == failed
+
+
+def test_folders_are_read_together_each_sample_once(tmp_path):
+    samples = in_turn({s.id: s for s in compute_samples(linear_law, 120)}.values(), lambda s: 1.0)
+    tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
+    for folder, part in (("a", samples[:80]), ("b", samples[60:])):
+        dataset.write_compute(tmp_path / folder, part, dataset.write_pool(tmp_path / folder, tables))
+    known = settle.read([tmp_path / "a", tmp_path / "b"], SETTING)
+    assert sorted({s.id for s in samples}) == [s.id for s in known.compute] and not known.comm
+    assert known.repeats == []
+
+
+def test_a_folder_of_another_setting_is_named(tmp_path):
+    samples = compute_samples(linear_law, 3)
+    tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
+    dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
+    with pytest.raises(ShardCoreError, match="holds samples for .*batch 256.*, none for .*batch 512"):
+        settle.read([tmp_path], Setting("law", 512))

@@ -1,0 +1,115 @@
+"""The train and evaluate tasks on synthetic measurements: what the run in MLflow holds, and datasets that join."""
+
+import contextlib
+import dataclasses
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import mlflow
+import pytest
+from laws import SETTING, cache_law, comm_samples, compute_samples, pool
+from prefect.logging import disable_run_logger
+
+from shardcore import dataset, files
+from shardcore.cost import accuracy, neural
+from shardcore.types import Setting, ShardCoreError
+from tasks.evaluate import evaluate_model
+from tasks.setting import SettingConfig
+from tasks.train import TrainConfig, train_model
+
+WANTED = SettingConfig(SETTING.hardware, SETTING.batch)
+MEASUREMENTS, SHIPPED = Path("data/measurements"), Path("datasets/x")
+QUICK = {"epochs": 2, "hidden": (4,)}
+SAMPLES = list({s.id: s for s in compute_samples(cache_law, 260, noise=0.05)}.values())
+
+
+def write(folder, compute, comm=()):
+    folder.mkdir(parents=True)
+    dataset.write_compute(folder, compute, dataset.write_pool(folder, pool()))
+    if comm:
+        dataset.write_comm(folder, comm)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The current folder of these tests; its MLflow holds their runs. Half of the dataset's samples were measured here too."""
+    folder = tmp_path_factory.mktemp("place")
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db"), \
+            disable_run_logger():
+        write(MEASUREMENTS, SAMPLES[:180], comm_samples(30))
+        write(SHIPPED, SAMPLES[100:])
+        write(Path("datasets/other"), compute_samples(cache_law, 60, Setting("law", 64)))
+        yield folder
+
+
+def train(**config):
+    return train_model.fn(MEASUREMENTS, WANTED, TrainConfig(**QUICK, **config), Path("data/model"))
+
+
+@pytest.fixture(scope="module")
+def joined(place):
+    """(metrics, run) of a training on both."""
+    metrics = train(datasets=(str(SHIPPED),))
+    return metrics, mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("shardcore").experiment_id])[0]
+
+
+def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
+    metrics, run = joined
+    client, run_id = mlflow.MlflowClient(), run.info.run_id
+    assert run.data.params["epochs"] == "2" and run.data.params["datasets"] == "('datasets/x',)"
+    assert [m.step for m in client.get_metric_history(run_id, "compute_validation_mape")] == [0, 1, 2]
+    assert len(client.get_metric_history(run_id, "learning_curve_test_mape")) == 3
+    for split in ("train", "validation", "test"):
+        assert 0 < run.data.metrics[f"{split}_compute_mape"] < 100 and f"{split}_compute_coverage_90" in run.data.metrics
+    assert run.data.metrics["test_compute_mape"] == metrics["compute_mape"] and "learning_curve_gain" in run.data.metrics
+    names = ("predicted_against_measured", "error_by_size", "calibration", "learning_curve", "training_curves")
+    assert {a.path for a in client.list_artifacts(run_id)} == {"card.md", *(f"{n}.png" for n in names)}
+    card = Path("data/card.md").read_text()
+    assert mlflow.artifacts.load_text(f"{run.info.artifact_uri}/card.md") == run.data.tags["mlflow.note.content"] == card
+
+
+def test_datasets_join_what_was_measured_and_count_once(joined):
+    _, run = joined
+    model = neural.load("data/model")
+    assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == len(SAMPLES)
+    inputs = {d.dataset.name: d.dataset.digest for d in run.inputs.dataset_inputs}
+    version = files.digest(sorted(p.name for p in SHIPPED.iterdir()))
+    assert inputs == {"measurements": "unversioned", "x": version}
+    assert model.meta["provenance"]["datasets"] == {"datasets/x": version}
+    assert f"| joined: datasets/x, version | {version} |" in Path("data/card.md").read_text()
+
+
+def test_a_model_is_evaluated_on_what_it_was_trained_on(joined):
+    metrics = evaluate_model.fn(Path("data/model"), MEASUREMENTS, Path("data/evaluation"))
+    assert metrics == joined[0] and metrics["n_compute"] == len(accuracy.held_out(SAMPLES))
+    assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
+
+
+def test_without_datasets_and_learning_curve_there_is_neither(joined):
+    metrics = train(learning_curve=False)
+    assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES[:180]))
+    assert "datasets" not in neural.load("data/model").meta["provenance"] and "Twice" not in Path("data/card.md").read_text()
+
+
+def test_the_stage_s_own_options_do_not_change_the_model(place):
+    config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
+    assert config.fit == dataclasses.replace(config.fit) and "datasets" not in dataclasses.asdict(config.fit)
+    assert files.build(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
+
+
+@pytest.mark.parametrize("datasets, said", [
+    (("datasets/other",), r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, "),
+    (("datasets/none",), "datasets/none holds no compute samples"),
+    (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
+    (("datasets/../x",), "it needs to be a folder in datasets/"),
+])
+def test_a_dataset_that_cannot_join_is_named(place, datasets, said):
+    with pytest.raises(ShardCoreError, match=said):
+        train(datasets=datasets)
+
+
+def test_unknown_keys_stay_errors():
+    with pytest.raises(ShardCoreError, match=re.escape("train has an unknown key 'dataset'; known are epochs")):
+        files.build(TrainConfig, {"dataset": []}, "train")

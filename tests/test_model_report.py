@@ -1,0 +1,84 @@
+"""Figures and card of a cost model, from data alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from laws import SETTING, cache_law, comm_samples, compute_samples
+
+from shardcore import model_report
+from shardcore.cost import fit
+from shardcore.cost.study import LearningCurve
+
+CURVE = LearningCurve(((100, 11.0), (200, 8.0), (400, 6.0)), 1.0, 100.0, 0.5)
+RNG = np.random.default_rng(0)
+MEASURED = np.exp(RNG.normal(0, 1, 300))
+PREDICTED = MEASURED * np.exp(0.1 * RNG.normal(size=300))
+
+
+def model(comm):
+    trained = fit.train(compute_samples(cache_law, 60), comm, SETTING, fit.FitConfig(epochs=1)).model
+    return dataclasses.replace(trained, meta={**trained.meta, "provenance": {
+        "data_version": "md5-of-the-data", "git_commit": "abc", "datasets": {"datasets/x": "digest-of-x"}}})
+
+
+STUDIED = model_report.Studied({"train": {"compute_mape": 4.0, "n_compute": 48.0},
+                                "test": {"compute_mape": 5.25, "n_compute": 6.0, "compute_coverage_90": 88.0}}, 7.5, 3.125, CURVE)
+
+
+def texts(figure):
+    from matplotlib.text import Text
+
+    return " | ".join(t.get_text() for t in figure.findobj(Text))
+
+
+FIGURES = {
+    "predictions": (lambda: model_report.predicted_against_measured(MEASURED, PREDICTED, "title"), "300 groups"),
+    "sizes": (lambda: model_report.error_by_size(MEASURED, PREDICTED, RNG.integers(1, 9, 300), "title"), "shards in the op"),
+    "sizes of few": (lambda: model_report.error_by_size(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"), "measured ms"),
+    "calibration": (lambda: model_report.calibration((50, 90), (40.0, 91.0), 30, "title"), "within chance, 30 groups"),
+    "learning": (lambda: model_report.learning_curve(CURVE, 3.125, "title"), "a timing itself is off by 3.1%"),
+    "learning, no floor": (lambda: model_report.learning_curve(CURVE, None, "title"), "Twice the groups (800 instead of 400)"),
+    "training": (lambda: model_report.training_curves(
+        [{"model": "compute", "epoch": i, "validation_mape": 9.0 - i} for i in range(3)]
+        + [{"model": "forward_comm", "epoch": 0, "validation_mape": 1.0}], "validation_mape", "title"),
+                 "best: 7.00 after epoch 2"),
+}
+
+
+@pytest.mark.parametrize("make, said", FIGURES.values(), ids=FIGURES)
+def test_figures_draw_and_say_what_they_show(make, said, tmp_path):
+    figure = make()
+    figure.savefig(tmp_path / "f.png", dpi=50)
+    assert (tmp_path / "f.png").stat().st_size > 3000 and said in texts(figure) and "title" in texts(figure)
+
+
+def test_doubling_says_the_gain_beside_the_floor():
+    gain = "Twice the groups (800 instead of 400) would take 1.5 points off the held-out error of 6.0%"
+    assert model_report.doubling(CURVE, 3.125) == f"{gain}; a timing itself is off by 3.1%."
+    assert model_report.doubling(CURVE, None) == f"{gain}."
+
+
+def test_the_card_says_what_it_was_trained_on_where_to_trust_it_how_good_it_is_and_how_to_use_it():
+    card = model_report.model_card(model(comm_samples(20)), STUDIED, "shardcore-cost-law")
+    for said in ("Valid for (law, batch 256, fp32, exact_sgd)", "| measurements, DVC version | md5-of-the-data |",
+                 "| joined: datasets/x, version | digest-of-x |", "| groups: train / validation / test | ",
+                 "- a shard is 4 to 64 columns wide", "- a device runs 1 to 8 shards in one op", "- a job has 2 to 4 devices",
+                 "| error of a group's ms | 4.0% | 5.2% |", "| within their 90% interval | - | 88% |",
+                 "never saw the error is 7.5%", "off by 3.1%", "Twice the groups",
+                 "models:/shardcore-cost-law@champion", '"batch": 256', "links between hosts, as those within one"):
+        assert said in card, said
+    assert len(card) < 5000 and "NAME" not in card
+
+
+def test_the_card_of_little_data_leaves_out_what_nobody_knows():
+    card = model_report.model_card(model([]), model_report.Studied({"test": {"compute_mape": 5.0}}), "m")
+    assert "all exchanges, from the links' bandwidth" in card and "None" not in card and "Twice" not in card
+    assert "a job has" not in card
+
+
+def test_all_figures_have_a_name_each():
+    flat = STUDIED.flat()
+    assert flat["test_compute_mape"] == 5.25 and flat["unseen_tables_compute_mape"] == 7.5 and flat["repeatability"] == 3.125
+    assert flat["learning_curve_gain"] == pytest.approx(100 / 20 - 100 / 800**0.5)
+    assert set(model_report.Studied({"test": {}}).flat()) == set()
