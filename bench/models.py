@@ -219,8 +219,8 @@ def read(args: argparse.Namespace) -> Data:
     from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
-    unseen = [s for s in groups if all(sampling.held_out(x.table) for x in s.request.shards)]
-    seen = [s for s in groups if not any(sampling.held_out(x.table) for x in s.request.shards)]
+    unseen = [s for s in groups if all(tables.kept_for_testing(x.table) for x in s.request.shards)]
+    seen = [s for s in groups if not any(tables.kept_for_testing(x.table) for x in s.request.shards)]
     measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
     data = Data(groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0)
     unsettled = study.repeatability(dataset.read_repeats(args.dataset, settings[0])) or 0.0

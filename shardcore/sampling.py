@@ -6,7 +6,6 @@ Draw i depends on (seed, i) alone, so asking for more keeps those that were draw
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,12 +79,6 @@ class GroupConfig:
                                  f"max_shard_bytes of at least {4 * MIN_WIDTH}")
         if min(self.planned, self.replicated) < 0 or self.planned + self.replicated > 1:
             raise ShardCoreError(f"group config {self} needs planned and replicated of 0 or more, together at most 1")
-
-
-def held_out(table: Table) -> bool:
-    """Whether a table is kept for testing: a twentieth of any pool, by name alone. Models are judged on groups of these only,
-    having been trained on groups without any of them: users bring tables that nobody measured."""
-    return int(hashlib.sha256(table.name.encode()).hexdigest(), 16) % 20 == 0
 
 
 def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,

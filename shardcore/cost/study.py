@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore import sampling
+from shardcore import tables
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.rates import fit_law
@@ -35,11 +35,11 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
 
 
 def unseen_tables(compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None) -> float | None:
-    """Error in percent on the groups of held-out tables alone (sampling.held_out), of a model trained on the groups without any
-    of them; None where either are too few."""
+    """Error in percent on the groups of tables that are kept for testing alone (tables.kept_for_testing), of a model trained on
+    the groups without any of them; None where either are too few."""
     timed = [s for s in compute if s.error is None]
-    unknown = [s for s in timed if all(sampling.held_out(x.table) for x in s.request.shards)]
-    known = [s for s in timed if not any(sampling.held_out(x.table) for x in s.request.shards)]
+    unknown = [s for s in timed if all(tables.kept_for_testing(x.table) for x in s.request.shards)]
+    known = [s for s in timed if not any(tables.kept_for_testing(x.table) for x in s.request.shards)]
     if not unknown or len(known) < fit.MIN_COMPUTE:
         return None
     model = fit.train(known, [], setting, config).model

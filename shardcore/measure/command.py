@@ -35,7 +35,7 @@ def measure(args: argparse.Namespace) -> None:
     exchanges = _missing_exchanges(args, setting, device) if args.exchanges else []
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
-    drawn = [t for t in live if sampling.held_out(t)] if args.held_out else live
+    drawn = [t for t in live if tables.kept_for_testing(t)] if args.held_out else live
     draws = sampling.different(lambda i: sampling.compute_request(drawn, i, setting, args.seed, groups),
                        lambda r: dataset.compute_id(setting, r), args.samples)
     missing = (r for n, (key, r) in enumerate(draws) if n < args.again or key not in known)

@@ -2,8 +2,8 @@
 
 A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns; or it
 is a whole table cut by rows, a unit being one of row_units equal shares of them: the twin of the strip by columns. A *part* is
-what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes, the width and the single cost of every
-part in use, so that moving columns or rows between devices is adding and subtracting rows of arrays.
+what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes, the width and the single cost of
+every part in use, so that moving columns or rows between devices is adding and subtracting rows of arrays.
 
 Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0, a row range: 1); ... leading dimensions.
 """

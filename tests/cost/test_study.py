@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, compute_samples, linear_law
 
-from shardcore import sampling
+from shardcore import tables
 from shardcore.cost import fit, study
 
 QUICK = fit.FitConfig(epochs=4)
@@ -30,9 +30,9 @@ def test_repeatability_is_the_error_of_one_timing():
 
 def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     compute = compute_samples(cache_law, 400)
-    tables = {x.table for s in compute for x in s.request.shards}
-    assert any(sampling.held_out(t) for t in tables), "the pool of these tests holds a table kept for testing"
-    alone = [s for s in compute if all(sampling.held_out(x.table) for x in s.request.shards)]
+    pool = {x.table for s in compute for x in s.request.shards}
+    assert any(tables.kept_for_testing(t) for t in pool), "the pool of these tests holds a table kept for testing"
+    alone = [s for s in compute if all(tables.kept_for_testing(x.table) for x in s.request.shards)]
     found = study.unseen_tables(compute, SETTING, QUICK)
     assert alone and 0 < found < 60
     wrong = [dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in alone else s for s in compute]

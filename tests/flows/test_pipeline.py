@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import yaml
 
@@ -62,10 +60,10 @@ def test_comment_edits_rerun_exactly_their_stages_and_measure_nothing(project):
     project.edit("shardcore/measure/kernels.py")
     log = project.run("dvc", "repro").stdout
     assert stages_run(log) == {"measure"} and ", 0 of them to measure" in log
-    project.edit("shardcore/search/greedy.py")
-    log = project.run("dvc", "repro").stdout
-    assert stages_run(log) == {"measure", "train", "evaluate"}  # groups come from plans too
     assert measured_at(project) == before
+    project.edit("shardcore/search/greedy.py")
+    stale = project.run("dvc", "status").stdout
+    assert set(re.findall(r"^(\w+):$", stale, re.MULTILINE)) == {"measure", "evaluate"}  # groups come from plans too
 
 
 def test_more_samples_keep_those_already_measured(project):
@@ -100,17 +98,6 @@ def test_a_champion_set_by_hand_is_what_publish_uses(project):
     assert plan.provenance["model_version"] == "2"
     client.set_registered_model_alias(model.name, "champion", "1")
     project.run("dvc", "checkout", "--force", "data/model")
-
-
-def test_the_registered_model_serves_from_an_unrelated_folder(project, tmp_path):
-    [model] = project.mlflow().search_registered_models()
-    code = ("import mlflow; table = {'name': 't', 'rows': 1000, 'dim': 16, 'pooling': 4}; "
-            "groups = [{'shards': [{'table': table}]}, {'shards': []}]; "
-            f"print([a['ms'] for a in mlflow.pyfunc.load_model('models:/{model.name}@champion').predict(groups)])")
-    env = {k: v for k, v in project.env.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    cost, empty = map(float, re.search(r"\[([\d.e-]+), ([\d.e-]+)\]", done.stdout).groups())
-    assert cost > 0 and empty == 0
 
 
 def test_the_library_plans_with_the_same_files_alone(project):
