@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--algorithm", default="neuroshard", help="random, size_greedy, dim_greedy, lookup_greedy, "
-                   "size_lookup_greedy or neuroshard")
+                   "size_lookup_greedy, neuroshard or local")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shardcore.cost.model import CostModel
-from shardcore.search import greedy, neuroshard
+from shardcore.search import greedy, local, neuroshard
 from shardcore.search.budget import Budget
 from shardcore.types import Plan, Problem
 
@@ -32,4 +32,5 @@ SHARDERS: dict[str, Sharder] = {
     "lookup_greedy": greedy.lookup_greedy,
     "size_lookup_greedy": greedy.size_lookup_greedy,
     "neuroshard": neuroshard.neuroshard,
+    "local": local.local,
 }
