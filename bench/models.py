@@ -147,7 +147,7 @@ def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
     trained = fit.train(groups, [], groups[0].setting, config)
     model = trained.model
     return Trained(lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests]),
-                   [r["validation_mape"] for r in trained.curves], model)
+                   [r["validation_mape"] for r in trained.curves if r["epoch"]], model)
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def total_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
 
 
 def error(model: Trained, samples: Sequence[ComputeSample]) -> float:
-    return mape(model.predict([s.request for s in samples]), total_ms(samples)) if samples else math.nan
+    return mape(model.predict([s.request for s in samples]), total_ms(samples))
 
 
 def coverage(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
@@ -223,6 +223,9 @@ def read(args: argparse.Namespace) -> Data:
     seen = [s for s in groups if not any(tables.kept_for_testing(x.table) for x in s.request.shards)]
     measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
     data = Data(groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0)
+    if not (planned and random and unseen and len(seen) >= fit.MIN_COMPUTE):
+        raise ShardCoreError(f"{args.dataset} has {len(planned)} planned and {len(random)} other groups in its test split, "
+                             f"{len(unseen)} of unseen tables and {len(seen)} without any; each is needed (see --draws)")
     unsettled = study.repeatability(dataset.read_repeats(args.dataset, settings[0])) or 0.0
     print(f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from plans; unseen "
           f"tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): {data.floor:.2f}% (as measured "
@@ -263,16 +266,19 @@ def main() -> None:
         "ShardCore": lambda known, seed: ours(known, fit.FitConfig(seed=seed)),
     }
     splits = {"by sample": (data.groups, by_sample), "by table": (data.seen, by_table)}
+    made_of = {"dataset": str(args.dataset), "groups": len(data.groups), "epochs": args.epochs}
     rows = []
     for seed, (name, train), (split, (known, judge)) in itertools.product(range(args.seeds), models.items(), splits.items()):
         path = args.out / f"{name}-{split}-{seed}.json".replace(" ", "-").replace("'", "")
         if not path.exists() and (args.only or "") in name:
             began = time.perf_counter()
             model, seconds = train(known, seed), time.perf_counter() - began
-            files.write_json(path, {"model": name, "split": split, "seed": seed, "train s": seconds, "curve": model.curve,
-                                    "figures": judge(model, data, seed)})
+            files.write_json(path, {"made_of": made_of, "model": name, "split": split, "seed": seed, "train s": seconds,
+                                    "curve": model.curve, "figures": judge(model, data, seed)})
         if path.exists():
             rows.append(json.loads(path.read_text()))
+            if rows[-1].get("made_of") != made_of:
+                raise ShardCoreError(f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; give another --out")
             print(f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, {next(iter(rows[-1]['figures'].values())):.2f}%",
                   file=sys.stderr, flush=True)
     found: dict[str, dict[str, list[float]]] = {}

@@ -81,11 +81,14 @@ def main() -> None:
     costs = {name: np.array(v) for name, v in cost.items()}
     common = np.all([np.isfinite(v) for v in costs.values()], axis=0)
     theirs, their_s = costs["neuroshard"], np.array(seconds["neuroshard"])
+    if not common.any():
+        sys.exit(f"no problem was solved by all: {', '.join(f'{k} {np.isfinite(v).mean():.0%}' for k, v in costs.items())}")
     rows = []
     for name, v in costs.items():
-        ratio, own_s = (v / theirs)[common], np.mean(seconds[name]) if seconds[name] else np.nan
+        ratio = (v / theirs)[common]
+        own_s = np.array(seconds[name])[common].mean() if seconds[name] else np.nan
         rows.append((name, f"{np.isfinite(v).mean():.0%}", f"{ratio.mean():.4f}", f"{ratio.max():.3f}", f"{own_s:.3f}",
-                     f"{own_s / their_s.mean():.2f}"))
+                     f"{own_s / their_s[common].mean():.2f}"))
     print(f"{model.setting}; {len(drawn)} problems, {args.devices} devices; {common.sum()} solved by all\n")
     print(report.text_table(("sharder", "solved", "cost", "worst", "seconds", "of neuroshard's"), rows))
 

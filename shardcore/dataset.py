@@ -129,9 +129,14 @@ def best_known(samples: Iterable[Sample]) -> list[Sample]:
     """Each id once, in the order of their ids. Where an id was measured several times, a timing is preferred to an error, the
     better known timing to others, and the later one to the earlier."""
     best = {}
-    for sample in sorted(samples, key=lambda s: (s.error is None, -(getattr(s, "known_to", None) or 0.0), s.measured_at)):
+    for sample in sorted(samples, key=lambda s: (s.error is None, _worth(s), s.measured_at)):
         best[sample.id] = sample
     return [best[k] for k in sorted(best)]
+
+
+def _worth(sample: ComputeSample | CommSample) -> float:
+    known_to = getattr(sample, "known_to", None)
+    return -math.inf if known_to is None else -known_to
 
 
 def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:

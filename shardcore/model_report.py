@@ -249,8 +249,8 @@ def _proxies(model: NeuralModel) -> list[str]:
 def _how_good(studied: Studied) -> str:
     rows = [(words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
             for words, key, form in _SPLIT_ROWS if any(key in found for found in studied.metrics.values())]
-    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of training and of every "
-            "choice."]
+    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of training, and "
+            "judges which version is promoted."]
     if studied.unseen_tables is not None:
         said.append(f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%.")
     if studied.repeatability is not None:

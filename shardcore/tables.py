@@ -47,8 +47,8 @@ class PoolConfig:
 
 
 def kept_for_testing(table: Table) -> bool:
-    """Whether a table is kept for testing: a twentieth of any pool, by name alone. Models are judged on groups of these only,
-    having been trained on groups without any of them: users bring tables that nobody measured."""
+    """Whether a table is kept for testing: a twentieth of any pool, by name alone. Studies (cost/study.py) judge models
+    on groups of these only that were trained on groups without any of them: users bring tables that nobody measured."""
     return int(hashlib.sha256(table.name.encode()).hexdigest(), 16) % 20 == 0
 
 

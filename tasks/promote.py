@@ -49,8 +49,12 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> st
     new = score(accuracy.evaluate(model, *data))
     client.set_model_version_tag(name, challenger.version, "score", f"{new:.4f}")
     if before is not None:
-        old_model = registry.download(client, before)
-        if old_model.setting == model.setting:
+        try:
+            old_model = registry.download(client, before)
+        except ShardCoreError as error:  # registered by a ShardCore that computed other features
+            old_model = None
+            logger.warning("%s: champion %s cannot be read any more and is replaced: %s", name, before.version, error)
+        if old_model is not None and old_model.setting == model.setting:
             old = score(accuracy.evaluate(old_model, *data))
             if new > old + config.may_lose:
                 logger.warning("%s: version %s stays champion; challenger %s lost by %.2f points of held-out error (%.2f%% "
@@ -58,7 +62,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> st
                 return str(before.version)
             logger.info("%s: challenger %s at %.2f%% against champion %s at %.2f%%", name, challenger.version, new,
                         before.version, old)
-        else:
+        elif old_model is not None:
             logger.info("%s: champion %s is for another setting (%s)", name, before.version, old_model.setting)
     client.set_registered_model_alias(name, registry.CHAMPION, challenger.version)
     logger.info("%s: version %s is champion, held-out error %.2f%%", name, challenger.version, new)

@@ -13,7 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from shardcore import files, report, store
 from shardcore.cost import neural
-from shardcore.search import SHARDERS, compare
+from shardcore.search import BASELINES, compare
 from shardcore.search.budget import Budget
 from shardcore.types import Infeasible, Plan, Problem, ShardCoreError
 from shardcore.workload import lower
@@ -71,7 +71,7 @@ def publish_plans(problems: Sequence[Path], plans: Path, wanted: SettingConfig, 
 def _publish_one(problem: Problem, model: neural.NeuralModel, plans: Path, config: PublishConfig,
                  provenance: dict[str, Any]) -> tuple[tuple[Any, ...], Path]:
     budget = Budget(evals=config.budget_evals)
-    outcomes = {name: compare.run(name, problem, model, config.seed, budget) for name in SHARDERS}
+    outcomes = {name: compare.run(name, problem, model, config.seed, budget) for name in (*BASELINES, config.algorithm)}
     mine = outcomes[config.algorithm]
     if mine.plan is None:
         raise Infeasible(mine.error)

@@ -94,12 +94,15 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
 
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start), **exchange.fit(*_sides(comm), note)}
+    ranges = measured_ranges(_sides(compute)[0], _sides(comm)[0])
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
+        ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm)) for side in ("train", "validation", "test")}
-    meta = {"ranges": measured_ranges(_sides(compute)[0], _sides(comm)[0]), "samples": splits,
-            "config": {**dataclasses.asdict(config), "hidden": list(config.hidden)}, "metrics": {}, "provenance": {}}
+    hidden = [weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")][:-1]
+    meta = {"ranges": ranges, "samples": splits, "config": {**dataclasses.asdict(config), "hidden": hidden}, "metrics": {},
+            "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}} if start else {}}
     model = NeuralModel(setting, weights, meta)
     metrics = evaluate(model, _sides(compute)[1], _sides(comm)[1])
     return TrainedModel(dataclasses.replace(model, meta={**meta, "metrics": metrics}), curves)
@@ -228,15 +231,19 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
 
 
 def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """As _initial, from a trained model: its rates and launch are scaled to the new measurements, its correction applies over
+    """As _initial, from a trained model: rates and launch are fitted anew under its correction and contention, which apply over
     both measured ranges."""
     old = start.weights
-    sums = known.sums(nets.encode(old, known.drivers, known.conditions))
-    scale = np.median(known.measured / nets.parts(old, sums), axis=0)
+    correction, contention = nets.correction(old, known.conditions), nets.contention(old, known.sums(known.drivers))
+    laws = []
+    for way in (0, 1):
+        terms = known.sums(known.drivers * correction[:, way : way + 1]) * contention[:, way : way + 1]
+        laws.append(fit_law(np.concatenate([np.ones((len(terms), 1)), terms], 1), known.measured[:, way]))
+    launch, rates = np.array([law[0] for law in laws]), np.stack([law[1:] for law in laws], 1)
     fixed = {k: old[k] for k in ("condition_mean", "condition_sd", "load_typical")} | {
-        "rates": old["rates"] * scale, "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
+        "rates": rates, "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
         "condition_high": np.maximum(old["condition_high"], known.conditions.max(0))}
-    moved = {k: v for k, v in {**old, "launch": old["launch"] * scale}.items()
+    moved = {k: v for k, v in {**old, "launch": np.maximum(launch, 1e-4)}.items()
              if k == "launch" or k.startswith(("network.", "contention."))}
     raw = {f"log.{k}" if k in _LOGS else k: torch.from_numpy(np.log(v) if k in _LOGS else np.array(v)) for k, v in moved.items()}
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}

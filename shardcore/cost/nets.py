@@ -32,18 +32,27 @@ _LOAD_FLOOR = 0.01
 
 def encode(w: Mapping[str, Any], drivers: Any, conditions: Any, xp: ModuleType = np) -> Any:
     """[N, K + 2] encodings of shards, all at least 0: their drivers (the first counts shards), forward ms, backward ms."""
+    return xp.concatenate([drivers, drivers @ w["rates"] * correction(w, conditions, xp)], 1)
+
+
+def correction(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> Any:
+    """[N, 2] factors on what the rates say that shards take, forward and backward."""
     x = (xp.clip(conditions, w["condition_low"], w["condition_high"]) - w["condition_mean"]) / w["condition_sd"]
     layers = sum(name.startswith("network.") for name in w) // 2
     for i in range(layers):
         x = x @ w[f"network.{i}.weight"] + w[f"network.{i}.bias"]
         if i < layers - 1:
             x = x * (0.5 + 0.5 * xp.tanh(0.5 * x))  # SiLU
-    return xp.concatenate([drivers, drivers @ w["rates"] * xp.exp(CORRECTION * xp.tanh(x))], 1)
+    return xp.exp(CORRECTION * xp.tanh(x))
 
 
 def parts(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
     """[..., 2] forward and backward ms of groups from their summed encodings [..., K + 2]; 0 where the count is 0."""
     drivers, ms = sums[..., :-2], sums[..., -2:]
+    return w["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * contention(w, drivers, xp)
+
+
+def contention(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
+    """[..., 2] factors on what the shards of groups take one by one, from their summed drivers [..., K]."""
     load = xp.log(drivers / w["load_typical"] + _LOAD_FLOOR)
-    contention = xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"]) @ w["contention.1.weight"]
-    return w["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * xp.exp(contention)
+    return xp.exp(xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"]) @ w["contention.1.weight"])

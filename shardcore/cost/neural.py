@@ -160,7 +160,9 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 found[name] += zip(named, values, strict=True)
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
-        found["exchange_bytes"] += ((f"device {d}", b) for d, b in enumerate(workload.traffic.all_to_all))
+        traffic = workload.traffic
+        found["exchange_bytes"] += [(f"device {d}", b) for one in (traffic.all_to_all, traffic.reduce_scatter, traffic.all_reduce)
+                                    for d, b in enumerate(one)]
     sentences = [s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))]
     return sentences + list(_unmeasured(model, workload))
 

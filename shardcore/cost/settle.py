@@ -35,15 +35,17 @@ class Measurements:
 
 
 def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
-    """The measurements of one setting in all of some dataset folders together. Raises ShardCoreError where one holds compute
-    samples, but none of the setting."""
+    """The measurements of one setting in all of some dataset folders together. Raises ShardCoreError where one holds no
+    measurements, or compute samples but none of the setting."""
     for folder in folders:
+        if not any(Path(folder).glob("*.parquet")):
+            raise ShardCoreError(f"{folder} holds no measurements; it needs to be a dataset folder")
         found = dataset.settings(folder)
         if found and setting not in found:
             raise ShardCoreError(f"{folder} holds samples for ({'; '.join(map(str, found))}), none for ({setting})")
-    timings = {(s.id, s.measured_at): s for f in folders for s in dataset.read_timings(f, setting)}
+    settled_each = [settled(dataset.read_timings(f, setting)) for f in folders]  # each a machine of its own
+    known = list({(s.id, s.measured_at): s for samples in settled_each for s in samples}.values())
     comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)}
-    known = settled(list(timings.values()))
     return Measurements(dataset.best_known(known), dataset.best_known(comm.values()), dataset.repeated(known))
 
 
@@ -71,7 +73,7 @@ def settled(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
 def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
     """[S] log of how much slower than its pace says the machine was at each sample."""
     witness = np.array([split_of(s.id) != "test" for s in timed])
-    if witness.sum() < _LEAST:
+    if witness.sum() < _LEAST or len({s.measured_at for s in timed}) == 1:
         return np.zeros(len(timed))
     deviation = _deviation(timed, witness)
     found = _neighbours_median(np.array([s.measured_at for s in timed]), deviation, witness, [s.id for s in timed])

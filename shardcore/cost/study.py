@@ -30,7 +30,7 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     where none was; dataset.repeated gives them), the difference of the two best known timings over √2. None without any: no model
     can be shown to be better than this."""
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
-    pairs = [sorted(g, key=lambda s: s.known_to or math.inf)[:2] for g in often]
+    pairs = [sorted(g, key=lambda s: math.inf if s.known_to is None else s.known_to)[:2] for g in often]
     return 100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2) if pairs else None
 
 

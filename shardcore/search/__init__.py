@@ -18,12 +18,15 @@ from shardcore.search import greedy, local, neuroshard
 from shardcore.search.budget import Budget
 from shardcore.types import Plan, Problem
 
-__all__ = ["SHARDERS", "Budget", "Sharder"]
+__all__ = ["BASELINES", "SHARDERS", "Budget", "Sharder"]
 
 
 class Sharder(Protocol):
     def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
 
+
+BASELINES = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy")
+"""What people use without a search: published plans are shown against these."""
 
 SHARDERS: dict[str, Sharder] = {
     "random": greedy.random,

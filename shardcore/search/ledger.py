@@ -11,6 +11,7 @@ Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -72,6 +73,12 @@ class Ledger:
             return Shard(run.table, run.rows * low // size, run.rows * high // size, run.col_lo, run.col_hi)
         return Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH)
 
+    def _largest(self, strip: int, units: int) -> Shard:
+        """What so many units of a strip come to at most: a share of rows that do not divide evenly may have one more."""
+        shard = self._shard(strip, 0, units)
+        rows = min(shard.table.rows, -(-shard.table.rows * units // int(self.size[strip])))
+        return shard if strip < self.by_columns else replace(shard, row_hi=rows)
+
     def _by_rows(self, run: Shard, row_units: int) -> bool:
         table = run.table
         return (run == Shard.whole(table) and not table.ordered and table.rows >= 64 * row_units and table.pooling > 0
@@ -102,7 +109,7 @@ class Ledger:
     def _make(self, new: list[Piece]) -> None:
         if not new:
             return
-        shards = [self._shard(s, 0, u) for s, u in new]
+        shards = [self._largest(s, u) for s, u in new]
         codes = np.asarray(self.model.encode(shards), dtype=float)
         first = len(self.codes)
         self.codes = np.concatenate([self.codes, codes])
@@ -130,10 +137,10 @@ class Ledger:
         self.add(pieces)
         held = np.zeros((len(self), len(self.speed)), dtype=int)
         np.add.at(held, ([s for s, _ in pieces], list(devices)), [u for _, u in pieces])
-        parts = self.codes[self.parts(np.arange(len(self))[:, None], held)]  # [S, D, F]
-        sums = np.stack([parts[self.kind == k].sum(0) for k in (0, 1)], axis=1)  # [D, 2, F]
+        parts = self.parts(np.arange(len(self))[:, None], held)  # [S, D]
+        sums, width = (np.stack([of[parts[self.kind == k]].sum(0) for k in (0, 1)], axis=1) for of in (self.codes, self.width))
         compute_ms = self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, 2).sum(1) / self.speed
-        return float(self.total_ms(compute_ms, np.stack([held[self.kind == k].sum(0) for k in (0, 1)], axis=1)))
+        return float(self.total_ms(compute_ms, width))
 
 
 def _units_of(run: Shard) -> range:

@@ -23,10 +23,13 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.ledger import Ledger, Piece
 from shardcore.search.pieces import to_plan
-from shardcore.types import Plan, Problem
+from shardcore.types import Plan, Problem, ShardCoreError
 
+SPACES = ("all", "columns", "halves")
 POPULATION = 12
 """Plans that are improved side by side."""
+_EVALS_EACH = 4000
+"""With fewer evaluations for each, the population is smaller: a round screens some hundred changes of each plan."""
 ROW_UNITS = 24
 """Shares that a table may be cut into by rows: halves, thirds, quarters, sixths, eighths, ... go evenly."""
 _PRICED = 6
@@ -43,11 +46,15 @@ _LARGE = 1e6
 
 
 def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all") -> Plan:
-    """The best plan found within the budget (default: 500,000 evaluations). space: "all"; or "columns" (any widths), or "halves"
-    of columns alone."""
+    """The best plan found within the budget (none: 500,000 evaluations), which counts screened changes and may be exceeded by a
+    round of them. space: "all"; or "columns" (any widths), or "halves" of columns alone."""
     problem.require_setting(model.setting)
-    meter = (budget or _DEFAULT).start()
-    search = Search(problem, model, np.random.default_rng(seed), meter, space)
+    if space not in SPACES:
+        raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
+    limited = budget if budget and (budget.evals or budget.seconds) else _DEFAULT
+    meter = limited.start()
+    population = POPULATION if limited.evals is None else max(1, min(POPULATION, limited.evals // _EVALS_EACH))
+    search = Search(problem, model, np.random.default_rng(seed), meter, space, population)
     held = search.run()
     strips, devices = np.nonzero(held)
     pieces = [(int(s), int(held[s, d])) for s, d in zip(strips, devices, strict=True)]
@@ -100,8 +107,10 @@ class Changes:
 
 
 class Search:
-    def __init__(self, problem: Problem, model: CostModel, rng: np.random.Generator, meter: Meter, space: str) -> None:
+    def __init__(self, problem: Problem, model: CostModel, rng: np.random.Generator, meter: Meter, space: str,
+                 population: int) -> None:
         self.problem, self.model, self.rng, self.meter, self.space = problem, model, rng, meter, space
+        self.population = population
         self.free = np.array(free_bytes(problem), dtype=np.int64)
         self._use(Ledger(problem, model, feasible_pieces(problem), ROW_UNITS if space == "all" else 0))
 
@@ -150,7 +159,7 @@ class Search:
                 if not rows or (self.space == "all" and share < np.inf)]
         found = [p for share, rows in cuts if self.meter.left() and (p := self._greedy(share, rows)) is not None]
         plans = Plans.join(found or [self._packed()])
-        n = 1 if large else POPULATION
+        n = 1 if large else self.population
         order = np.argsort(plans.total_ms, kind="stable")
         return plans.take(np.resize(order, n) if len(order) < n else order[:n])
 
