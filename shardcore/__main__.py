@@ -246,8 +246,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=_positive(int))
     p.add_argument("--precision", choices=["fp32", "fp16"])
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"])
-    p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, optimizer or machine: a "
-                   "few hundred samples will do")
+    p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, optimizer or machine, "
+                   "where samples are few")
     p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
 

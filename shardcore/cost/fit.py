@@ -78,7 +78,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     """Models for `setting` from the train and validation splits of the samples; those of the test split are left alone.
 
     Samples that carry an error are skipped. progress(model, epoch, values) is called once an epoch. The same samples and config
-    give the same model. start: a model to fine-tune, of another batch, optimizer or machine, where a few hundred samples have to
+    give the same model. start: a model to fine-tune, of another batch, optimizer or machine, where some dozens of samples have to
     do; without exchanges, a model of the same hardware keeps start's. Otherwise, without any exchange, the model prices only
     topologies that give their links. Raises ShardCoreError for samples of another setting, or too few.
     """
