@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -48,8 +48,11 @@ class CommCost:
         return self.forward_ms + self.backward_ms + self.waiting_ms
 
 
-class Banded(Protocol):
+class Banded(CostModel, Protocol):
     """A CostModel that knows how far measurements lie from its predictions."""
+
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[G] the share of forward in a group's ms."""
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[G] ms below which a measurement of the group lies with probability `level`."""
@@ -61,7 +64,7 @@ class Cautious:
     sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked) for a confidence not within the
     levels that the model knows."""
 
-    model: Any
+    model: Banded
     confidence: float
 
     @property
