@@ -42,7 +42,7 @@ import torch
 
 from shardcore import dataset, files, report, sampling, streams, tables
 from shardcore.cost import accuracy, fit, settle, study
-from shardcore.cost.metrics import kendall_tau, mape
+from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
@@ -161,12 +161,12 @@ def error(model: Trained, samples: Sequence[ComputeSample]) -> float:
     return mape(model.predict([s.request for s in samples]), total_ms(samples))
 
 
-def coverage(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
+def coverages(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
     """In percent, of each of the samples given; nothing for a model without intervals."""
     if model.model is None:
         return {}
-    ends = {name: (*accuracy.intervals(model.model, found, 0.9), total_ms(found)) for name, found in samples.items()}
-    return {f"coverage {name}": 100 * float(np.mean((low <= y) & (y <= high))) for name, (low, high, y) in ends.items()}
+    return {f"coverage {name}": coverage(*accuracy.intervals(model.model, found, 0.9), total_ms(found))
+            for name, found in samples.items()}
 
 
 def rate(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
@@ -194,12 +194,12 @@ def by_sample(model: Trained, data: Data, seed: int) -> dict[str, float]:
     return {"error": whole, "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
             "tau": kendall_tau(found, total_ms(data.test)), "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
             "planned": error(model, data.planned), "random": error(model, data.random),
-            "lowered": lowered(model, data.test, seed), **coverage(model, test=data.test, planned=data.planned),
+            "lowered": lowered(model, data.test, seed), **coverages(model, test=data.test, planned=data.planned),
             **rate(model, data.test)}
 
 
 def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
-    return {"unseen tables": error(model, data.unseen), **coverage(model, unseen=data.unseen)}
+    return {"unseen tables": error(model, data.unseen), **coverages(model, unseen=data.unseen)}
 
 
 def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int) -> set[str]:
@@ -219,8 +219,7 @@ def read(args: argparse.Namespace) -> Data:
     from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
-    unseen = [s for s in groups if all(tables.kept_for_testing(x.table) for x in s.request.shards)]
-    seen = [s for s in groups if not any(tables.kept_for_testing(x.table) for x in s.request.shards)]
+    seen, unseen = study.split_by_table(groups)
     measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
     data = Data(groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0)
     if not (planned and random and unseen and len(seen) >= fit.MIN_COMPUTE):

@@ -5,9 +5,8 @@
 MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as NeuroShard's benchmark
 draws them (10 to 60 tables for 4 devices, as many for each device on more), half of them with dims up to 32, half up to 128, with
 explicit links (1 GB/s, 0.2 ms) as only two processes were measured. Costs are relative to neuroshard's, the mean over the
-problems that all solved; so are the seconds. `halves` is the local search in NeuroShard's own space: columns, halved. `equal
-work` is an estimate of what no plan without replicas gets far below, and no bound that was proved: all tables as one op, its
-drivers divided evenly over the devices, and the exchange of columns divided likewise.
+problems that all solved; so are the seconds. `halves` is the local search in NeuroShard's own space: columns, halved. `lower
+bound` and `estimate` are those of search/bound.py, rows and replicas included.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from shardcore import report, sampling, tables
 from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.search import SHARDERS, Budget
+from shardcore.search import SHARDERS, Budget, compare
+from shardcore.search.bound import bound
 from shardcore.search.local import local
-from shardcore.types import OUTPUT_BYTES, Infeasible, Plan, Problem, Shard
-from shardcore.workload import Traffic, lower
+from shardcore.types import Infeasible, Plan, Problem
+from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 100_000, 500_000)
 
@@ -41,15 +41,6 @@ def problems(model: NeuralModel, n: int, devices: int, seed: int) -> list[Proble
         drawn = sampling.problem(pool, i, model.setting, seed, shape)
         found.append(replace(drawn, topology=replace(drawn.topology, within_host_gbps=1.0, latency_ms=0.2)))
     return found
-
-
-def equal_work_ms(problem: Problem, model: NeuralModel) -> float:
-    speed = np.array([d.speed for d in problem.topology.devices])
-    sums = model.encode([Shard.whole(t) for t in problem.tables]).sum(0)
-    compute = float(model.head(sums / len(speed))) * len(speed) / speed.sum()
-    columns = sum(t.dim for t in problem.tables) * problem.global_batch * OUTPUT_BYTES / len(speed)
-    even = Traffic.of_columns(np.full(len(speed), columns))
-    return compute + float(model.comm(even, np.full(len(speed), compute), problem.topology).total_ms.max())
 
 
 def main() -> None:
@@ -65,7 +56,7 @@ def main() -> None:
     for space in ("halves", "columns", "all"):
         arms |= {f"local, {space}, {n:,} evals": lambda p, n=n, space=space: local(p, model, budget=Budget(evals=n), space=space)
                  for n in EVALS}
-    cost, seconds = ({name: [] for name in [*arms, "equal work"]} for _ in range(2))
+    cost, seconds = ({name: [] for name in [*arms, "lower bound", "estimate"]} for _ in range(2))
     drawn = problems(model, args.problems, args.devices, args.seed)
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
@@ -76,20 +67,17 @@ def main() -> None:
             except Infeasible:
                 cost[name].append(np.nan)
             seconds[name].append(time.perf_counter() - began)
-        cost["equal work"].append(equal_work_ms(problem, model))
+        least = bound(problem, model)
+        cost["lower bound"].append(least.proved_ms)
+        cost["estimate"].append(least.estimate_ms)
         print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
-    costs = {name: np.array(v) for name, v in cost.items()}
-    common = np.all([np.isfinite(v) for v in costs.values()], axis=0)
-    theirs, their_s = costs["neuroshard"], np.array(seconds["neuroshard"])
-    if not common.any():
-        sys.exit(f"no problem was solved by all: {', '.join(f'{k} {np.isfinite(v).mean():.0%}' for k, v in costs.items())}")
-    rows = []
-    for name, v in costs.items():
-        ratio = (v / theirs)[common]
-        own_s = np.array(seconds[name])[common].mean() if seconds[name] else np.nan
-        rows.append((name, f"{np.isfinite(v).mean():.0%}", f"{ratio.mean():.4f}", f"{ratio.max():.3f}", f"{own_s:.3f}",
-                     f"{own_s / their_s[common].mean():.2f}"))
-    print(f"{model.setting}; {len(drawn)} problems, {args.devices} devices; {common.sum()} solved by all\n")
+    if None in cost["lower bound"]:
+        del cost["lower bound"]
+    found = compare.standings(cost, seconds, "neuroshard")
+    theirs = found["neuroshard"]
+    rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}", f"{s.seconds / theirs.seconds:.2f}")
+            for name, s in found.items()]
+    print(f"{model.setting}; {len(drawn)} problems, {args.devices} devices; {theirs.common} solved by all\n")
     print(report.text_table(("sharder", "solved", "cost", "worst", "seconds", "of neuroshard's"), rows))
 
 

@@ -6,10 +6,18 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardcore.types import Device, Problem, Setting, ShardCoreError, Topology
+
+if TYPE_CHECKING:
+    from shardcore.cost.model import CostModel
+    from shardcore.cost.neural import NeuralModel
+    from shardcore.search.budget import Budget
+    from shardcore.types import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,17 +44,59 @@ def plan(args: argparse.Namespace) -> None:
     compare.require_known([args.algorithm])
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
+    cautious, provenance = at_confidence(model, args.confidence), {"model_digest": files.model_digest(args.model)}
+    if args.confidence:
+        provenance["confidence"] = args.confidence
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
-    outcome = compare.run(args.algorithm, problem, at_confidence(model, args.confidence), args.seed, budget)
-    if outcome.plan is None:
-        raise Infeasible(outcome.error)
-    found = Plan(outcome.plan.placements, {**outcome.plan.provenance, "model_digest": files.model_digest(args.model),
-                                           **({"confidence": args.confidence} if args.confidence else {})})
+    began = time.monotonic()
+    if args.second_model:
+        found, why = _chosen(args, problem, model, budget)
+        provenance |= found.provenance
+    else:
+        outcome = compare.run(args.algorithm, problem, cautious, args.seed, budget)
+        if outcome.plan is None:
+            raise Infeasible(outcome.error)
+        found, why = outcome.plan, ""
+    found = Plan(found.placements, {**found.provenance, **provenance})
+    seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
     files.write_plan(args.out, found, problem)
-    beyond = neural.out_of_range(model, lower(found, problem))
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-    print(f"{args.out}: {outcome.cost.total_ms:.3f} ms predicted{sure}, found in {outcome.seconds:.2f} s by {args.algorithm}")
-    _say_extrapolated(beyond)
+    print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
+    if args.explain:
+        _say_explained(found, problem, cautious, budget)
+    _say_extrapolated(neural.out_of_range(model, lower(found, problem)))
+
+
+_SEEDS = 4
+"""Plans that each model's search gives to choose among."""
+
+
+def _chosen(args: argparse.Namespace, problem: Problem, model: NeuralModel, budget: Budget | None) -> tuple[Plan, str]:
+    """The plan that both models find good, priced by the first; and how it came to be chosen, in words."""
+    from shardcore.cost import neural
+    from shardcore.cost.model import at_confidence
+    from shardcore.search import choose
+    from shardcore.types import Plan
+
+    second = neural.physical(model) if args.second_model == "physical" else neural.load(args.second_model)
+    problem.require_setting(second.setting)
+    models = [at_confidence(model, args.confidence), second]
+    plans = choose.candidates(problem, models, args.algorithm, range(args.seed, args.seed + _SEEDS), budget)
+    choice = choose.choose(plans, problem, models)
+    (first_ms, second_ms), alone = choice.total_ms[choice.chosen], choice.total_ms[choice.cheapest]
+    why = f"\nchosen among {len(plans)} plans by both models: the second says {second_ms:.3f} ms"
+    if choice.chosen != choice.cheapest:
+        why += f", and of the plan that the first finds cheapest {alone[1]:.3f} ms (the first: {alone[0]:.3f} ms)"
+    provenance = {**choice.plan.provenance, "predicted_ms": first_ms, "setting": str(model.setting), "candidates": len(plans),
+                  "second_model": str(args.second_model), "second_ms": second_ms}
+    return Plan(choice.plan.placements, provenance), why
+
+
+def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
+    from shardcore import plan_report
+    from shardcore.search.explain import explain
+
+    print(f"\n{plan_report.text(explain(plan, problem, model, budget))}")
 
 
 def price(args: argparse.Namespace) -> None:
@@ -58,14 +108,17 @@ def price(args: argparse.Namespace) -> None:
 
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
-    workload = lower(files.read_plan(args.plan, problem), problem)
+    plan = files.read_plan(args.plan, problem)
+    workload = lower(plan, problem)
     cost, beyond = predict(workload, at_confidence(model, args.confidence)), neural.out_of_range(model, workload)
     body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes),
             "extrapolated": beyond}
     if args.out:
         files.write_json(args.out, body)
-    else:
+    elif not args.explain:
         print(json.dumps(body, indent=1))
+    if args.explain:
+        _say_explained(plan, problem, at_confidence(model, args.confidence), None)
     _say_extrapolated(beyond)
 
 
@@ -180,13 +233,18 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--algorithm", default="neuroshard", help="random, size_greedy, dim_greedy, lookup_greedy, "
-                   "size_lookup_greedy, neuroshard or local")
+                   "size_lookup_greedy, neuroshard, embark, milp or local")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")
     p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--confidence", type=_positive(float), metavar="P", help="an op's cost is what its measurement stays below "
                    "with this probability (0.9, say), rather than what the model expects")
+    p.add_argument("--second-model", metavar="PATH", help="folder of another model, or 'physical': the first without what it "
+                   "learned beyond rates; the plan that both find good is chosen among those that either finds, all within the "
+                   "budget")
+    p.add_argument("--explain", action="store_true", help="say what bounds the plan, what other algorithms find, and what more "
+                   "memory or more devices would bring; each is searched with the same budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
     p = add(price, "Predict what one training step of a plan costs, per device.")
@@ -195,6 +253,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--confidence", type=_positive(float), metavar="P", help="an op's cost is what its measurement stays below "
                    "with this probability (0.9, say), rather than what the model expects")
+    p.add_argument("--explain", action="store_true", help="say what bounds the plan, what other algorithms find, and what more "
+                   "memory or more devices would bring, instead of standard output's JSON")
     p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
 
     p = add(replay, "Run one training step of plans for real on this machine, in alternation, and time its parts per device.")

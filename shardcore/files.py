@@ -217,9 +217,32 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "global_batch": problem.global_batch,
         "optimizer": problem.optimizer,
         "topology": {**topology, "devices": _counted(topology["devices"])},
-        "constraints": {"reserved_bytes": problem.constraints.reserved_bytes, "unsplit": list(problem.constraints.unsplit)},
+        "constraints": _constraints_to_json(problem.constraints),
         "tables": [table_to_json(t) for t in problem.tables],
     })
+
+
+def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
+    """Pins and groups only where there are any, so that problems without them keep the digest that their plans know."""
+    optional = {"pinned": {name: list(where) for name, where in constraints.pinned},
+                "together": [list(group) for group in constraints.together]}
+    return {"reserved_bytes": constraints.reserved_bytes, "unsplit": list(constraints.unsplit),
+            **{k: v for k, v in optional.items() if v}}
+
+
+def _constraints_from_json(data: Any, what: str) -> Constraints:
+    given: dict[str, Any] = {}
+    if isinstance(data, Mapping):
+        given = {k: data[k] for k in ("pinned", "together") if k in data}
+        data = {k: v for k, v in data.items() if k not in given}
+    pinned, together = given.get("pinned", {}), given.get("together", [])
+    if not isinstance(pinned, Mapping):
+        raise ShardCoreError(f"{what}: pinned is {pinned!r}; it needs to be an object of tables and their devices or hosts, such "
+                             'as {"t0": [0, 1], "t1": ["host-1"]}')
+    if not isinstance(together, list):
+        raise ShardCoreError(f"{what}: together is {together!r}; it needs to be a list of groups of tables, such as "
+                             '[["t0", "t1"]]')
+    return build(Constraints, data, what, also=("pinned", "together"), pinned=tuple(pinned.items()), together=tuple(together))
 
 
 def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -256,7 +279,7 @@ def read_problem(path: str | Path) -> Problem:
         topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology", also=("devices",),
                        devices=tuple(devices)),
         tables=tuple(table_from_json(t, what) for t in tables),
-        constraints=build(Constraints, data.get("constraints", {}), f"{what}: constraints"),
+        constraints=_constraints_from_json(data.get("constraints", {}), f"{what}: constraints"),
     )
 
 

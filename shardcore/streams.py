@@ -121,13 +121,14 @@ def unique_rows(shard: Shard, batch: int) -> float:
 def _unique(table: Table, batch: int, row_lo: int, row_hi: int) -> float:
     if lookups(table, batch) == 0:
         return 0.0
+    if not table.ordered and row_hi - row_lo < table.rows:
+        return _unique(table, batch, 0, table.rows) * ((row_hi - row_lo) / table.rows)
     weights, sizes = _rank_classes(table, batch)
     seen = -np.expm1(-weights) if isinstance(table.access, Zipf) else _seen_when_thinned(weights, table, batch)
+    inside = sizes
     if table.ordered:
         edges = np.concatenate([[0.0], np.cumsum(sizes)])
         inside = np.clip(np.minimum(edges[1:], row_hi) - np.maximum(edges[:-1], row_lo), 0, None)
-    else:
-        inside = sizes * ((row_hi - row_lo) / table.rows)
     return float(min((seen * inside).sum(), row_hi - row_lo))
 
 

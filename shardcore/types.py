@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -260,14 +261,39 @@ class Setting:
 
 @dataclass(frozen=True)
 class Constraints:
-    """reserved_bytes: kept free on every device. unsplit: names of tables that stay whole."""
+    """What a user asks of a plan.
+
+    reserved_bytes: kept free on every device. unsplit: names of tables that stay whole. pinned: for some tables, the devices
+    that they may live on: indices, or names of hosts, which mean all devices of the host. together: groups of tables that live
+    on one device, whole.
+    """
 
     reserved_bytes: int = 0
     unsplit: tuple[str, ...] = ()
+    pinned: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unsplit", tuple(self.unsplit))
         _require(self.reserved_bytes >= 0, f"constraints have reserved_bytes {self.reserved_bytes}; it needs 0 or more")
+        for name, where in self.pinned:
+            _require(isinstance(where, (list, tuple)) and len(where) > 0
+                     and all(isinstance(d, (int, str)) and not isinstance(d, bool) for d in where),
+                     f"constraints have table {name!r} pinned to {where!r}; it needs a list of one or more devices (such as 0) "
+                     "or hosts (such as 'host-0')")
+        for group in self.together:
+            _require(isinstance(group, (list, tuple)) and len(group) > 0 and all(isinstance(name, str) for name in group),
+                     f"constraints keep together {group!r}; it needs a list of one or more names of tables")
+        object.__setattr__(self, "pinned", tuple((name, tuple(where)) for name, where in self.pinned))
+        object.__setattr__(self, "together", tuple(map(tuple, self.together)))
+        for name in _twice(name for name, _ in self.pinned):
+            raise ShardCoreError(f"constraints pin table {name!r} twice; it needs one list of all its devices")
+        for name in _twice(name for group in self.together for name in group):
+            raise ShardCoreError(f"constraints keep table {name!r} together twice; it needs to be in one group, once")
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return [name for name, n in Counter(names).items() if n > 1]
 
 
 @dataclass(frozen=True)
@@ -295,12 +321,15 @@ class Problem:
                  f"{p} has global_batch {self.global_batch}, which {len(self.topology)} devices do not divide evenly")
         _require(self.optimizer in OPTIMIZERS, f"{p} has optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
         names = [t.name for t in self.tables]
-        twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+        twice = sorted(_twice(names))
         _require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
         precisions = sorted({t.precision for t in self.tables})
         _require(len(precisions) == 1, f"{p} mixes weight precisions {precisions}; a setting has one")
-        unknown = sorted(set(self.constraints.unsplit) - set(names))
-        _require(not unknown, f"{p} forbids splitting {unknown[:3]}, which it does not have")
+        for verb, tables in (("forbids splitting", self.constraints.unsplit), ("pins", dict(self.constraints.pinned)),
+                             ("keeps together", self.bundle_of)):
+            unknown = sorted(set(tables) - set(names))
+            _require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
+        self._require_pins()
 
     @property
     def local_batch(self) -> int:
@@ -309,6 +338,59 @@ class Problem:
     @property
     def precision(self) -> str:
         return self.tables[0].precision
+
+    @cached_property
+    def bundle_of(self) -> Mapping[str, tuple[str, ...]]:
+        """For each table that is kept together with others, the names of the whole group, itself among them."""
+        return {name: group for group in self.constraints.together for name in group}
+
+    @cached_property
+    def pinned(self) -> Mapping[str, tuple[int, ...]]:
+        """The tables that may not live everywhere, and the devices where they may: pinned themselves or by their group."""
+        of_host: dict[str, list[int]] = {}
+        for d, device in enumerate(self.topology.devices):
+            of_host.setdefault(device.host, []).append(d)
+        sets = {where: frozenset(d for w in where for d in (of_host[w] if isinstance(w, str) else (w,)))
+                for where in {where for _, where in self.constraints.pinned}}
+        own = {name: sets[where] for name, where in self.constraints.pinned}
+        for group in self.constraints.together:
+            if shared := [own[name] for name in group if name in own]:
+                own.update(dict.fromkeys(group, frozenset.intersection(*shared)))
+        ordered = {devices: tuple(sorted(devices)) for devices in set(own.values())}
+        return {name: ordered[devices] for name, devices in own.items() if len(devices) < len(self.topology)}
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Names of the tables that no plan cuts: unsplit, kept together with others, or pinned to a single device."""
+        on_one = (name for name, devices in self.pinned.items() if len(devices) == 1)
+        return frozenset((*self.constraints.unsplit, *self.bundle_of, *on_one))
+
+    def kept_whole_by(self, name: str) -> str:
+        """The constraint for which no plan cuts a table that is in `whole`, for messages."""
+        return next(f"constraints.{kind}" for kind, names in (("unsplit", self.constraints.unsplit), ("together", self.bundle_of),
+                                                              ("pinned", self.pinned)) if name in names)
+
+    def allowed_devices(self, name: str) -> tuple[int, ...]:
+        """The devices that a table may live on, rising: all but for pinned tables and those kept together with one."""
+        return self.pinned.get(name, self._devices)
+
+    @cached_property
+    def _devices(self) -> tuple[int, ...]:
+        return tuple(range(len(self.topology)))
+
+    def _require_pins(self) -> None:
+        """Raise ShardCoreError unless all devices and hosts of pins exist, and each group has a device for all of its tables."""
+        known = {*self._devices, *self.topology.hosts}
+        for name, where in self.constraints.pinned:
+            for unknown in (w for w in where if w not in known):
+                raise ShardCoreError(f"problem {self.name!r} pins table {name!r} to {unknown!r}; its devices are 0 to "
+                                     f"{len(self._devices) - 1}, its hosts {', '.join(self.topology.hosts[:5])}")
+        for group in self.constraints.together:
+            if not self.allowed_devices(group[0]):
+                pins = dict(self.constraints.pinned)
+                shown = ", ".join(f"{n!r} to {list(pins[n])}" for n in group if n in pins)
+                raise ShardCoreError(f"problem {self.name!r} keeps tables {list(group[:5])} together but pins {shown}; "
+                                     "they need a device in common")
 
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""

@@ -17,6 +17,7 @@ Shapes: D devices.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,8 +78,9 @@ def kind_of(shard: Shard, devices: tuple[int, ...]) -> str:
 
 def lower(plan: Plan, problem: Problem) -> Workload:
     """The Workload of a plan. Raises ShardCoreError where the plan does not cover the problem's tables exactly once or names
-    a device that is not there, Infeasible where a device would hold more than it may."""
+    a device that is not there, or breaks a constraint; Infeasible where a device would hold more than it may."""
     require_cover(plan, problem)
+    require_constraints(plan, problem)
     memory.require_fits(plan, problem)
     n_devices = len(problem.topology)
     groups: dict[tuple[int, str], list[Shard]] = defaultdict(list)
@@ -124,6 +126,34 @@ def require_cover(plan: Plan, problem: Problem) -> None:
             raise ShardCoreError(f"plan places cells twice: {overlap[1].label} and {overlap[0].label}")
         if placed != table.rows * table.dim:
             raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}")
+
+
+def require_constraints(plan: Plan, problem: Problem) -> None:
+    """Raise ShardCoreError unless the tables that must stay whole are, all live only where they may, and those that are kept
+    together are on one device."""
+    if not problem.whole and not problem.pinned:
+        return
+    homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
+    for placement in plan.placements:
+        shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
+        if name in problem.whole and shard != Shard.whole(shard.table):
+            raise ShardCoreError(f"plan cuts table {name!r}, one part being {shard.label}; it must stay whole "
+                                 f"({problem.kept_whole_by(name)})")
+        allowed = problem.pinned.get(name, devices)
+        for wrong in (d for d in devices if d not in allowed):
+            raise ShardCoreError(f"plan places {shard.label} on device {wrong}; table {name!r} may live on "
+                                 f"{device_names(allowed)} alone (constraints.pinned)")
+        if name in problem.bundle_of:
+            other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
+            if len(devices) > 1 or devices != home:
+                raise ShardCoreError(f"plan places table {name!r} on {device_names(devices)} and {other!r} on "
+                                     f"{device_names(home)}; they need to be together on one (constraints.together)")
+
+
+def device_names(devices: Sequence[int]) -> str:
+    """Devices for people, the first few of many."""
+    shown = ", ".join(map(str, devices[:8])) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
+    return f"device{'s' * (len(devices) > 1)} {shown}"
 
 
 def _overlap(a: Shard, b: Shard) -> bool:

@@ -74,18 +74,12 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat metrics of sharders.csv; costs are compared on the problems that all solved."""
-    problems = list(dict.fromkeys(r["problem"] for r in rows))
-    cost = {(r["problem"], r["algorithm"]): r["total_ms"] for r in rows}
-    common = [p for p in problems if all(cost[p, a] != "" for a in SHARDERS)]
-    metrics: dict[str, float] = {}
-    for name in SHARDERS:
-        mine = [r for r in rows if r["algorithm"] == name]
-        metrics[f"{name}_solved"] = float(np.mean([r["total_ms"] != "" for r in mine]))
-        metrics[f"{name}_seconds"] = float(np.mean([r["seconds"] for r in mine]))
-        if common:
-            metrics[f"{name}_relative_cost"] = float(np.mean(
-                [cost[p, name] / min(cost[p, a] for a in SHARDERS if a != name) for p in common]))
-    return metrics
+    mine = {name: [r for r in rows if r["algorithm"] == name] for name in SHARDERS}
+    found = compare.standings({n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in mine.items()},
+                              {n: [r["seconds"] for r in own] for n, own in mine.items()})
+    metrics = {f"{name}_{key}": value for name, s in found.items()
+               for key, value in (("solved", s.solved), ("seconds", s.seconds), ("relative_cost", s.cost))}
+    return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
 @task

@@ -20,6 +20,7 @@ from prefect import get_run_logger, task
 
 from shardcore import dataset, files, model_report
 from shardcore.cost import accuracy, fit, neural, settle, study
+from shardcore.cost.metrics import coverage
 from shardcore.types import ComputeSample, ShardCoreError
 from tasks import paths, registry
 from tasks.setting import SettingConfig
@@ -181,8 +182,7 @@ def _log_figures(model: neural.NeuralModel, held_out: Sequence[ComputeSample], r
     if timed:
         measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict(model, timed)
         shards = np.array([len(s.request.shards) for s in timed])
-        found = [100 * np.mean((low <= measured) & (measured <= high)) for low, high in
-                 (accuracy.intervals(model, timed, level / 100) for level in model_report.LEVELS)]
+        found = [coverage(*accuracy.intervals(model, timed, level / 100), measured) for level in model_report.LEVELS]
         for name, figure in {
             "predicted_against_measured": model_report.predicted_against_measured(measured, predicted, f"Held-out groups{of}"),
             "error_by_size": model_report.error_by_size(measured, predicted, shards, f"Errors on held-out groups{of}"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "cost"))  # laws.py, for all
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker of the suite, and what it starts, is one core
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

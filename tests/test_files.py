@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -24,6 +25,21 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
                       Device(1 << 24)), "nvidia-h200", 400.0, 50.0, 0.01), 256, "rowwise_adagrad", Constraints(7, ("hot",)))
     files.write_problem(tmp_path / "u.json", unequal)
     assert files.read_problem(tmp_path / "u.json") == unequal
+    pinned = dataclasses.replace(unequal, constraints=Constraints(
+        pinned=(("hot", (0, "b")), ("cold", (3,))), together=(("hot", "wide"),)))
+    files.write_problem(tmp_path / "c.json", pinned)
+    assert files.read_problem(tmp_path / "c.json") == pinned
+    data = json.loads((tmp_path / "c.json").read_text())["constraints"]
+    assert (data["pinned"], data["together"]) == ({"hot": [0, "b"], "cold": [3]}, [["hot", "wide"]])
+
+
+def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alone(problem, problem_path):
+    data = json.loads(problem_path.read_text())
+    assert data["constraints"] == {"reserved_bytes": 0, "unsplit": []}
+    assert files.problem_digest(problem) == files.digest(data)
+    del data["constraints"]
+    problem_path.write_text(json.dumps(data))
+    assert files.read_problem(problem_path) == problem
 
 
 @pytest.mark.parametrize("edit, named", [
@@ -40,6 +56,16 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
     (lambda d: d.pop("topology"), ["topology"]),
     (lambda d: d.update(tables=7), ["tables"]),
     (lambda d: d["tables"].append(7), ["7"]),
+    (lambda d: d.update(constraints=[]), ["constraints", "[]", "object"]),
+    (lambda d: d["constraints"].update(pin={}), ["unknown key 'pin'", "unsplit", "pinned", "together"]),
+    (lambda d: d["constraints"].update(pinned=["hot"]), ["pinned is ['hot']", "object of tables"]),
+    (lambda d: d["constraints"].update(pinned={"hot": 0}), ["constraints", "'hot' pinned to 0", "a list"]),
+    (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
+    (lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}), ["'hot' to 'host-9'", "hosts host-0"]),
+    (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
+    (lambda d: d["constraints"].update(together={}), ["together is {}", "list of groups"]),
+    (lambda d: d["constraints"].update(together=["hot"]), ["together 'hot'", "a list"]),
+    (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["'hot' together twice"]),
 ])
 def test_bad_problems_are_refused_by_name(problem_path, edit, named):
     data = json.loads(problem_path.read_text())

@@ -84,7 +84,7 @@ def test_dvc_stage_depends_on_the_code_it_reaches(stage):
 
 
 def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():
-    heavy = ORCHESTRATORS | {"fbgemm_gpu", "torchrec", "matplotlib", "yaml", "safetensors"}
+    heavy = ORCHESTRATORS | {"fbgemm_gpu", "torchrec", "scipy", "matplotlib", "yaml", "safetensors"}
     for path in sorted((ROOT / "shardcore").rglob("*.py")):
         at_import = {a.split(".")[0] for node in ast.parse(path.read_text()).body for a in
                      ([x.name for x in node.names] if isinstance(node, ast.Import) else

@@ -1,11 +1,13 @@
 import pickle
 import subprocess
 import sys
+import time
 
 import pytest
 
 from shardcore.types import (
     CommRequest,
+    Constraints,
     Device,
     Placement,
     Problem,
@@ -20,6 +22,12 @@ from shardcore.types import (
 )
 
 STILL = (0.0, 0.0)
+HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
+FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
+
+
+def constrained(**constraints) -> Problem:
+    return Problem("p", FOUR, HOSTS, 4, constraints=Constraints(**constraints))
 
 
 @pytest.mark.parametrize("make, named", [
@@ -41,6 +49,22 @@ STILL = (0.0, 0.0)
     (lambda: Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1),) * 3), 4), ["global_batch 4", "3 devices"]),
     (lambda: Problem("../p", (Table("t", 10, 8, 1.0),), Topology((Device(1),)), 4), ["'../p'", "folder"]),
     (lambda: Topology((Device(1),), latency_ms=-1.0), ["latency_ms -1.0"]),
+    (lambda: constrained(unsplit=("x",)), ["'p'", "forbids splitting ['x']"]),
+    (lambda: constrained(pinned=(("x", (0,)),)), ["'p'", "pins ['x']"]),
+    (lambda: constrained(pinned=(("s", (0, 4)),)), ["'s' to 4", "devices are 0 to 3", "hosts a, b"]),
+    (lambda: constrained(pinned=(("s", (-1,)),)), ["'s' to -1"]),
+    (lambda: constrained(pinned=(("s", ("c",)),)), ["'s' to 'c'", "hosts a, b"]),
+    (lambda: constrained(pinned=(("s", ()),)), ["'s' pinned to ()", "one or more devices"]),
+    (lambda: constrained(pinned=(("s", "a"),)), ["'s' pinned to 'a'", "a list"]),
+    (lambda: constrained(pinned=(("s", (0.5,)),)), ["'s' pinned to (0.5,)"]),
+    (lambda: constrained(pinned=(("s", (0,)), ("s", (1,)))), ["pin table 's' twice"]),
+    (lambda: constrained(together=(("s", "x"),)), ["'p'", "keeps together ['x']"]),
+    (lambda: constrained(together=((),)), ["together ()", "one or more names"]),
+    (lambda: constrained(together=("st",)), ["together 'st'", "a list"]),
+    (lambda: constrained(together=(("s", "t"), ("t", "u"))), ["table 't' together twice"]),
+    (lambda: constrained(together=(("s", "s"),)), ["table 's' together twice"]),
+    (lambda: constrained(pinned=(("s", (0, 2)), ("t", ("b", 1)), ("u", ("a",))), together=(("s", "t", "u"),)),
+     ["['s', 't', 'u'] together", "'s' to [0, 2]", "'t' to ['b', 1]", "a device in common"]),
     (lambda: CommRequest((8,), 4, (0.0,)), ["(8,)", "at least 2"]),
     (lambda: CommRequest((0, 0), 4, STILL), ["(0, 0)", "above 0"]),
     (lambda: CommRequest((8, 8), 5, STILL), ["batch 5", "2 ranks"]),
@@ -64,6 +88,26 @@ def test_a_problem_of_another_setting_is_refused_with_both_shown(problem):
     with pytest.raises(SettingMismatch) as error:
         problem.require_setting(Setting("nvidia-h200", 65536))
     assert "batch 256" in str(error.value) and "batch 65536" in str(error.value)
+
+
+def test_pins_and_groups_say_where_tables_may_live_and_which_stay_whole():
+    problem = constrained(unsplit=("v",), pinned=(("s", (3, 0, "a")), ("u", ("b", 0)), ("v", ("a", "b"))), together=(("s", "t"),))
+    assert [problem.allowed_devices(name) for name in "stuv"] == [(0, 1, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)]
+    assert set(problem.pinned) == {"s", "t", "u"} and problem.whole == {"s", "t", "v"}
+    assert dict(problem.bundle_of) == {"s": ("s", "t"), "t": ("s", "t")}
+    on_one = constrained(pinned=(("s", (0, 2)), ("t", ("b",)), ("u", (1,))), together=(("t", "s"),))
+    assert on_one.allowed_devices("s") == on_one.allowed_devices("t") == (2,)
+    assert on_one.whole == {"s", "t", "u"}  # what has a single device gains nothing from a cut
+
+
+def test_ten_thousand_tables_on_a_thousand_devices_are_pinned_fast():
+    tables = tuple(Table(f"t{i}", 10, 8, 1.0) for i in range(10_000))
+    topology = Topology(tuple(Device(1, host=f"h{d // 8}") for d in range(1024)))
+    pinned = tuple((f"t{i}", (f"h{i % 128}", i % 1024)) for i in range(10_000))
+    start = time.perf_counter()
+    problem = Problem("p", tables, topology, 1024, constraints=Constraints(pinned=pinned))
+    assert sum(len(problem.allowed_devices(t.name)) for t in tables) > 80_000
+    assert time.perf_counter() - start < 1
 
 
 def test_a_table_stays_a_key_across_processes(tables):

@@ -44,6 +44,31 @@ def test_a_plan_that_does_not_cover_its_problem_is_refused(plan, named):
     assert all(word in str(error.value) for word in named), str(error.value)
 
 
+@pytest.mark.parametrize("constraints, named", [
+    (Constraints(unsplit=("a",)), ["cuts table 'a'", "a[0:100, 0:4]", "must stay whole (constraints.unsplit)"]),
+    (Constraints(together=(("a", "c"),)), ["cuts table 'a'", "(constraints.together)"]),
+    (Constraints(pinned=(("a", (1,)),)), ["cuts table 'a'", "(constraints.pinned)"]),
+    (Constraints(pinned=(("b", (1, 2)),)), ["b[0:20, 0:4] on device 0", "table 'b' may live on devices 1, 2 alone"]),
+    (Constraints(pinned=(("c", ("x",)),)), ["c[0:10, 0:16] on device 0", "table 'c' may live on devices 1, 2 alone"]),
+    (Constraints(together=(("c",),)), ["'c' on devices 0, 1", "together on one (constraints.together)"]),
+])
+def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
+    devices = (Device(1 << 20), Device(1 << 20, host="x"), Device(1 << 20, host="x"), Device(1 << 20))
+    problem = dataclasses.replace(PROBLEM, topology=Topology(devices), constraints=constraints)
+    with pytest.raises(ShardCoreError) as error:
+        lower(PLAN, problem)
+    assert all(word in str(error.value) for word in named), str(error.value)
+
+
+def test_tables_kept_together_share_a_device():
+    def plan(device_of_c):
+        return place((Shard.whole(A), (0,)), (Shard.whole(B), (1,)), (Shard.whole(C), (device_of_c,)))
+    problem = dataclasses.replace(PROBLEM, constraints=Constraints(pinned=(("b", (1,)),), together=(("a", "c"),)))
+    lower(plan(0), problem)
+    with pytest.raises(ShardCoreError, match="table 'c' on device 1 and 'a' on device 0; they need to be together"):
+        lower(plan(1), problem)
+
+
 def test_a_device_that_holds_too_much_is_named():
     tight = dataclasses.replace(PROBLEM, constraints=Constraints(reserved_bytes=(1 << 20) - 1000))
     with pytest.raises(Infeasible, match="device 0 of problem 'p' would hold"):

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from shardcore.cost import exchange, features, nets
-from shardcore.cost.metrics import kendall_tau, mape
+from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import CommSample, ComputeSample
 
@@ -67,6 +67,5 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
                     "compute_mse_ms2": float(((total - measured) ** 2).mean()),
                     "compute_kendall_tau": kendall_tau(total, measured)}
         for percent in COVERAGES:
-            low, high = model.interval(sums, percent / 100)
-            metrics[f"compute_coverage_{percent}"] = 100 * float(np.mean((low <= measured) & (measured <= high)))
+            metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
     return metrics | exchange.errors(model.weights, comm)

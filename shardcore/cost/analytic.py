@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardcore.cost.model import CommCost
+from shardcore.cost.exchange import hosts_alike
+from shardcore.cost.model import CommCost, Compiled
 from shardcore.streams import access_share, lookups, unique_rows
 from shardcore.types import PRECISION_BYTES, Setting, Shard, ShardCoreError, Topology
 from shardcore.workload import Traffic
@@ -55,14 +56,40 @@ class AnalyticModel:
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms of groups [G, 4]; 0 for an empty group. Monotone in every driver, and less than the sum of its parts."""
         sums = np.asarray(sums, dtype=float)
-        rates = np.array([
+        return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums @ self._rates()
+
+    def compiled(self) -> Compiled:
+        """`head` for one group at a time."""
+        from shardcore.cost import compiled
+
+        return Compiled(compiled.linear, np.concatenate([[self.launch_ms], self._rates()]))
+
+    def _rates(self) -> np.ndarray:
+        """[4] ms for each of the drivers."""
+        return np.array([
             self.table_us * MS_PER_US,
             self.lookup_ns * MS_PER_NS,
             1 / (self.gather_gbps * BYTES_PER_MS_PER_GBPS),
             1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
         ])
-        launches = np.minimum(1.0, sums[..., 0])
-        return self.launch_us * MS_PER_US * launches + sums @ rates
+
+    @property
+    def launch_ms(self) -> float:
+        """What fusing two ops saves, exactly (see model.Bounding)."""
+        return self.launch_us * MS_PER_US
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[4] ms for each of the drivers, whatever the load (see model.Bounding)."""
+        return self._rates()
+
+    def takes_all_alike(self, topology: Topology) -> bool:
+        """See model.Bounding."""
+        return True
+
+    def even_is_least(self, topology: Topology) -> bool:
+        """See model.Bounding. The transfer is convex in the bytes and alike for all devices; exchanging devices that have as many
+        on their host leaves it as it is."""
+        return hosts_alike(topology)
 
     def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms. The all-reduce goes round a ring, so it moves its bytes twice."""

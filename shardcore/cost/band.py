@@ -41,10 +41,14 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
 def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
     """[G] ms that a measurement stays below with probability `level`, from predictions [G]; never falls as they grow; 0 where
     they are. Raises ShardCoreError for a level not within 0.005 and 0.995, beyond which no quantile is known."""
+    predicted = np.asarray(predicted_ms, dtype=float)
+    log_ms = np.log(np.maximum(predicted, 1e-12))
+    return predicted * np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error(w, level))
+
+
+def error(w: Mapping[str, np.ndarray], level: float) -> float:
+    """The quantile of the errors at a level. Raises as `quantile` does."""
     if not _LEVELS[0] <= level <= _LEVELS[-1]:
         raise ShardCoreError(f"confidence leads to level {level:g} of the costs' distribution; known are those within "
                              f"{_LEVELS[0]} and {_LEVELS[-1]}")
-    predicted = np.asarray(predicted_ms, dtype=float)
-    log_ms = np.log(np.maximum(predicted, 1e-12))
-    error = np.interp(level, w["band.level"], w["band.error"])
-    return predicted * np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error)
+    return float(np.interp(level, w["band.level"], w["band.error"]))

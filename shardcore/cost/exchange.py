@@ -16,6 +16,7 @@ Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -161,6 +162,24 @@ def _counted_hosts(topology: Topology, rates: np.ndarray) -> np.ndarray:
         return np.arange(len(topology))
     number = {host: k for k, host in enumerate(topology.hosts)}
     return np.array([number[d.host] for d in topology.devices])
+
+
+def hosts_alike(topology: Topology) -> bool:
+    """Whether all hosts have the same number of devices."""
+    return len(set(Counter(d.host for d in topology.devices).values())) == 1
+
+
+def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
+    """Whether no division of a collective's bytes over devices takes less than the even one, forward for the last device and
+    backward for the devices' mean by speed: the law is convex, and where hosts are alike, exchanging devices leaves it as it is.
+    Backward, a device's own bytes may count, but then all devices have to be alike."""
+    alike = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
+    return hosts_alike(topology) and (alike or not own_bytes_count(w, topology))
+
+
+def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
+    """Whether a backward exchange takes a device longer for its own bytes, beside those of the busiest."""
+    return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any() for c in WAYS)
 
 
 # --- fit ---------------------------------------------------------------------------------------------------------------

@@ -17,3 +17,8 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
         a, b = np.sign(x[i] - x[:i]), np.sign(y[i] - y[:i])
         agree, untied_x, untied_y = agree + a @ b, untied_x + np.abs(a).sum(), untied_y + np.abs(b).sum()
     return float(agree / np.sqrt(untied_x * untied_y)) if untied_x * untied_y else 0.0
+
+
+def coverage(low: np.ndarray, high: np.ndarray, measured: np.ndarray) -> float:
+    """Percent of the measurements that lie in their intervals; all [S]."""
+    return 100 * float(np.mean((low <= measured) & (measured <= high)))

@@ -5,9 +5,9 @@ Shapes: N shards, F features, G groups, D devices; ... any leading dimensions, f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class CostModel(Protocol):
     """Costs of fused ops and collectives, in ms.
 
     A group's cost is head(sum of its shards' encodings): a search adds and subtracts rows of F numbers instead of running
-    a network over all shards again. All three are pure.
+    a network over all shards again. All are pure.
     """
 
     setting: Setting
@@ -30,8 +30,18 @@ class CostModel(Protocol):
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms, forward + backward, of groups from their summed encodings [G, F]; 0 for an empty group (a row of 0)."""
 
+    def compiled(self) -> Compiled:
+        """`head` for one group at a time, compiled: for searches that price millions of groups."""
+
     def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of the collectives, given each device's compute ms [..., D] (the skew with which devices arrive)."""
+
+
+class Compiled(NamedTuple):
+    """head(sums [F], parameters [P]) -> ms of one group, of numba's type float64(float64[::1], float64[::1])."""
+
+    head: Callable[[np.ndarray, np.ndarray], float]
+    parameters: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +64,29 @@ class Banded(CostModel, Protocol):
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[G] the share of forward in a group's ms."""
 
+    def compiled(self, level: float | None = None) -> Compiled:
+        """`head`, or with a level `quantile`, for one group at a time."""
+
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[G] ms below which a measurement of the group lies with probability `level`."""
+
+
+class Bounding(CostModel, Protocol):
+    """A CostModel that says enough of itself to prove a lower bound. Nothing gets cheaper as something grows, and fusing ops
+    saves their launches at most: head(sum of groups) - launch_ms >= sum of (head(group) - launch_ms), for non-empty groups."""
+
+    @property
+    def launch_ms(self) -> float: ...
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[F] ms, 0 or more: head(sums) >= launch_ms + rates · sums wherever sums >= least [F]; they do not fall as it grows."""
+
+    def takes_all_alike(self, topology: Topology) -> bool:
+        """Whether a backward exchange takes all devices the same time."""
+
+    def even_is_least(self, topology: Topology) -> bool:
+        """Whether no division of a collective's bytes over the devices makes the exchanges of a step cheaper than the even one:
+        forward of the last device, and backward of the devices' mean by speed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +107,9 @@ class Cautious:
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         return self.model.quantile(sums, self.confidence)
+
+    def compiled(self) -> Compiled:
+        return self.model.compiled(self.confidence)
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         return self.model.forward_share(sums)

@@ -26,7 +26,7 @@ import numpy as np
 
 CORRECTION = 1.5
 """Corrections lie between exp(-1.5) and exp(1.5): a factor of 4.5."""
-_LOAD_FLOOR = 0.01
+LOAD_FLOOR = 0.01
 """Loads far below the typical one count alike, so that their logarithm is finite."""
 
 
@@ -54,5 +54,5 @@ def parts(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
 
 def contention(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
     """[..., 2] factors on what the shards of groups take one by one, from their summed drivers [..., K]."""
-    load = xp.log(drivers / w["load_typical"] + _LOAD_FLOOR)
+    load = xp.log(drivers / w["load_typical"] + LOAD_FLOOR)
     return xp.exp(xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"]) @ w["contention.1.weight"])

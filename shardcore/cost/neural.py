@@ -15,7 +15,7 @@ import numpy as np
 
 from shardcore import files, streams
 from shardcore.cost import band, exchange, features, nets
-from shardcore.cost.model import CommCost
+from shardcore.cost.model import CommCost, Compiled
 from shardcore.memory import gib
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
 from shardcore.workload import ROW, Traffic, Workload
@@ -48,11 +48,39 @@ class NeuralModel:
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
         return self.quantile(sums, low), self.quantile(sums, high)
 
+    def compiled(self, level: float | None = None) -> Compiled:
+        """`head` (None), or `quantile` at a level, for one group at a time."""
+        from shardcore.cost import compiled
+
+        w, error = self.weights, 0.0 if level is None else band.error(self.weights, level)
+        numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
+        arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"], w["contention.0.weight"],
+                  w["contention.0.bias"], w["contention.1.weight"])
+        return Compiled(compiled.contended, np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
+
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[...] the share of forward in a group's ms; 0 for an empty group."""
         both = nets.parts(self.weights, np.asarray(sums, dtype=float))
         total = both.sum(-1)
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
+
+    @property
+    def launch_ms(self) -> float:
+        """What fusing two ops saves at most: contention only grows with the drivers (see model.Bounding)."""
+        return float(np.sum(self.weights["launch"]))
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        """[K + 2] contention on what shards take one by one, 0 for drivers: it grows with them (see model.Bounding)."""
+        drivers = np.asarray(least, dtype=float)[:-2]
+        return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)])
+
+    def takes_all_alike(self, topology: Topology) -> bool:
+        """See model.Bounding."""
+        return not exchange.own_bytes_count(self.weights, topology)
+
+    def even_is_least(self, topology: Topology) -> bool:
+        """See model.Bounding."""
+        return exchange.even_is_least(self.weights, topology)
 
     def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
@@ -76,6 +104,20 @@ class NeuralModel:
         meets = (traffic.all_to_all + traffic.reduce_scatter + traffic.all_reduce).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
         return CommCost(forward, backward, waiting)
+
+
+def physical(model: NeuralModel) -> NeuralModel:
+    """A model of another family on the same measurements: rates and launch alone, without the learned correction and contention.
+    Raises ShardCoreError for a fine-tuned model, whose rates mean nothing without them."""
+    if "start" in model.meta.get("provenance", {}):
+        raise ShardCoreError(f"the cost model for ({model.setting}) was fine-tuned: its rates say nothing without its "
+                             "correction; give the folder of another model")
+    n = len(features.CONDITIONS)
+    learned = ("network.", "contention.1.")
+    weights = {k: v for k, v in model.weights.items() if not k.startswith(learned)}
+    weights |= {"network.0.weight": np.zeros((n, 2)), "network.0.bias": np.zeros(2),
+                "contention.1.weight": np.zeros_like(model.weights["contention.1.weight"])}
+    return NeuralModel(model.setting, weights, model.meta)
 
 
 # --- files -------------------------------------------------------------------------------------------------------------

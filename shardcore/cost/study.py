@@ -34,16 +34,21 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     return 100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2) if pairs else None
 
 
+def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
+    """The groups without any table that is kept for testing (tables.kept_for_testing), and those of such tables alone."""
+    kept = [[tables.kept_for_testing(x.table) for x in s.request.shards] for s in compute]
+    return ([s for s, k in zip(compute, kept, strict=True) if not any(k)],
+            [s for s, k in zip(compute, kept, strict=True) if all(k)])
+
+
 def unseen_tables(compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None) -> float | None:
-    """Error in percent on the groups of tables that are kept for testing alone (tables.kept_for_testing), of a model trained on
-    the groups without any of them; None where either are too few."""
-    timed = [s for s in compute if s.error is None]
-    unknown = [s for s in timed if all(tables.kept_for_testing(x.table) for x in s.request.shards)]
-    known = [s for s in timed if not any(tables.kept_for_testing(x.table) for x in s.request.shards)]
-    if not unknown or len(known) < fit.MIN_COMPUTE:
+    """Error in percent on the groups of tables that are kept for testing alone, of a model trained on the groups without any of
+    them; None where either are too few."""
+    seen, unseen = split_by_table([s for s in compute if s.error is None])
+    if not unseen or len(seen) < fit.MIN_COMPUTE:
         return None
-    model = fit.train(known, [], setting, config).model
-    return mape(accuracy.predict(model, unknown), np.array([s.total_ms for s in unknown]))
+    model = fit.train(seen, [], setting, config).model
+    return mape(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Protocol
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy, local, neuroshard
 from shardcore.search.budget import Budget
+from shardcore.search.peers import embark, milp, torchrec
 from shardcore.types import Plan, Problem
 
 __all__ = ["BASELINES", "SHARDERS", "Budget", "Sharder"]
@@ -35,5 +36,9 @@ SHARDERS: dict[str, Sharder] = {
     "lookup_greedy": greedy.lookup_greedy,
     "size_lookup_greedy": greedy.size_lookup_greedy,
     "neuroshard": neuroshard.neuroshard,
+    "embark": embark.embark,
+    "milp": milp.milp,
     "local": local.local,
 }
+if torchrec.installed():
+    SHARDERS["torchrec"] = torchrec.torchrec

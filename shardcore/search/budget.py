@@ -40,6 +40,15 @@ class Meter:
             return 0
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 
+    def progress(self) -> float:
+        """How much of the budget is used, of whichever limit is nearer: 0 to 1."""
+        parts = [0.0]
+        if self.budget.evals is not None:
+            parts.append(self.evals / self.budget.evals)
+        if self.budget.seconds is not None:
+            parts.append((time.monotonic() - self.started_s) / self.budget.seconds)
+        return min(1.0, max(parts))
+
     def left(self) -> bool:
         """Whether anything of the budget is left."""
         return self.affordable(1, 1) > 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.search import SHARDERS
@@ -47,6 +49,35 @@ def best_baseline(outcomes: Iterable[Outcome], algorithm: str) -> Outcome | None
     """The cheapest plan that another algorithm found, or None."""
     others = [o for o in outcomes if o.algorithm != algorithm and o.cost]
     return min(others, key=lambda o: o.cost.total_ms, default=None)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One sharder over several problems. solved: the share that it found a plan for; cost: the mean of its cost over the
+    reference's, worst the largest, seconds the mean time, all over the `common` problems alone that every sharder solved (nan:
+    there is none)."""
+
+    solved: float
+    common: int
+    cost: float
+    worst: float
+    seconds: float
+
+
+def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str, Sequence[float]],
+              reference: str | None = None) -> dict[str, Standing]:
+    """How sharders compare, from the ms that each takes on each problem (None or nan: no plan) and the seconds it searched ([]:
+    not known). reference: whose cost is 1; None: the best of the others, if there are any."""
+    table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
+    common = np.isfinite(table).all(0)
+    found = {}
+    for i, name in enumerate(costs):
+        others = [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
+        own_s = np.array(seconds[name], dtype=float)
+        found[name] = Standing(float(np.isfinite(table[i]).mean()), int(common.sum()), float(ratios.mean()), float(ratios.max()),
+                               float(own_s[common].mean()) if len(own_s) and common.any() else float("nan"))
+    return found
 
 
 def balance(cost: StepCost) -> float:

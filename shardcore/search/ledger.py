@@ -18,7 +18,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.search.pieces import column_runs, row_range
 from shardcore.search.room import piece_bytes
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard, Table
 from shardcore.workload import Traffic
 
 Piece = tuple[int, int]
@@ -55,6 +55,9 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._strips)
 
+    def table(self, strip: int) -> Table:
+        return self._strips[strip].table
+
     def piece(self, shard: Shard) -> Piece:
         return self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH], shard.width // MIN_WIDTH
 
@@ -82,11 +85,11 @@ class Ledger:
     def _by_rows(self, run: Shard, row_units: int) -> bool:
         table = run.table
         return (run == Shard.whole(table) and not table.ordered and table.rows >= 64 * row_units and table.pooling > 0
-                and table.name not in self.problem.constraints.unsplit)
+                and table.name not in self.problem.whole)
 
     def may_split(self, piece: Piece) -> bool:
         strip, units = piece
-        return units > 1 and self._strips[strip].table.name not in self.problem.constraints.unsplit
+        return units > 1 and self._strips[strip].table.name not in self.problem.whole
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Make the parts that the pieces of one plan can come to on a device: the sums of any of a strip's units."""

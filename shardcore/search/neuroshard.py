@@ -7,7 +7,8 @@ halve each of the largest and of the costliest pieces, run the inner search, kee
 Against the released code: a pass without cap, and `packing` where no pass fits, so that what fits gets a plan; states that
 differ only in the order of their cuts count once; halves that meet on a device count as the one shard they become; slots
 of the candidates go to pieces that can be cut. On unequal devices the cost of a device is taken at its speed and with the
-piece's own, which on equal ones changes nothing.
+piece's own, which on equal ones changes nothing. Tables that are kept together go as one; pinned ones go first, whatever the
+cap.
 
 Shapes: C states searched at once, P their pieces, K passes, S strips, D devices, F features, 2 the kinds of op.
 """
@@ -120,14 +121,73 @@ def _halve(state: State, piece: Piece) -> State:
     return tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)]))
 
 
+@dataclass(frozen=True)
+class _Bonds:
+    """What constraints ask of strips. allowed [S, D]: the devices they may go to; group [S]: their group, -1 for none."""
+
+    allowed: np.ndarray
+    group: np.ndarray
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> _Bonds | None:
+        """None where there are no such constraints."""
+        problem = ledger.problem
+        if not problem.pinned and not problem.bundle_of:
+            return None
+        names = [ledger.table(strip).name for strip in range(len(ledger))]
+        allowed = np.ones((len(names), len(problem.topology)), dtype=bool)
+        for strip, name in enumerate(names):
+            if name in problem.pinned:
+                allowed[strip] = False
+                allowed[strip, list(problem.pinned[name])] = True
+        numbers = {group: i for i, group in enumerate(problem.constraints.together)}
+        return cls(allowed, np.array([numbers[problem.bundle_of[n]] if n in problem.bundle_of else -1 for n in names]))
+
+    def summed(self, strips: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """[C, P] of each piece, or of all of its group. strips, of [C, P]: the pieces, all tables of a group among them."""
+        group = self.group[strips]
+        sums = np.zeros((len(group), group.max() + 2), dtype=of.dtype)
+        np.add.at(sums, (np.arange(len(group))[:, None], group), of)  # group -1 is the last, which nothing reads
+        return np.where(group >= 0, np.take_along_axis(sums, group, 1), of)
+
+
+class _Asked:
+    """Constraints on pieces [C, P, 2] in the order of placing. more_bytes, more_units, more_ms [C, P]: what the others of a
+    piece's group add; follows [C, P]: the piece goes where the one before it, of its group, went."""
+
+    def __init__(self, ledger: Ledger, pieces: np.ndarray, bonds: _Bonds) -> None:
+        strips, units = pieces[..., 0], pieces[..., 1]
+        parts, group = ledger.parts(strips, units), bonds.group[strips]
+        self.more_bytes, self.more_units, self.more_ms = (
+            bonds.summed(strips, own) - own for own in (ledger.bytes[parts], units, ledger.single_ms[parts]))
+        self.follows = np.zeros(strips.shape, dtype=bool)
+        self.follows[:, 1:] = (group[:, 1:] == group[:, :-1]) & (group[:, 1:] >= 0)
+        self.strips, self.allowed, self.pinned = strips, bonds.allowed, ~bonds.allowed.all(1)
+
+    def fits(self, p: int, used: np.ndarray, free: np.ndarray, columns: np.ndarray, cap: np.ndarray,
+             devices: np.ndarray) -> np.ndarray:
+        """[C, K, D]: where the pieces p may go. used, columns [C, K, D] with them; devices [C, K, P]: where those before went."""
+        strip = self.strips[:, p]
+        narrow = (columns + self.more_units[:, p, None, None] <= cap) | self.pinned[strip, None, None]
+        fits = (used + self.more_bytes[:, p, None, None] <= free) & narrow & self.allowed[strip, None]
+        beside = devices[:, :, p - 1, None] == np.arange(used.shape[-1])
+        return np.where(self.follows[:, p, None, None], beside, fits)
+
+
 def _search(ledger: Ledger, states: Sequence[State], config: NeuroShardConfig) -> list[_Found]:
     """The inner search from each of several states with the same number of pieces."""
     for state in states:
         ledger.add(state)
     pieces = np.array(states)  # [C, P, 2]
     parts = ledger.parts(pieces[..., 0], pieces[..., 1])
-    order = np.lexsort((-ledger.bytes[parts], -ledger.single_ms[parts]))  # [C, P]
-    total_ms, devices = greedy_grid(ledger, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps))
+    n_bytes, single_ms, first = ledger.bytes[parts], ledger.single_ms[parts], ()
+    bonds = _Bonds.of(ledger)
+    if bonds:
+        strips = pieces[..., 0]
+        n_bytes, single_ms = bonds.summed(strips, n_bytes), bonds.summed(strips, single_ms)
+        first = (bonds.allowed.sum(1)[strips],)
+    order = np.lexsort((*((bonds.group[strips],) if bonds else ()), -n_bytes, -single_ms, *first))  # [C, P]
+    total_ms, devices = greedy_grid(ledger, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps), bonds)
     found = []
     for c, state in enumerate(states):
         k = int(np.argmin(total_ms[c]))
@@ -138,9 +198,10 @@ def _search(ledger: Ledger, states: Sequence[State], config: NeuroShardConfig) -
     return found
 
 
-def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All greedy passes in lockstep. pieces [C, P, 2]: strip and units in the order of placing; caps [K]: on a device's
-    columns, relative to the mean.
+def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray,
+                bonds: _Bonds | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """All greedy passes in lockstep. pieces [C, P, 2]: strip and units in the order of placing, groups side by side; caps [K]: on
+    a device's columns, relative to the mean.
 
     Returns total_ms [C, K], inf where a piece found no device, and devices [C, K, P].
     """
@@ -152,6 +213,7 @@ def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[n
     held = np.zeros((n_states, n_passes, len(ledger), n_devices), dtype=np.int32)
     used, columns = np.zeros(shape, dtype=np.int64), np.zeros((*shape, 2), dtype=np.int64)
     sums, group_ms = np.zeros((*shape, 2, ledger.codes.shape[1])), np.zeros((*shape, 2))
+    asked = bonds and _Asked(ledger, pieces, bonds)
     fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
 
     for p in range(n_pieces):
@@ -160,8 +222,12 @@ def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[n
         was = ledger.parts(strip[..., None], before)
         becomes = ledger.parts(strip[..., None], before + units[..., None])
         extra = ledger.bytes[becomes] - ledger.bytes[was]
-        fits = (used + extra <= free) & (columns.sum(-1) + units[..., None] <= cap)
         single_ms = ledger.single_ms[ledger.parts(strip, units)][..., None] / ledger.speed
+        if asked is None:
+            fits = (used + extra <= free) & (columns.sum(-1) + units[..., None] <= cap)
+        else:
+            fits = asked.fits(p, used + extra, free, columns.sum(-1) + units[..., None], cap, devices)
+            single_ms = single_ms + asked.more_ms[:, p, None, None] / ledger.speed
         d = _least(np.where(fits, group_ms.sum(-1) / ledger.speed + single_ms, np.inf), used)  # [C, K]
         fits_all &= fits.any(-1)
         kind = np.broadcast_to(ledger.kind[strip], d.shape)

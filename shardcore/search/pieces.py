@@ -18,11 +18,21 @@ from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]
+Item = tuple[Shard, ...]
+"""Pieces that are placed on one device together."""
 
 
 def row_range(shard: Shard) -> RowRange:
     """The key of shards whose columns may be exchanged: table, row_lo, row_hi."""
     return shard.table, shard.row_lo, shard.row_hi
+
+
+def items(shards: Iterable[Shard], problem: Problem) -> list[Item]:
+    """The tables of each bundle (constraints.together) as one item, all other pieces as one each."""
+    found: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
+    for i, shard in enumerate(shards):
+        found[problem.bundle_of.get(shard.table.name, i)].append(shard)
+    return list(map(tuple, found.values()))
 
 
 def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
@@ -87,11 +97,13 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def to_plan(pieces: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
-    """The consolidated plan that puts pieces[i] on devices[i], with its provenance and its own predicted cost.
+def to_plan(pieces: Sequence[Shard], devices: Sequence[int | tuple[int, ...]], problem: Problem, model: CostModel,
+            **provenance: Any) -> Plan:
+    """The consolidated plan that puts pieces[i] on devices[i] (one, or several that replicate it), with its provenance and its
+    own predicted cost.
 
     Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
     """
-    plan = Plan(consolidate(Placement(s, (int(d),)) for s, d in zip(pieces, devices, strict=True)))
+    plan = Plan(consolidate(Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True)))
     predicted_ms = price(lower(plan, problem), model).total_ms
     return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

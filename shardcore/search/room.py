@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore import memory
-from shardcore.search.pieces import RowRange, row_range
+from shardcore.search.pieces import Item, RowRange, row_range
 from shardcore.types import Problem, Shard
 
 
@@ -20,27 +20,59 @@ def piece_bytes(shard: Shard, problem: Problem) -> int:
     return memory.shard_bytes(shard, problem.global_batch, problem.optimizer)
 
 
+def item_bytes(item: Sequence[Shard], problem: Problem) -> int:
+    return sum(piece_bytes(shard, problem) for shard in item)
+
+
+def freedom(item: Item, problem: Problem) -> int:
+    """Devices that an item may choose from. Who has least of it is placed first (the least flexible job of scheduling on machines
+    with eligibility: Pinedo, Scheduling, 5.1), for others could take its room and have elsewhere to go."""
+    return len(problem.allowed_devices(item[0].table.name))
+
+
 class Room:
-    """left [D]: bytes free per device, starting from `free` (default: what the problem allows)."""
+    """left [D]: bytes free per device, starting from `free` (default: what the problem allows; entries beyond its devices stand
+    for more of them, where no pinned table may go). A bundle's first table takes the bytes of all, the others none beside it."""
 
     def __init__(self, problem: Problem, free: Sequence[int] | None = None) -> None:
         self.problem = problem
         self.left = np.array(memory.free_bytes(problem) if free is None else free, dtype=np.int64)
         self._widths: dict[RowRange, dict[int, int]] = defaultdict(dict)
+        self._home: dict[tuple[str, ...], int] = {}
+        self._bundle_bytes: dict[tuple[str, ...], int] = defaultdict(int)
+        for table in problem.tables if problem.bundle_of else ():
+            if group := problem.bundle_of.get(table.name):
+                self._bundle_bytes[group] += piece_bytes(Shard.whole(table), problem)
 
     def extra_bytes(self, shard: Shard) -> np.ndarray:
         """[D] bytes that the shard adds on each device: less where it widens a shard that is there already."""
+        if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
+            return np.full(len(self.left), 0 if group in self._home else self._bundle_bytes[group], dtype=np.int64)
         extra = np.full(len(self.left), piece_bytes(shard, self.problem), dtype=np.int64)
         for device, width in self._widths[row_range(shard)].items():
             extra[device] = self._bytes(shard, width + shard.width) - self._bytes(shard, width)
         return extra
 
     def fits(self, shard: Shard) -> np.ndarray:
-        """[D] bool: the devices that can take the shard."""
-        return self.extra_bytes(shard) <= self.left
+        """[D] bool: the devices that can take the shard, with the tables that it is kept together with."""
+        fits = self.extra_bytes(shard) <= self.left
+        allowed = self.allowed(shard)
+        return fits if allowed is None else fits & allowed
+
+    def allowed(self, shard: Shard) -> np.ndarray | None:
+        """[D] bool: the devices that constraints leave to the shard; None where they leave all."""
+        home = self._home.get(self.problem.bundle_of.get(shard.table.name, ())) if self._home else None
+        devices = self.problem.pinned.get(shard.table.name) if home is None else (home,)
+        if devices is None:
+            return None
+        allowed = np.zeros(len(self.left), dtype=bool)
+        allowed[list(devices)] = True
+        return allowed
 
     def put(self, shard: Shard, device: int) -> None:
         self.left[device] -= self.extra_bytes(shard)[device]
+        if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
+            self._home[group] = device
         widths = self._widths[row_range(shard)]
         widths[device] = widths.get(device, 0) + shard.width
 

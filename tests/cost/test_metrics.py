@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from shardcore.cost.metrics import kendall_tau
+from shardcore.cost.metrics import coverage, kendall_tau
 
 
 def test_kendall_tau():
@@ -13,3 +13,7 @@ def test_kendall_tau():
     assert kendall_tau(x, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4 / 6)
     assert kendall_tau(x, np.array([1.0, 1.0, 2.0, 3.0])) == pytest.approx(5 / math.sqrt(30))  # tau-b
     assert kendall_tau(x, np.ones(4)) == 0
+
+
+def test_coverage_counts_the_ends():
+    assert coverage(np.array([1.0, 1.0, 3.0, 1.0]), np.array([2.0, 2.0, 4.0, 2.0]), np.array([1.0, 2.0, 2.0, 5.0])) == 50

@@ -1,4 +1,7 @@
-"""A scratch copy of the project with toy parameters, built once through the same commands that a user gives."""
+"""A scratch copy of the project with toy parameters, built once through the same commands that a user gives.
+
+Only one file uses the fixture `project`: files are what the suite's workers share out, and each would build its own.
+"""
 
 import os
 import shutil
@@ -37,6 +40,14 @@ class Project:
         assert not check or done.returncode == 0, done.stdout[-4000:]
         return done
 
+    def error_of(self, *command: str, **options: object) -> str:
+        """The one line with which a command fails, without a traceback."""
+        done = self.run(*command, check=False, **options)
+        assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
+        lines = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, done.stdout
+        return lines[0]
+
     def set_params(self, section: str, **values) -> None:
         path = self.folder / "params.yaml"
         params = yaml.safe_load(path.read_text())
@@ -60,6 +71,10 @@ def copy_project(folder: Path, api: str, home: Path) -> Project:
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    for compiled in (ROOT / "shardcore").glob("**/__pycache__/*.nb?"):  # what numba made, or each project compiles for itself
+        target = folder / compiled.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy2(compiled, target)
     (folder / "datasets").mkdir()
     for path in (folder / "problems").glob("*.json"):
         path.unlink()

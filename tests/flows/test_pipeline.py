@@ -1,8 +1,11 @@
-"""The whole pipeline at toy size, through DVC, Prefect, Ray and MLflow as a user runs them."""
+"""The whole pipeline at toy size, through DVC, Prefect, Ray and MLflow as a user runs them: what it builds, keeps and refuses."""
 
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
+import sys
 
 import yaml
 
@@ -48,6 +51,59 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
     [model] = client.search_registered_models()
     assert re.match(r"shardcore-cost-", model.name) and set(model.aliases) == {"challenger", "champion"}
     assert client.get_model_version(model.name, "1").description == (project.folder / "data/card.md").read_text()
+
+
+def test_publish_runs_as_a_deployment(project):
+    """Server, process work pool, worker, `prefect deployment run … --watch`."""
+    project.run("prefect", "work-pool", "create", "local", "--type", "process", "--overwrite")
+    project.run("prefect", "--no-prompt", "deploy", "--all")
+    worker = subprocess.Popen([sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"], cwd=project.folder,
+                              env={**project.env, "PREFECT_WORKER_QUERY_SECONDS": "1"}, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL)
+    try:
+        done = project.run("prefect", "deployment", "run", "publish/local", "-p", "plans=from-deployment", "--watch")
+        assert "Completed" in done.stdout
+        assert store.load_plan(project.folder / "from-deployment", "pool-0-00")[0].placements
+        failed = project.run("prefect", "deployment", "run", "publish/local", "-p", 'problems=["none.json"]', "--watch",
+                             check=False)
+        assert failed.returncode == 1 and "Failed" in failed.stdout
+    finally:
+        worker.terminate()
+        worker.wait(30)
+
+
+def test_a_damaged_part_stops_the_stage_by_name_and_loses_nothing(project):
+    folder = project.folder / "data/measurements"
+    [part] = folder.glob("compute-*.parquet")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-100])
+    try:
+        assert part.name in project.error_of("flows.measure")
+    finally:
+        part.write_bytes(whole)
+
+
+def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project):
+    good = files.read_problem(project.folder / "problems/draw-0.json")
+    data = files.problem_to_json(good)
+    big = dict(data, name="too-big", topology={"devices": [{"count": 2, "memory_bytes": 1 << 20}]})
+    other = dict(data, name="other-batch", global_batch=128)
+    for body in (big, other):
+        files.write_json(project.folder / f"{body['name']}.json", body)
+    error = project.error_of("shardcore", "plan", "too-big.json", "--model", "data/model", "--out", "x.json")
+    assert re.search(r"'too-big' does not fit: .*[KMG]iB.* too little.*It would fit with", error)
+    shutil.copy(project.folder / "too-big.json", project.folder / "problems")
+    (project.folder / "plans/pool-0-00/current").unlink()
+    try:
+        error = project.error_of("flows.publish")
+    finally:
+        (project.folder / "problems/too-big.json").unlink()
+    assert "1 of 3 problems have no new plan" in error and "'too-big' does not fit" in error
+    assert store.load_plan(project.folder / "plans", "pool-0-00")[0].placements
+    assert "too-big" in (project.folder / "plans/report.md").read_text()
+    error = project.error_of("shardcore", "plan", "other-batch.json", "--model", "data/model", "--out", "x.json")
+    assert "batch 128" in error and "batch 64" in error
+    assert not (project.folder / "x.json").exists()
 
 
 def test_a_second_run_has_nothing_to_do(project):

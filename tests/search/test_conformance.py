@@ -61,6 +61,13 @@ def with_slack(seed: int, n_devices: int, slack: float, **fields) -> Problem:
     return replace(loose, topology=Topology((Device(int(needed * slack / n_devices)),) * n_devices))
 
 
+def on_hosts(problem: Problem, constraints: Constraints) -> Problem:
+    """The first half of the devices on host a, the others on b."""
+    half = len(problem.topology) // 2
+    devices = tuple(replace(d, host="a" if i < half else "b") for i, d in enumerate(problem.topology.devices))
+    return replace(problem, topology=Topology(devices), constraints=constraints)
+
+
 HUGE = Table("huge", 5000, 64, 20.0)
 DEEP = Table("deep", 200_000, 4, 3.0)
 SMALL = tuple(Table(f"small{i}", 50 + i, 8, 2.0) for i in range(5))
@@ -81,6 +88,15 @@ CASES = {
     "unsplit": replace(with_slack(7, 3, 1.3), constraints=Constraints(unsplit=("t0", "t3", "t7"))),
     "all unsplit": replace(with_slack(8, 3, 1.4), constraints=Constraints(unsplit=tuple(f"t{i}" for i in range(12)))),
     "reserved": replace(draw_problem(9, 10, [MIB] * 2), constraints=Constraints(reserved_bytes=MIB // 2)),
+    "pinned": replace(with_slack(10, 4, 1.3), constraints=Constraints(
+        pinned=(("t0", (0,)), ("t3", (0,)), ("t5", (1, 2)), ("t6", (3, 1)), ("t9", (0, 1, 2, 3))))),
+    "pinned to hosts": on_hosts(with_slack(11, 4, 1.15), Constraints(
+        pinned=tuple((f"t{i}", ("a",) if i < 4 else ("b",)) for i in range(8)))),
+    "pinned, to cut": on_hosts(Problem("cut", (HUGE, *SMALL), Topology((Device(HUGE.bytes * 6 // 10),) * 4), BATCH),
+                               Constraints(pinned=(("huge", ("b",)), ("small0", (2,))))),
+    "together": replace(with_slack(12, 3, 1.4), constraints=Constraints(together=(("t0", "t1", "t2"), ("t3", "t7"), ("t8",)))),
+    "together and pinned, tight": on_hosts(with_slack(19, 4, 1.05, optimizer="rowwise_adagrad"), Constraints(
+        unsplit=("t1",), together=(("t0", "t2", "t4"), ("t5", "t6")), pinned=(("t2", ("b",)), ("t5", (0, "b")), ("t8", ("a",))))),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -101,6 +117,12 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     assert plan.placements == consolidate(plan.placements)
     split = {p.shard.table.name for p in plan.placements if p.shard != Shard.whole(p.shard.table)}
     assert not split & set(problem.constraints.unsplit)
+    homes = {t.name: {d for p in plan.placements if p.shard.table == t for d in p.devices} for t in problem.tables}
+    for name, where in problem.constraints.pinned:
+        hosts = [problem.topology.devices[d].host for d in range(len(problem.topology))]
+        assert all(d in where or hosts[d] in where for d in homes[name]), f"{name} is on {homes[name]}, pinned to {where}"
+    for group in problem.constraints.together:
+        assert not split & set(group) and len(set.union(*(homes[name] for name in group))) == 1, f"{group} is not together"
 
 
 def solve(name: str, problem: Problem, **arguments) -> Plan:
@@ -140,6 +162,25 @@ def test_a_problem_with_a_hidden_plan_gets_one(name, seed, n_tables, n_devices, 
     devices = tuple(Device(int(m) - 1 or 1, float(rng.choice([0.5, 1, 2]))) for m in memory)
     unsplit = tuple(t.name for t in tables) if whole else ()
     problem = Problem("hidden", tables, Topology(devices), BATCH, optimizer, Constraints(unsplit=unsplit))
+    check_plan(solve(name, problem, seed=seed, budget=Budget(evals=300)), problem)
+
+
+@every_sharder
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), n_tables=st.integers(1, 9), n_devices=st.sampled_from([2, 3, 4]), whole=st.booleans())
+def test_a_hidden_plan_that_meets_pins_and_groups_gets_one(name, seed, n_tables, n_devices, whole):
+    """As above; some tables are pinned to the hidden plan's devices and others, and some that it has on one are kept together."""
+    rng = np.random.default_rng(seed)
+    tables = draw_tables(rng, n_tables)
+    homes = rng.integers(n_devices, size=n_tables)
+    memory = np.bincount(homes, [shard_bytes(Shard.whole(t), BATCH, "exact_sgd") for t in tables], n_devices).astype(int)
+    devices = tuple(Device(int(m) or 1, float(rng.choice([0.5, 1, 2])), f"host-{d // 2}") for d, m in enumerate(memory))
+    home_of = {t.name: int(d) for t, d in zip(tables, homes, strict=True)}
+    pinned = tuple((t, (devices[d].host,) if rng.random() < 0.3 else (d, *rng.integers(n_devices, size=rng.integers(2)).tolist()))
+                   for t, d in home_of.items() if rng.random() < 0.4)
+    groups = [tuple(t for t, d in home_of.items() if d == home and rng.random() < 0.5) for home in range(n_devices)]
+    constraints = Constraints(0, tuple(t.name for t in tables) if whole else (), pinned, tuple(filter(None, groups)))
+    problem = Problem("hidden", tables, Topology(devices), BATCH, constraints=constraints)
     check_plan(solve(name, problem, seed=seed, budget=Budget(evals=300)), problem)
 
 
@@ -199,6 +240,25 @@ NOTHING_FITS = {
                              96, constraints=Constraints(unsplit=("p0", "p1", "p2"))),
                      ["'p0'", "'p1'", "'p2'", "must stay whole", "do not fit side by side", "every assignment", "more per device",
                       "1 more device like"]),
+    "pinned to a device": (Problem("device", SMALL, Topology((Device(15_000), Device(MIB))), BATCH, constraints=Constraints(
+        pinned=tuple((f"small{i}", (0,)) for i in range(4)))),
+                           ["tables pinned to device 0 (constraints.pinned), 'small0', 'small1', 'small2', 'small3', take",
+                            "18880 bytes", "it may hold 15000 bytes, 3880 bytes too little", "more per device",
+                            "or without its pins and groups"]),
+    "pinned to a host": (on_hosts(Problem("host", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 3),) * 6), BATCH), Constraints(
+        pinned=(("huge", ("b",)), ("small0", (3,)), ("small1", ("a",))))),
+                         ["tables pinned to devices 3, 4, 5 (constraints.pinned), 'huge', 'small0', take 1.2 MiB",
+                          "they may hold", "more per device", "without its pins and groups"]),
+    "a group too large": (Problem("group", SMALL, Topology((Device(15_000),) * 4), BATCH, constraints=Constraints(
+        together=(("small0", "small1", "small2", "small3"),))),
+                          ["the group 'small0', 'small1', 'small2', 'small3', kept on one device (constraints.together)",
+                           "the largest device may hold", "or without its pins and groups"]),
+    "a pinned table too large": (replace(draw_problem(2, 8, [3000, MIB]), constraints=Constraints(pinned=(("t2", (0,)),))),
+                                 ["table 't2', which must stay whole (constraints.pinned)", "device where it may live"]),
+    "groups side by side": (Problem("groups", tuple(Table(f"p{i}", 1000, 8, 1.0) for i in range(6)),
+                                    Topology((Device(110_000),) * 2 + (Device(60_000),)), 96,
+                                    constraints=Constraints(together=(("p0", "p1"), ("p2", "p3"), ("p4", "p5")))),
+                            ["must stay whole (constraints.together)", "do not fit side by side", "every assignment"]),
     "outputs": (Problem("batch", SMALL[:1], Topology((Device(19 * MIB // 10),) * 4), 2**16),
                 ["one row of 4 columns of table 'small0'", "with its outputs", "2.0 MiB", "1.9 MiB", "more per device"]),
     "no memory left": (Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,

@@ -1,0 +1,125 @@
+"""Lower bounds and estimates (search/bound.py) against optima found by enumeration, and against plans of drawn problems.
+
+    python -m bench.bounds MODEL --tiny 40 --problems 10 --devices 4
+
+MODEL is a folder as `python -m shardcore train` writes it. Tiny problems have 4 or 5 tables of the calibrated pool with dims up
+to 16 on 2 devices, or 2 or 3 with dims up to 8 on 4; every second pair of problems has devices of different speeds. Every plan is
+priced that cuts each table by columns (multiples of 4), by rows in quarters, or replicates it: the bound's space but for finer
+rows. `above` says in how many of them a bound was above the optimum. Drawn problems are those of bench.search: the gap is that of
+a plan over the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from itertools import combinations_with_replacement
+
+import numpy as np
+import torch
+
+from bench.search import problems
+from shardcore import report, sampling, tables
+from shardcore.cost import neural
+from shardcore.cost.model import CostModel
+from shardcore.search import SHARDERS
+from shardcore.search.bound import bound
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
+from shardcore.workload import Traffic
+
+ROW_UNITS = 4
+SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local")
+
+
+def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Problem:
+    rng = np.random.default_rng([seed, 17])
+    n_devices = 2 + 2 * (seed % 2)
+    shape = sampling.ProblemConfig(2, 4, 5, 16) if n_devices == 2 else sampling.ProblemConfig(4, 2, 3, 8)
+    drawn = sampling.problem(pool, seed, model.setting, 2027, shape)
+    speeds = rng.choice([0.5, 1.0, 2.0], n_devices) if seed % 4 >= 2 else np.ones(n_devices)
+    devices = tuple(Device(1 << 40, s) for s in speeds)
+    links = dict(within_host_gbps=float(rng.choice([0.2, 1.0, 5.0])), latency_ms=0.2)
+    return Problem(drawn.name, drawn.tables, Topology(devices, **links), model.setting.batch)
+
+
+def dealt(units: int, n_devices: int) -> list[np.ndarray]:
+    """All ways to deal so many units to devices: how many each has [D]."""
+    return [np.bincount(way, minlength=n_devices) for way in combinations_with_replacement(range(n_devices), units)]
+
+
+def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
+    """What each way to place a table adds: codes [W, D, 3, F] by kind of op, bytes [W, 3, D] by collective."""
+    n = len(problem.topology)
+    columns = [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
+    rows = [Shard(table, 0, table.rows * u // ROW_UNITS, 0, table.dim) for u in range(1, ROW_UNITS)]
+    code = [model.encode(columns), model.encode(rows), model.encode(columns[-1:], problem.local_batch)]
+    codes, sent = [], []
+    for kind, units in ((0, len(columns)), (1, ROW_UNITS)):
+        for held in dealt(units, n):
+            if kind == 0 or held.max() < ROW_UNITS:
+                codes.append(np.zeros((n, 3, code[0].shape[1])))
+                codes[-1][held > 0, kind] = code[kind][held[held > 0] - 1]
+                sent.append(np.zeros((3, n)))
+                width = held * MIN_WIDTH if kind == 0 else (held > 0) * table.dim
+                sent[-1][kind] = width * OUTPUT_BYTES * problem.global_batch
+    codes.append(np.zeros((n, 3, code[0].shape[1])))
+    codes[-1][:, 2] = code[2]
+    sent.append(np.zeros((3, n)))
+    sent[-1][2] = table.rows * table.dim * OUTPUT_BYTES
+    return np.stack(codes), np.stack(sent)
+
+
+def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
+    """The least cost of any plan, and how many plans there are."""
+    codes, sent = np.zeros(()), np.zeros(())
+    for table in problem.tables:
+        more, bytes_ = ways(table, problem, model)
+        codes = (codes[..., None, :, :, :] + more).reshape(-1, *more.shape[1:]) if codes.ndim else more
+        sent = (sent[..., None, :, :] + bytes_).reshape(-1, *bytes_.shape[1:]) if sent.ndim else bytes_
+    speed = np.array([d.speed for d in problem.topology.devices])
+    compute = model.head(codes).sum(-1) / speed
+    comm = model.comm(Traffic(*np.moveaxis(sent, 1, 0)), compute, problem.topology).total_ms
+    return float((compute + comm).max(-1).min()), len(sent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a trained model")
+    parser.add_argument("--tiny", type=int, default=40)
+    parser.add_argument("--problems", type=int, default=10)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=2026, help="of the drawn problems (2026)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = neural.load(args.model)
+    found, pool = [], [t for t in tables.generate_pool() if t.rows >= 100]
+    for seed in range(args.tiny):
+        problem = tiny_problem(pool, model, seed)
+        optimum, n = optimum_ms(problem, model)
+        b = bound(problem, model)
+        found.append((b.proved_ms / optimum, b.estimate_ms / optimum))
+        print(f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, estimate {b.estimate_ms:.3f}, "
+              f"{b.limit}", file=sys.stderr, flush=True)
+    print(f"{model.setting}; {args.tiny} problems of 2 to 5 tables, all plans priced\n")
+    if found:
+        rows = [(name, f"{np.median(v):.3f}", f"{v.min():.3f} to {v.max():.3f}", f"{np.mean(v > 1 + 1e-9):.1%}")
+                for name, v in zip(("proved bound", "estimate"), np.array(found).T, strict=True)]
+        print(report.text_table(("over the optimum", "median", "range", "above"), rows))
+    gaps, seconds = {name: [] for name in SHARDERS_SHOWN}, []
+    for problem in problems(model, args.problems, args.devices, args.seed):
+        began = time.perf_counter()
+        b = bound(problem, model)
+        seconds.append(time.perf_counter() - began)
+        for name in SHARDERS_SHOWN:
+            ms = SHARDERS[name](problem, model).provenance["predicted_ms"]
+            gaps[name].append((ms / b.proved_ms - 1, ms / b.estimate_ms - 1))
+    if seconds:
+        print(f"\n{args.problems} problems as in bench.search, {args.devices} devices; a bound takes {np.mean(seconds):.3f} s\n")
+        rows = [(name, *(f"{x:+.1%}" for x in (*np.mean(v, 0), np.median(v, 0)[1], np.min(v, 0)[1], np.max(v, 0)[1])))
+                for name, v in gaps.items()]
+        print(report.text_table(("sharder", "over the bound", "over the estimate", "median", "least", "most"), rows))
+
+
+if __name__ == "__main__":
+    main()

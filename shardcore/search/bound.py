@@ -1,0 +1,316 @@
+"""A lower bound on what any plan of a problem costs under a model, where the model allows a proof; and an estimate of one.
+
+A step takes max over devices of (compute + backward exchange), and then the longest forward exchange. Each way to cut a table
+adds some work to the devices and some bytes to the exchanges, and both add up over tables. So no plan is cheaper than the
+tables' least work, divided by the devices' speeds, with the exchanges that even bytes take; the least way to cut a table by
+columns or rows is a shortest path over widths. Nor is it cheaper than any of its parts. So the bound is the least ms in
+which the least work can be done with parts that take no longer each.
+
+The proof counts as work of a part what it costs alone, less the launch that fusing saves (cost.model.Bounding); for plans of one
+kind of part, what it costs at least in an op of the mean load, for some device has that. The estimate counts what all tables cost
+as one op, its sums divided evenly over the devices: more where shards contend, and no bound, for a device may hold tables that
+contend less than the mean. Memory does not count, nor constraints but those that keep tables whole, together or on some devices.
+
+Shapes: T tables, N parts, F features, D devices, 3 kinds of part (workload.KINDS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from shardcore.cost.model import CostModel
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard
+from shardcore.workload import Traffic
+
+ROW_UNITS = (24, 12, 4)
+"""Rows are cut into multiples of one in so many shares, as many as MOST_PARTS allows."""
+MOST_PARTS = 150_000
+"""A space with more possible parts is made smaller: fewer row shares, then widths of powers of two alone."""
+_EVEN_BYTES = 2.0**24
+_PRECISION = 1e-3
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No plan of `space` costs less than proved_ms (None: nothing is proved), and about estimate_ms is what those get to that
+    divide all work evenly. limit: what is in the way of cheaper ones."""
+
+    proved_ms: float | None
+    estimate_ms: float
+    limit: str
+    space: str
+
+
+def bound(problem: Problem, model: CostModel, rows: bool = True, replicas: bool = True) -> Bound:
+    """Among plans that cut tables by rows or not, and have replicas on all devices or not. Raises SettingMismatch."""
+    problem.require_setting(model.setting)
+    parts = _Parts(problem, model, rows, replicas)
+    proved_ms = None
+    if hasattr(model, "launch_ms") and model.even_is_least(problem.topology):
+        proved_ms = _least_ms(parts, _proved(parts), model.takes_all_alike(problem.topology))[0] * (1 - 1e-9)
+    estimate_ms, limit = _least_ms(parts, _estimated(parts), True)
+    return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, parts.space())
+
+
+# --- parts -------------------------------------------------------------------------------------------------------------
+
+
+class _Parts:
+    """What a device may hold of each table.
+
+    Of parts [N]: table, kind, codes [N, F]; copies: D for a replica, else 1; alone_ms: what it costs alone at speed 1; fastest:
+    speed that it may find (the slowest device's for a replica); exchange_ms: what it adds to even exchanges, both ways; large:
+    whether some part is as large, if the table's devices share it. at [T, U + 1] of each kind: the part of so many units of a
+    table by columns, by rows, replicated (-1: there is none); size [T, 3] units in all; whole [T]: the uncut parts. latency_ms
+    [3]: of the collectives, whatever they carry. mixes: sets of kinds.
+    """
+
+    def __init__(self, problem: Problem, model: CostModel, rows: bool, replicas: bool) -> None:
+        self.problem, self.model = problem, model
+        self.speed = np.array([d.speed for d in problem.topology.devices])
+        n, tables = len(self.speed), problem.tables
+        columns = np.array([t.dim // MIN_WIDTH for t in tables])
+        whole = np.array([t.name in problem.whole for t in tables])
+        by_rows = rows & (n > 1) & ~whole & np.array([not t.ordered and t.rows > 1 for t in tables])
+        left = MOST_PARTS - int(columns.sum())
+        self.any_width = left >= 0
+        self.row_units = next((u for u in ROW_UNITS if by_rows.any() and by_rows.sum() * (u - 1) <= left), 0)
+        self.replicas = replicas and n > 1
+        self.size = np.stack([columns, np.full(len(tables), max(1, self.row_units)), np.ones(len(tables), dtype=int)], 1)
+        self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
+        shards: list[Shard] = []
+
+        def add(kind: int, i: int, units: int, shard: Shard) -> None:
+            self.at[kind][i, units] = len(shards)
+            shards.append(shard)
+
+        for i, t in enumerate(tables):
+            for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
+                add(0, i, u, Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
+            for u in range(1, self.row_units if by_rows[i] else 0):
+                add(1, i, u, Shard(t, 0, max(1, t.rows * u // self.row_units), 0, t.dim))
+        pooled, first_replica = len(shards), len(shards)
+        codes = [np.asarray(model.encode(shards), dtype=float)]
+        if self.replicas:
+            replicated = [Shard.whole(t) for t in tables]
+            self.at[2][:, 1] = first_replica + np.arange(len(tables))
+            codes.append(np.asarray(model.encode(replicated, problem.local_batch), dtype=float))
+            shards += replicated
+        self.codes = np.concatenate(codes)
+        self.kind = np.zeros(len(shards), dtype=int)
+        for kind, at in enumerate(self.at):
+            self.kind[at[at >= 0]] = kind
+        self.whole = self.at[0][np.arange(len(tables)), columns]
+        self.table = np.empty(len(shards), dtype=int)
+        units = np.empty(len(shards), dtype=int)
+        for at in self.at:
+            i, u = np.nonzero(at >= 0)
+            self.table[at[i, u]], units[at[i, u]] = i, u
+        allowed = [list(problem.allowed_devices(t.name)) for t in tables]
+        n_devices, fastest = np.array([len(d) for d in allowed]), np.array([self.speed[d].max() for d in allowed])
+        self.large = (self.kind == 2) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
+        self.fastest = np.where(self.kind == 2, self.speed.min(), fastest[self.table])
+        self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
+        self.copies = np.where(np.arange(len(shards)) < pooled, 1, n)
+        width = np.array([s.width for s in shards], dtype=float)
+        cells = np.array([float(s.rows) * s.width for s in shards])
+        carried = OUTPUT_BYTES * np.where(self.kind == 2, cells * n, width * problem.global_batch)
+        self.latency_ms, per_byte = self._exchanges()
+        self.exchange_ms = carried * per_byte[self.kind]
+        kinds = [k for k, some in enumerate((True, self.row_units > 0, self.replicas)) if some]
+        self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1) for mix in combinations(kinds, n_kinds)]
+
+    def _widths(self, columns: int) -> list[int]:
+        if self.any_width:
+            return list(range(1, columns + 1))
+        return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
+
+    def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
+        """[3] ms that each collective takes to begin with, and [3] ms that a byte adds to it when all devices have as many."""
+        n = len(self.speed)
+        if n == 1:
+            return np.zeros(3), np.zeros(3)
+        once, twice = np.zeros(3), np.zeros(3)
+        for c in range(3):
+            for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
+                arrays = [np.full(n, each if k == c else 0.0) for k in range(3)]
+                ms[c] = self.model.comm(Traffic(*arrays), np.zeros(n), self.problem.topology).total_ms.max()
+        return 2 * once - twice, (twice - once) / (n * _EVEN_BYTES)
+
+    def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
+        """The least price at which parts of these kinds make up all tables, from prices [N] with copies, and how often each part
+        is then taken [N]; inf and None: none do."""
+        sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
+        best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
+        return least, sum(way(best == i) for i, way in enumerate(ways)) if np.isfinite(least) else None
+
+    def within(self, some: np.ndarray) -> np.ndarray:
+        """Of some parts [N] bool those that can be in a plan: not of a table and kind whose large parts, of which its devices
+        cannot do without one, are not among them."""
+        possible = np.zeros(self.size.shape, dtype=bool)
+        chosen = some & self.large
+        possible[self.table[chosen], self.kind[chosen]] = True
+        return some & possible[self.table, self.kind]
+
+    def space(self) -> str:
+        """The plans that a bound holds for, in words."""
+        widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
+        rows = f", or by rows into multiples of 1/{self.row_units}" if self.row_units else ""
+        return f"each table whole or cut by columns ({widths}){rows}" + ", or replicated on all devices" * self.replicas
+
+
+def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
+    """The least price [T] at which parts make up `size` units of each table, and a function from chosen tables [T] bool to how
+    often each part [N] is then taken."""
+    rows = np.arange(len(at))
+    of = np.where(at >= 0, price[at], np.inf)
+    best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
+    best[:, 0] = 0.0
+    for u in range(1, at.shape[1]):
+        candidates = of[:, 1 : u + 1] + best[:, u - 1 :: -1] if u > 1 else of[:, 1:2]
+        last[:, u] = 1 + np.argmin(candidates, axis=1)
+        best[:, u] = candidates[rows, last[:, u] - 1]
+
+    def taken(chosen: np.ndarray) -> np.ndarray:
+        counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
+        while left.any():
+            live = rows[left > 0]
+            np.add.at(counts, at[live, last[live, left[live]]], 1)
+            left[live] -= last[live, left[live]]
+        return counts
+
+    return best[rows, size], taken
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------------
+
+Price = Callable[[list[int], np.ndarray], float]
+"""ms of plans of a mix of kinds that have no other than some parts [N] bool; inf: there are none."""
+_EVENLY = "the work of all tables, divided evenly"
+
+
+def _proved(parts: _Parts) -> Price:
+    """The least work, divided by all speeds; a replica brings a launch on every device, any other kind on one at least."""
+    launch_ms, total_speed = parts.model.launch_ms, parts.speed.sum()
+    work = parts.copies * np.maximum(0.0, parts.alone_ms - launch_ms) / total_speed + parts.exchange_ms
+
+    def price(mix: list[int], some: np.ndarray) -> float:
+        launches = (len(parts.speed) + len(mix) - 1) / total_speed if 2 in mix else 1 / parts.speed.max()
+        least, _ = parts.cheapest(np.where(some, work, np.inf), mix)
+        ms = launch_ms * launches + least + parts.latency_ms[mix].sum()
+        return max(ms, _at_mean_load(parts, mix[0], some)) if len(mix) == 1 and alike else ms
+
+    alike = parts.model.takes_all_alike(parts.problem.topology)
+    return price
+
+
+def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
+    """The same for plans of one kind, so one op on each device, from the load that some device has at least: the mean by speed.
+    With a load go drivers, and with those the rates at which the load was counted."""
+    model, some, total_speed = parts.model, some & (parts.kind == kind), parts.speed.sum()
+    rates = model.rates(parts.codes[parts.whole].sum(0) / len(parts.speed))
+    for _ in range(4):
+        load = parts.codes @ rates
+        least, _ = parts.cheapest(np.where(some, parts.copies * load, np.inf), [kind])
+        if not np.isfinite(least):
+            return np.inf
+        now = model.rates(_least_codes(parts, load, some, least * parts.speed.min() / total_speed))
+        counted, rates = rates, now
+    share = min(1.0, (now[counted > 0] / counted[counted > 0]).min(initial=1.0))
+    work = share * parts.copies * (parts.codes @ counted) / total_speed + parts.exchange_ms
+    least, _ = parts.cheapest(np.where(some, work, np.inf), [kind])
+    return model.launch_ms / parts.speed.max() + least + float(parts.latency_ms[kind])
+
+
+def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
+    """[F] what a device at least has of each feature, at most one part of each table, when the loads [N] of its parts make up
+    `wanted`: taken from the tables that have least of it for their load."""
+    some = some & (load > 0)
+    room, each = np.zeros(len(parts.size)), np.full((len(parts.size), parts.codes.shape[1]), np.inf)
+    np.maximum.at(room, parts.table[some], load[some])
+    np.minimum.at(each, parts.table[some], parts.codes[some] / load[some][:, None])
+    room, each = room[room > 0], each[room > 0]
+    found = np.zeros(parts.codes.shape[1])
+    for f in range(len(found)):
+        order = np.argsort(each[:, f])
+        taken = np.clip(wanted - np.concatenate([[0.0], np.cumsum(room[order])[:-1]]), 0.0, room[order])
+        found[f] = taken @ each[order, f]
+    return found
+
+
+def _estimated(parts: _Parts) -> Price:
+    """All replicas as one op, all else as one op divided over the devices by their speed; the way to cut tables follows from how
+    steep the head is there."""
+    n, total_speed = len(parts.speed), parts.speed.sum()
+    shares = (parts.speed / total_speed)[:, None]
+
+    def price(mix: list[int], some: np.ndarray) -> float:
+        sums, found = parts.codes[parts.whole].sum(0), []
+        for _ in range(2):
+            work = parts.copies * (parts.codes @ _slope(parts.model, sums / n)) / total_speed + parts.exchange_ms
+            _, taken = parts.cheapest(np.where(some, work, np.inf), mix)
+            if taken is None:
+                return np.inf
+            divided, replicas = (taken * (parts.kind < 2)) @ parts.codes, (taken * (parts.kind == 2)) @ parts.codes
+            ms = parts.model.head(np.concatenate([divided * shares, [replicas] * n])).sum() / total_speed
+            found.append(float(ms + taken @ parts.exchange_ms))
+            sums = divided + n * replicas
+        return min(found) + parts.latency_ms[mix].sum()
+
+    return price
+
+
+def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
+    """The least ms, over mixes of kinds, at which plans can be whose parts take no longer alone; and what is in the way of less.
+    Each mix stands for itself, for each kind brings launches and latencies of its own. alike: the device with any one part has
+    the exchanges to wait for like all others."""
+    together_ms, together = _together(parts)
+    found: list[tuple[float, str, list[int], float]] = []
+    for mix in parts.mixes:
+        exchange_ms = parts.cheapest(parts.exchange_ms, mix)[0] + parts.latency_ms[mix].sum() if alike else 0.0
+        evenly_ms = price(mix, parts.within(np.full(len(parts.kind), True)))
+        low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
+        found.append((low, limit, mix, exchange_ms))
+    best = (np.inf, "")
+    for low, limit, mix, exchange_ms in sorted(found):
+        if low >= best[0]:
+            break
+        part_ms = parts.alone_ms / parts.fastest + exchange_ms
+        above = price(mix, parts.within(part_ms <= low))
+        if above > low:
+            dearest = parts.problem.tables[int(np.argmax(part_ms[parts.whole]))]
+            limit = f"table {dearest.name!r}, too dear for one device, and to cut it costs more"
+            high = min(above, float(part_ms.max()))
+            low = _crossing(lambda ms, m=mix, p=part_ms: price(m, parts.within(p <= ms)), low, high)
+        best = min(best, (float(low), limit))
+    return best
+
+
+def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:
+    """Where a falling function crosses its argument, from below: falling(low) > low, falling(high) <= high."""
+    while high > low * (1 + _PRECISION):
+        middle = float(np.sqrt(low * high))
+        low, high = (low, middle) if falling(middle) <= middle else (middle, high)
+    return low
+
+
+def _together(parts: _Parts) -> tuple[float, str]:
+    """The dearest tables that are kept together, in ms of a device."""
+    index, found = {t.name: i for i, t in enumerate(parts.problem.tables)}, [(0.0, "")]
+    for group in parts.problem.constraints.together:
+        chosen = parts.whole[[index[name] for name in group]]
+        shown = ", ".join(map(repr, group[:3])) + ", ..." * (len(group) > 3)
+        ms = float(parts.model.head(parts.codes[chosen].sum(0, keepdims=True))[0] / parts.fastest[chosen].max())
+        found.append((ms, f"tables {shown}, kept together on one device"))
+    return max(found)
+
+
+def _slope(model: CostModel, sums: np.ndarray) -> np.ndarray:
+    """[F] ms that the head grows by with each feature, at sums [F]."""
+    step = 1e-4 * np.maximum(sums, 1e-9)
+    heads = model.head(np.concatenate([sums[None], sums + np.diag(step)]))
+    return np.maximum(0.0, (heads[1:] - heads[0]) / step)

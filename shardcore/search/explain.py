@@ -1,0 +1,148 @@
+"""Explain: what bounds a plan, what others cost, and what more memory or more devices would bring.
+
+A step waits for the device that is ready last, its compute and its backward exchange done, and then takes the longest forward
+exchange. So that device bounds the plan, and what it would save without each of its shards says which tables do.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardcore.cost.model import CostModel, price
+from shardcore.memory import free_bytes
+from shardcore.search import BASELINES, SHARDERS, Budget, compare
+from shardcore.search.bound import Bound, bound
+from shardcore.types import Device, Plan, Problem, StepCost, Topology
+from shardcore.workload import Workload, lower
+
+MORE_MEMORY = (0.1, 0.5)
+MOST_TIMES_DEVICES = 4
+"""Beyond so many times the devices none are added."""
+DEFAULT_EVALS = 20_000
+OTHERWISE = "local"
+
+
+@dataclass(frozen=True)
+class ShardCost:
+    """A shard on the bounding device. saves_ms: by how much less the device computes without it."""
+
+    shard: str
+    kind: str
+    saves_ms: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What the problem costs otherwise: another algorithm, or other devices. total_ms None: error says why there is no plan."""
+
+    what: str
+    total_ms: float | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Plain data; lists are one for each device.
+
+    device: the one that is ready last; limit: whether "compute" or "exchange" takes most of the step there. shards: on that
+    device, by falling saves_ms. widest: the device that sends most, exchange_bytes all devices' bytes in all collectives.
+    balance: mean over largest compute. searched: how the alternatives were found.
+    """
+
+    algorithm: str
+    total_ms: float
+    device: int
+    limit: str
+    cost: StepCost
+    shards: tuple[ShardCost, ...]
+    widest: int
+    exchange_bytes: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    free_bytes: tuple[int, ...]
+    balance: float
+    bound: Bound
+    baselines: tuple[Alternative, ...]
+    changes: tuple[Alternative, ...]
+    searched: str
+
+
+def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None = None) -> Explanation:
+    """What bounds a plan, how near it is to a bound, and what alternatives cost. They are searched with the plan's own algorithm
+    and seed (where SHARDERS does not have it, with OTHERWISE), each within `budget` (none: as many evaluations as the plan took,
+    or 20,000). Raises what `lower` raises."""
+    budget = budget or Budget(evals=plan.provenance.get("evals") or DEFAULT_EVALS)
+    algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
+    searcher = algorithm if algorithm in SHARDERS else OTHERWISE
+    workload = lower(plan, problem)
+    cost = price(workload, model)
+    ready = np.array(cost.compute_ms) + cost.backward_comm_ms
+    device = int(np.argmax(ready))
+    compute_ms = cost.compute_ms[device]
+    sent = workload.traffic.all_to_all + workload.traffic.reduce_scatter + workload.traffic.all_reduce
+    others = [name for name in (*BASELINES, "neuroshard") if name != algorithm]
+    baselines = tuple(_alternative(name, compare.run(name, problem, model, seed, budget)) for name in others)
+    changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
+                    for what, changed, keeps in _changes(problem))
+    return Explanation(
+        algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms else "exchange", cost,
+        _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)), workload.memory_bytes,
+        tuple(free_bytes(problem)), compare.balance(cost), bound(problem, model), baselines, changes,
+        f"{searcher}, seed {seed}, {_words(budget)} each")
+
+
+def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
+    found = []
+    for op in workload.ops[device]:
+        codes = np.asarray(model.encode(op.shards, op.batch), dtype=float)
+        sums = codes.sum(0)
+        without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
+        saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
+        found += [ShardCost(s.label, op.kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)]
+    return tuple(sorted(found, key=lambda s: -s.saves_ms))
+
+
+def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
+    """What could be different: in words, the problem then, and whether the plan stays possible."""
+    topology = problem.topology
+    for share in MORE_MEMORY:
+        devices = tuple(replace(d, memory_bytes=int(d.memory_bytes * (1 + share))) for d in topology.devices)
+        yield f"{share:.0%} more memory on each device", replace(problem, topology=replace(topology, devices=devices)), True
+    n = len(topology)
+    more = next((m for m in range(n + 1, MOST_TIMES_DEVICES * n + 1) if problem.global_batch % m == 0), None)
+    if more:
+        added = more - n
+        why = "" if added == 1 else f" (the next number that divides the batch of {problem.global_batch})"
+        what = f"{added} more device{'s' * (added > 1)}: {more}{why}"
+        yield what, replace(problem, topology=replace(topology, devices=(*topology.devices, *_like(topology, added)))), False
+
+
+def _like(topology: Topology, n: int) -> Iterator[Device]:
+    """More devices like those there are, in their order: on their host if there is but one, else on hosts like theirs."""
+    several, size = len(topology.hosts) > 1, len(topology)
+    for i in range(n):
+        device = topology.devices[i % size]
+        yield replace(device, host=f"{device.host}-more-{i // size}") if several else device
+
+
+def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, seed: int, budget: Budget,
+              kept_ms: float | None) -> Alternative:
+    """The cost of a changed problem; kept_ms: what the present plan costs there, where it remains possible."""
+    found = _alternative(what, compare.run(algorithm, problem, model, seed, budget))
+    known = [ms for ms in (found.total_ms, kept_ms) if ms is not None]
+    return replace(found, total_ms=min(known)) if known else found
+
+
+def _alternative(what: str, outcome: compare.Outcome) -> Alternative:
+    return Alternative(what, outcome.cost.total_ms if outcome.cost else None, outcome.error)
+
+
+def _words(budget: Budget) -> str:
+    limits = [f"{budget.evals:,} evaluations"] if budget.evals else []
+    limits += [f"{budget.seconds:g} s"] if budget.seconds else []
+    return " or ".join(limits) or "no limit"

@@ -1,0 +1,1 @@
+"""Peers: other people's planners as sharders, reimplemented or, where installed, themselves."""

@@ -1,0 +1,194 @@
+"""EMBark's planner (Liu et al., RecSys 2024; in NVIDIA HugeCTR: samples/dlrm/sharding and, with columns, the benchmark of its
+embedding collection): split the hottest table again and again, with a greedy pass after each split.
+
+A table is cut into equal parts, in rows, columns or both, of which a device takes one at most. A part's cost is what it looks
+up and what it exchanges: hotness × columns + bw_ratio × columns, hotness being the lookups of a sample, which a cut by rows
+divides. A pass places parts by falling cost, each on the device that costs least. A round then doubles the parts of the table
+with the costliest part, by rows or by columns, whichever the next pass ends cheaper (rows, if even); where a part found no
+room, of its table instead. The cheapest pass of 20 rounds stays, or the plan that cuts every table by rows over all devices.
+The smallest tables are data-parallel and take memory everywhere; the cost does not know of them.
+
+Against the public code: what its users set by hand is swept, and the cheapest plan under the model that all sharders are
+compared with stays. bw_ratio: its default (2000 GB/s of memory over 25 of links, over 4 for the bytes of a lookup and its
+update), and what the cost model says of this hardware and the topology's links. Whether columns may become narrower than 32.
+The rows below which a table is data-parallel: none, or 0.28 of the batch (0.008 GB at dim 128 and batch 55,296: its MLPerf
+entries on a DGX H100).
+The public code once confuses rows with columns, where only one of both ways leads to a pass that fits; the one that fits is
+taken. Costs are at a device's speed, with the part's own, which on equal devices is the published rule. Parts of rows are ranges,
+not interleaved, so tables ordered by frequency are cut by columns alone. Tables that must stay whole, are kept together or pinned
+are never data-parallel. `packing` takes over where no round fits. Left out, as a Workload has no collectives within a host: the
+hierarchical variant, and the concatenated unique rows that are its compression.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from shardcore.cost.model import CostModel
+from shardcore.memory import free_bytes, shard_bytes
+from shardcore.search.budget import Budget, Meter
+from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.peers.plans import placed, priced
+from shardcore.search.peers.rates import exchange_ms, looked_up, lookup_ms
+from shardcore.search.pieces import Item, items
+from shardcore.search.room import Room, freedom
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
+
+Grid = tuple[int, int]
+"""Parts of a table by rows, and by columns."""
+
+
+@dataclass(frozen=True)
+class EmbarkConfig:
+    """rounds: of splitting. Swept: replicated_rows: tables of fewer rows, relative to the batch, are data-parallel; bw_ratio:
+    cost of a column exchanged over one looked up (None: as the model has it); narrowest: columns no wider are not halved."""
+
+    rounds: int = 20
+    replicated_rows: tuple[float, ...] = (0.0, 0.28)
+    bw_ratio: tuple[float | None, ...] = (2000 / 25 / 4, None)
+    narrowest: tuple[int, ...] = (32, 4)
+
+    def __post_init__(self) -> None:
+        if min(self.rounds, len(self.replicated_rows), len(self.bw_ratio), len(self.narrowest)) < 1:
+            raise ShardCoreError(f"{self} needs 1 or more rounds, and one or more of what is swept")
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A greedy pass: its cost, and the items with their devices; or, at infinite cost, the table that found no room."""
+
+    cost: float
+    chosen: tuple[Item, ...] = ()
+    devices: tuple[int, ...] = ()
+    stuck: Table | None = None
+
+
+def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
+           config: EmbarkConfig = EmbarkConfig()) -> Plan:  # noqa: B008 (frozen)
+    """The cheapest plan of the sweep. Deterministic: the seed is only recorded. One evaluation is one greedy pass.
+
+    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    """
+    problem.require_setting(model.setting)
+    feasible_pieces(problem)  # for its refusals
+    meter = (budget or Budget()).start()
+    plans: list[Plan] = []
+    for rows, ratio, narrowest in product(config.replicated_rows, config.bw_ratio, config.narrowest):
+        replicas = _replicas(problem, rows)
+        if (plans and not meter.left()) or (rows and not replicas):
+            continue
+        search = _Search(problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest, replicas, meter)
+        best = search.run(config.rounds)
+        if best.stuck is None:
+            plans.append(priced([*search.replicas, *placed(best.chosen, best.devices)], problem, model, algorithm="embark",
+                                seed=seed, packed=False, swept=[rows, search.ratio, narrowest], config=asdict(config)))
+    if not plans:
+        packing = pack_or_raise(problem)
+        plans = [priced((Placement(s, (d,)) for s, d in zip(packing.pieces, packing.devices, strict=True)), problem, model,
+                        algorithm="embark", seed=seed, packed=True, config=asdict(config))]
+    best_plan = min(plans, key=lambda p: p.provenance["predicted_ms"])
+    return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
+
+
+def _bw_ratio(problem: Problem, model: CostModel) -> float:
+    """1 where the model says nothing of lookups or of the exchange: with one of both alone, the ratio is of no account."""
+    lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
+    return exchange / lookup if lookup > 0 and exchange > 0 else 1.0
+
+
+def _replicas(problem: Problem, share: float) -> list[Table]:
+    """The tables with fewer rows than share × batch that are free to be everywhere; none where they alone do not fit."""
+    if len(problem.topology) == 1:
+        return []
+    small = [t for t in problem.tables if t.rows < share * problem.global_batch
+             and t.name not in problem.whole and t.name not in problem.pinned]
+    return small if sum(_replica_bytes(t, problem) for t in small) <= min(free_bytes(problem)) else []
+
+
+def _replica_bytes(table: Table, problem: Problem) -> int:
+    return shard_bytes(Shard.whole(table), problem.local_batch, problem.optimizer, replicated=True)
+
+
+class _Search:
+    def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter) -> None:
+        self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
+        self.speed = np.array([d.speed for d in problem.topology.devices])
+        self.replicas = [Placement(Shard.whole(t), tuple(range(len(self.speed)))) for t in replicas]
+        taken = sum(_replica_bytes(t, problem) for t in replicas)
+        self.free = [f - taken for f in free_bytes(problem)]
+        self.tables = [t for t in problem.tables if t not in set(replicas)]
+
+    def run(self, rounds: int) -> _Pass:
+        """The cheapest pass of so many rounds, as far as the budget goes: always a first one."""
+        grids: dict[Table, Grid] = dict.fromkeys(self.tables, (1, 1))
+        now = best = self._pass(grids)
+        if (uniform := self._uniform()) and self.meter.left():
+            best = min(best, self._pass(uniform), key=lambda p: p.cost)
+        for _ in range(rounds - 1):
+            ways = self._doubled(now.stuck, grids) if now.stuck else next(filter(None, (
+                self._doubled(t, grids) for t in self._by_heat(grids))), [])
+            if not ways or not self.meter.left():
+                break
+            now, grids = min(((self._pass(way), way) for way in ways), key=lambda found: found[0].cost)
+            best = min(best, now, key=lambda p: p.cost)
+        return best
+
+    def _cost(self, shard: Shard) -> float:
+        return looked_up(shard) + self.ratio * shard.width
+
+    def _by_heat(self, grids: Mapping[Table, Grid]) -> list[Table]:
+        return sorted(grids, key=lambda t: -self._cost(_parts(t, grids[t])[0]))
+
+    def _doubled(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
+        """The ways to have twice the parts of a table: by rows, by columns."""
+        rows, columns = grids[table]
+        if table.name in self.problem.whole or 2 * rows * columns > len(self.problem.allowed_devices(table.name)):
+            return []
+        width = table.dim // columns
+        ways = [(2 * rows, columns)] if 2 * rows <= table.rows and not table.ordered else []
+        ways += [(rows, 2 * columns)] if width > self.narrowest and width % (2 * MIN_WIDTH) == 0 else []
+        return [{**grids, table: way} for way in ways]
+
+    def _uniform(self) -> dict[Table, Grid] | None:
+        """Every table by rows over all devices that may hold it; None where one cannot be."""
+        if any(t.name in self.problem.whole or t.ordered or t.rows < len(self.speed) for t in self.tables):
+            return None
+        return {t: (len(self.problem.allowed_devices(t.name)), 1) for t in self.tables}
+
+    def _pass(self, grids: Mapping[Table, Grid]) -> _Pass:
+        self.meter.evals += 1
+        parts = items((part for t, grid in grids.items() for part in _parts(t, grid)), self.problem)
+        costs = np.array([sum(map(self._cost, item)) for item in parts])
+        room, holds = Room(self.problem, self.free), {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
+        looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
+        chosen, devices = [], []
+        for i in np.lexsort((-costs, [freedom(item, self.problem) for item in parts])):
+            item, table = parts[i], parts[i][0].table
+            ok = room.fits(item[0]) & ~holds[table]
+            if not ok.any():
+                return _Pass(np.inf, stuck=table)
+            item_looked, item_columns = sum(map(looked_up, item)), self.ratio * sum(s.width for s in item)
+            after = (looked + item_looked) / self.speed + columns + item_columns
+            d = int(np.argmin(np.where(ok, after, np.inf)))
+            for shard in item:
+                room.put(shard, d)
+            holds[table][d] = True
+            looked[d] += item_looked
+            columns[d] += item_columns
+            chosen.append(item)
+            devices.append(d)
+        return _Pass(float((looked / self.speed + columns).max()), tuple(chosen), tuple(devices))
+
+
+def _parts(table: Table, grid: Grid) -> list[Shard]:
+    """Equal parts, by rows as far as the rows divide."""
+    rows, columns = grid
+    width = table.dim // columns
+    return [Shard(table, table.rows * r // rows, table.rows * (r + 1) // rows, c * width, (c + 1) * width)
+            for r in range(rows) for c in range(columns)]

@@ -1,0 +1,241 @@
+"""A mixed-integer program on an additive surrogate, solved by HiGHS (Huangfu and Hall 2018; scipy.optimize.milp).
+
+Items i, a piece or the tables that are kept together, go to devices d: minimise the largest over d of the sum over its items of
+ms_i / speed_d + columns_i × exchange_ms, while their bytes fit. What an item costs is, in turn, its cost alone times what fusion
+saves on a mean device; and its share in a mean device's op, the derivative of the fused cost where all devices hold the same
+(SurCo, Ferber et al., ICML 2023, learns such a linear surrogate). Pieces are the tables, and these with all that cost more than
+a device's mean load in halves of columns, as NeuroShard cuts. Each program starts from a greedy plan, which bounds it from above
+and stays where HiGHS finds nothing cheaper within its limits; where no greedy plan fits, from one that `packing` finds. The
+cheapest of all, starts too, under the model stays.
+
+Equal devices are told apart by order: the costliest item may only go to the first of them, the next to the first two, and so on.
+Above GROUP devices the greedy plan deals the items to groups of devices, loaded much and little in turn, each with a program of
+its own: a single one spends a second at its root for 16 devices and 200 tables, a minute for 64 and 800.
+
+Shapes: I items, D devices, X pairs of them, one for each binary variable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from shardcore.cost.model import CostModel
+from shardcore.memory import free_bytes
+from shardcore.search.budget import Budget
+from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.peers.plans import placed, priced
+from shardcore.search.peers.rates import exchange_ms
+from shardcore.search.pieces import Item, halve_columns, items
+from shardcore.search.room import Room, freedom, item_bytes
+from shardcore.types import Plan, Problem, Shard, ShardCoreError
+
+GROUP = 8
+SURROGATES = ("share", "alone")
+_LARGEST = 0.002
+"""Loads are scaled to this: HiGHS repairs solutions that break its absolute tolerance, 1e-6, and prints that it does."""
+
+
+@dataclass(frozen=True)
+class MilpConfig:
+    """surrogates: of SURROGATES; shares: pieces that cost more than these of a device's mean load are halved; nodes: of a branch
+    and bound, where the budget is not in seconds; gap: relative, at which it ends."""
+
+    surrogates: tuple[str, ...] = SURROGATES
+    shares: tuple[float, ...] = (float("inf"), 1.0)
+    nodes: int = 100
+    gap: float = 0.001
+
+    def __post_init__(self) -> None:
+        if not self.surrogates or not set(self.surrogates) <= set(SURROGATES) or not self.shares or min(self.shares) <= 0:
+            raise ShardCoreError(f"{self} needs surrogates out of {', '.join(SURROGATES)} and shares above 0")
+        if self.nodes < 1 or self.gap < 0:
+            raise ShardCoreError(f"{self} needs 1 or more nodes and a gap of 0 or more")
+
+
+@dataclass
+class _Limits:
+    """What the programs that are still to be solved may use: nodes each, or the seconds until `end` (monotonic) together."""
+
+    programs: int
+    nodes: int
+    end: float | None
+
+    def next(self, gap: float) -> dict[str, float]:
+        """HiGHS's options for the next program."""
+        self.programs -= 1
+        if self.end is None:
+            return {"mip_rel_gap": gap, "node_limit": self.nodes}
+        return {"mip_rel_gap": gap, "time_limit": max(0.0, (self.end - time.monotonic()) / (self.programs + 1))}
+
+
+def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
+         config: MilpConfig = MilpConfig()) -> Plan:  # noqa: B008 (frozen)
+    """The cheapest plan of the programs. Deterministic unless the budget is in seconds: the seed is only recorded. One evaluation
+    is one node of a branch and bound, at least one for each program.
+
+    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    """
+    problem.require_setting(model.setting)
+    meter = (budget or Budget()).start()
+    n_devices, per_column_ms = len(problem.topology), exchange_ms(problem, model)
+    pieces, plans = feasible_pieces(problem), []
+    cuts = {tuple(_cut(pieces, share, problem, model)): share for share in reversed(config.shares)}  # each once
+    programs = len(config.surrogates) * len(cuts) * -(-n_devices // GROUP)
+    limits = _Limits(programs, max(1, meter.budget.evals // programs) if meter.budget.evals else config.nodes,
+                     None if meter.budget.seconds is None else meter.started_s + meter.budget.seconds)
+    for surrogate in config.surrogates:
+        for cut, share in reversed(cuts.items()):
+            if plans and not meter.left():
+                break
+            program = _Program(problem, model, cut, surrogate, per_column_ms)
+            devices = program.start()
+            if packed := devices is None:
+                packing = pack_or_raise(problem)
+                program = _Program(problem, model, packing.pieces, surrogate, per_column_ms)
+                where = dict(zip(packing.pieces, packing.devices, strict=True))
+                devices = np.array([where[item[0]] for item in program.items])
+            start = devices
+            for group in _groups(program.load, devices):
+                devices, nodes = program.improve(devices, group, limits.next(config.gap))
+                meter.evals += nodes
+            plans += [priced(placed(program.items, d), problem, model, algorithm="milp", seed=seed, packed=packed,
+                             surrogate=surrogate, share=share if share < np.inf else None) for d in (start, devices)]
+    best = min(plans, key=lambda p: p.provenance["predicted_ms"])
+    shares = [s if s < np.inf else None for s in config.shares]
+    return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config) | {"shares": shares}})
+
+
+def _cut(pieces: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
+    """The pieces, halved by columns as long as one costs more, alone, than so much of a device's mean load."""
+    limit = share * float(model.head(model.encode(pieces)).sum()) / sum(d.speed for d in problem.topology.devices)
+    done, waiting = [], list(pieces)
+    while waiting:
+        costs = model.head(model.encode(waiting))
+        halves = [None if c <= limit or s.table.name in problem.whole else halve_columns(s)
+                  for s, c in zip(waiting, costs, strict=True)]
+        done += [s for s, h in zip(waiting, halves, strict=True) if h is None]
+        waiting = [part for h in halves if h for part in h]
+    return done
+
+
+class _Program:
+    """items; load [I, D] ms of each on each device; bytes [I]; may [I, D]: where it may live; free [D] bytes."""
+
+    def __init__(self, problem: Problem, model: CostModel, pieces: Sequence[Shard], surrogate: str, per_column_ms: float) -> None:
+        self.problem, self.items = problem, items(pieces, problem)
+        self.free = np.array(free_bytes(problem), dtype=np.int64)
+        self.bytes = np.array([item_bytes(item, problem) for item in self.items], dtype=np.int64)
+        speed = np.array([d.speed for d in problem.topology.devices])
+        compute_ms, columns = _surrogate_ms(self.items, model, surrogate, len(speed)), np.array([_width(i) for i in self.items])
+        self.load = np.maximum(compute_ms, 0)[:, None] / speed + (columns * per_column_ms)[:, None]
+        self.may = np.zeros(self.load.shape, dtype=bool)
+        for i, item in enumerate(self.items):
+            self.may[i, list(problem.allowed_devices(item[0].table.name))] = True
+
+    def start(self) -> np.ndarray | None:
+        """[I] devices: items by falling load, each where the device is then done first; None where one finds no room."""
+        room, busy, devices = Room(self.problem), np.zeros(len(self.free)), np.zeros(len(self.items), dtype=int)
+        for i in np.lexsort((-self.load.min(1), [freedom(item, self.problem) for item in self.items])):
+            fits = room.fits(self.items[i][0])
+            if not fits.any():
+                return None
+            d = devices[i] = int(np.argmin(np.where(fits, busy + self.load[i], np.inf)))
+            busy[d] += self.load[i, d]
+            for shard in self.items[i]:
+                room.put(shard, d)
+        return devices
+
+    def improve(self, devices: np.ndarray, group: np.ndarray, options: dict[str, float]) -> tuple[np.ndarray, int]:
+        """devices [I] with the items of a group of devices dealt anew, if HiGHS finds cheaper in its limits; and its nodes."""
+        mine = np.flatnonzero(np.isin(devices, group))
+        if len(group) == 1 or len(mine) < 2 or options.get("time_limit") == 0:
+            return devices, 0
+        load, may = self.load[np.ix_(mine, group)], self.may[np.ix_(mine, group)]
+        before = np.bincount(devices[mine], self.load[mine, devices[mine]], len(self.free))[group].max()
+        if before <= 0:
+            return devices, 0
+        found, nodes = _solve(load, may, self.bytes[mine], self.free[group], before, options)
+        if found is None:
+            return devices, nodes
+        result = devices.copy()
+        result[mine] = group[found]
+        after = np.bincount(found, load[np.arange(len(mine)), found], len(group)).max()
+        return (result if after < before and self._fits(result) else devices), nodes
+
+    def _fits(self, devices: np.ndarray) -> bool:
+        """To the byte: HiGHS keeps constraints to a tolerance."""
+        room = Room(self.problem)
+        for i, d in enumerate(devices):
+            for shard in self.items[i]:
+                room.put(shard, int(d))
+        return bool((room.left >= np.minimum(self.free, 0)).all())
+
+
+def _width(item: Item) -> int:
+    return sum(shard.width for shard in item)
+
+
+def _surrogate_ms(chosen: Sequence[Item], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:
+    """[I] ms of items at speed 1: summed over a mean device's share of all, about what it costs fused. Row ranges count as if in
+    one op with the rest."""
+    codes = np.array([model.encode(item).sum(0) for item in chosen])
+    mean = codes.sum(0) / n_devices
+    if surrogate == "share":
+        step = 0.5 / n_devices  # no device holds less than nothing
+        return (model.head(mean + step * codes) - model.head(mean - step * codes)) / (2 * step)
+    alone = np.asarray(model.head(codes))
+    return alone * (float(model.head(mean[None])[0]) * n_devices / alone.sum() if alone.sum() > 0 else 1.0)
+
+
+def _groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
+    """Groups of at most GROUP devices, dealt out by falling load: each has busy and idle ones."""
+    busy = np.bincount(devices, load[np.arange(len(devices)), devices], load.shape[1])
+    order, n = np.argsort(-busy, kind="stable"), -(-load.shape[1] // GROUP)
+    return [np.sort(order[g::n]) for g in range(n)]
+
+
+def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarray, at_most: float,
+           options: dict[str, float]) -> tuple[np.ndarray | None, int]:
+    """[I] devices of least largest load, none above at_most, and the nodes that it took; None where HiGHS has none in time."""
+    from scipy import optimize, sparse
+
+    scale = 1 / max(1, free.max())
+    load = load * (_LARGEST / at_most)
+    allowed = may & (needs[:, None] <= free) & ~_symmetric(load, may, free)
+    i, d = np.nonzero(allowed)
+    (n_items, n_devices), n = load.shape, len(i)
+    if len(np.unique(i)) < n_items:
+        return None, 0
+    each = sparse.csr_array((np.ones(n), (i, np.arange(n))), shape=(n_items, n + 1))
+    makespan = sparse.csr_array((np.append(load[i, d], -np.ones(n_devices)),
+                                 (np.append(d, np.arange(n_devices)), np.append(np.arange(n), np.full(n_devices, n)))))
+    memory = sparse.csr_array((needs[i] * scale, (d, np.arange(n))), shape=(n_devices, n + 1))
+    scarce = np.flatnonzero(needs @ allowed > free)
+    result = optimize.milp(
+        np.append(np.zeros(n), 1.0), integrality=np.append(np.ones(n), 0),
+        bounds=optimize.Bounds(np.append(np.zeros(n), load.min(1).max()), np.append(np.ones(n), _LARGEST)), options=options,
+        constraints=[optimize.LinearConstraint(each, 1, 1), optimize.LinearConstraint(makespan, -np.inf, 0),
+                     optimize.LinearConstraint(memory[scarce], -np.inf, np.maximum(free, 0)[scarce] * scale)])
+    nodes = int(getattr(result, "mip_node_count", None) or 1)
+    if result.x is None:
+        return None, nodes
+    chosen = np.zeros((n_items, n_devices))
+    chosen[i, d] = result.x[:n]
+    return chosen.argmax(1), nodes
+
+
+def _symmetric(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """[I, D] what need not be tried: of equal devices, the first takes the costliest of its items earliest, and so on."""
+    skip = np.zeros(load.shape, dtype=bool)
+    rank = np.empty(len(load), dtype=int)
+    rank[np.argsort(-load.min(1), kind="stable")] = np.arange(len(load))
+    place: dict[bytes, int] = {}
+    for d in range(load.shape[1]):
+        key = load[:, d].tobytes() + may[:, d].tobytes() + free[d].tobytes()
+        place[key] = place.get(key, -1) + 1
+        skip[:, d] = rank < place[key]
+    return skip

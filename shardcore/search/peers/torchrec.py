@@ -1,0 +1,370 @@
+"""TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), swept as a careful user would, and its plans as ours.
+
+It needs TorchRec, which depends on the CUDA build of FBGEMM by name, so that no extra of ours can ask for it on a CPU machine:
+
+    pip install --no-deps torchrec==1.8.0
+    pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath
+
+Out of the box it never cuts tables up to 128 wide by columns. So it is run for the narrowest part of a column cut
+(min_partition) as it is, 16, 32 and 64, for table- and column-wise alone and for all its sharding types. Each run keeps the plan
+that its own cost ranks first; of these the cheapest under the model that all sharders are compared with stays. It plans for
+CUDA, with no GPU needed.
+
+Told through its extension points: links as the topology has them or, where it does not say, as the model has; a bandwidth of
+memory with which its costs of all tables come to the model's; bytes as `memory` counts them, per shard, so that what fits there
+fits here; each device's own memory, and its speed: what it computes counts for less on a faster device, in the heap of devices
+and in the rank of a plan. What it cannot be told: tables that are pinned or kept together are placed before, whole, those with
+the fewest devices to choose from first, each where it is done first; the rest is planned around them. Hosts with unequal numbers
+of devices are one host to it. `packing` takes over where no run finds a plan.
+
+Its exhaustive proposer runs up to 1,000 combinations, not 10,000: either ends at some ten tables.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from shardcore.cost.model import CostModel
+from shardcore.memory import shard_bytes
+from shardcore.search.budget import Budget, Meter
+from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.peers.plans import placed, priced
+from shardcore.search.peers.rates import column_bytes, exchange_ms, looked_up, lookup_ms
+from shardcore.search.pieces import Item, items
+from shardcore.search.room import Room, freedom, item_bytes
+from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table
+
+INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
+           "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")
+COLUMN_TYPES = ("table_wise", "column_wise")
+ALL_TYPES = (*COLUMN_TYPES, "row_wise", "data_parallel")
+HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
+"""With several hosts; on one they are row- and column-wise again."""
+
+
+@dataclass(frozen=True)
+class TorchRecConfig:
+    """Swept: min_partition: the fewest columns of a part (None: TorchRec's own, 128); all_types: whether beside table- and
+    column-wise. grid: combinations of sharding options that its exhaustive proposer may try."""
+
+    min_partition: tuple[int | None, ...] = (None, 16, 32, 64)
+    all_types: tuple[bool, ...] = (False, True)
+    grid: int = 1000
+
+    def __post_init__(self) -> None:
+        if not self.min_partition or not self.all_types or self.grid < 0:
+            raise ShardCoreError(f"{self} needs one or more of what is swept, and a grid of 0 or more")
+
+
+def installed() -> bool:
+    return find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
+
+
+def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
+             config: TorchRecConfig = TorchRecConfig()) -> Plan:  # noqa: B008 (frozen)
+    """The cheapest plan of the sweep. Deterministic: the seed is only recorded. One evaluation is one proposal of its planner;
+    with a budget in seconds a run ends after the proposal that uses it up, once there is a plan.
+
+    Raises ShardCoreError where TorchRec is not installed, Infeasible (see `feasible_pieces`) and SettingMismatch.
+    """
+    if not installed():
+        raise ShardCoreError(f"sharder 'torchrec' runs TorchRec's planner, which is not installed; {INSTALL}")
+    problem.require_setting(model.setting)
+    feasible_pieces(problem)  # for its refusals
+    meter, plans = (budget or Budget()).start(), []
+    given = _constrained_first(problem, model)
+    rest = [t for t in problem.tables if given is not None and t not in given.tables]
+    if given is not None and not rest:
+        plans.append(priced(given.placements, problem, model, algorithm="torchrec", seed=seed, packed=False))
+    if rest:
+        with _quiet():
+            theirs = _Theirs(problem, model, rest, given)
+            for all_types, min_partition in theirs.distinct(config):
+                if plans and not meter.left():
+                    break
+                found = theirs.plan(all_types, min_partition, config.grid, meter)
+                if found is not None:
+                    plans.append(priced([*given.placements, *found], problem, model, algorithm="torchrec", seed=seed,
+                                        packed=False, swept=[all_types, min_partition]))
+    if not plans:
+        packing = pack_or_raise(problem)
+        plans = [priced((Placement(s, (d,)) for s, d in zip(packing.pieces, packing.devices, strict=True)), problem, model,
+                        algorithm="torchrec", seed=seed, packed=True)]
+    best = min(plans, key=lambda p: p.provenance["predicted_ms"])
+    return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
+
+
+def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], devices: Sequence[int]) -> list[Placement]:
+    """What TorchRec's plan of a module places where, in our terms; to be consolidated.
+
+    shardings: by the module's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is. tables: ours by these
+    names. devices: the device of each rank. Data-parallel tables are replicated over their ranks; every other kind says its
+    shards in its sharding_spec, whose empty ones (more ranks than rows) are left out.
+
+    Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, and a kind without shards.
+    """
+    if missing := sorted(set(tables) ^ set(shardings)):
+        raise ShardCoreError(f"the plan has tables {sorted(shardings)[:5]}, of {sorted(tables)[:5]} expected; differing are "
+                             f"{missing[:5]}")
+    found = []
+    for name, sharding in shardings.items():
+        table = tables[name]
+        if sharding.sharding_type == "data_parallel":
+            ranks = sharding.ranks if sharding.ranks is not None else range(len(devices))
+            found.append(Placement(Shard.whole(table), tuple(_device(r, devices, name) for r in ranks)))
+            continue
+        if sharding.sharding_spec is None:
+            raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one")
+        for part in sharding.sharding_spec.shards:
+            (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
+            if rows and columns:
+                shard = Shard(table, row, row + rows, column, column + columns)
+                found.append(Placement(shard, (_device(part.placement.rank(), devices, name),)))
+    return found
+
+
+def _device(rank: int, devices: Sequence[int], name: str) -> int:
+    if not 0 <= rank < len(devices):
+        raise ShardCoreError(f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(devices) - 1}")
+    return devices[rank]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Tables that are placed before TorchRec plans; left [D] bytes and busy [D] ms with them."""
+
+    tables: frozenset[Table]
+    placements: list[Placement]
+    left: np.ndarray
+    busy: np.ndarray
+
+
+def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
+    """Pinned tables and bundles, whole; None where one finds no room."""
+    chosen = [t for t in problem.tables if t.name in problem.pinned or t.name in problem.bundle_of]
+    speed = np.array([d.speed for d in problem.topology.devices])
+    lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
+    room, busy, where = Room(problem), np.zeros(len(speed)), []
+
+    def load(item: Item) -> np.ndarray:
+        return sum(map(looked_up, item)) * lookup / speed + sum(s.width for s in item) * exchange
+
+    order = sorted(items(map(Shard.whole, chosen), problem),
+                   key=lambda i: (freedom(i, problem), -load(i).min(), -item_bytes(i, problem)))
+    for item in order:
+        fits = room.fits(item[0])
+        if not fits.any():
+            return None
+        where.append(int(np.argmin(np.where(fits, busy + load(item), np.inf))))
+        busy[where[-1]] += load(item)[where[-1]]
+        for shard in item:
+            room.put(shard, where[-1])
+    return _Given(frozenset(chosen), placed(order, where), np.maximum(room.left, 0), busy)
+
+
+class _Theirs:
+    """Tables to place beside what is given, as TorchRec has it: a module, a topology, constraints.
+
+    names: our tables by the module's names (not any of ours would do). ranks: the device of each rank, host by host. per_host:
+    ranks of a host.
+    """
+
+    def __init__(self, problem: Problem, model: CostModel, tables: Sequence[Table], given: _Given) -> None:
+        import torch
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        self.problem, self.given, self.names = problem, given, {f"t{i}": t for i, t in enumerate(tables)}
+        self.sharders = [EmbeddingBagCollectionSharder()]
+        precision = {"fp32": DataType.FP32, "fp16": DataType.FP16}[problem.precision]
+        self.module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+            EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n], data_type=precision)
+            for n, t in self.names.items()])
+        devices, hosts = problem.topology.devices, problem.topology.hosts
+        self.ranks = sorted(range(len(devices)), key=lambda d: hosts.index(devices[d].host))
+        per_host = Counter(d.host for d in devices)
+        self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
+        self.bandwidths = self._bandwidths(model)
+
+    def _bandwidths(self, model: CostModel) -> dict[str, float]:
+        """In bytes per ms, by TorchRec's names; what neither the topology nor the model says is left out."""
+        ours, known = self.problem.topology, {}
+        one_ms = exchange_ms(self.problem, model)
+        for name, gbps in (("intra_host_bw", ours.within_host_gbps), ("inter_host_bw", ours.between_hosts_gbps)):
+            if gbps or one_ms > 0:
+                known[name] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
+        topology = self.topology(known)
+        options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module, self.sharders)
+        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options if o.sharding_type == "table_wise"
+                        for s in o.shards)
+        ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
+        return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {})
+
+    def topology(self, bandwidths: Mapping[str, float]) -> Any:
+        from torchrec.distributed.planner.types import CustomTopologyData, Topology
+
+        left = [int(self.given.left[d]) for d in self.ranks]
+        own = CustomTopologyData({"hbm_cap": left}, len(left)) if len(set(left)) > 1 else None
+        topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0, local_world_size=self.per_host,
+                            custom_topology_data=own, **bandwidths)
+        for device, d in zip(topology.devices, self.ranks, strict=True):
+            device.perf = _Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
+        return topology
+
+    def constraints(self, all_types: bool, min_partition: int | None) -> dict[str, Any]:
+        from torchrec.distributed.planner import ParameterConstraints
+
+        several = self.per_host < len(self.ranks)
+        types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
+        return {n: ParameterConstraints(sharding_types=["table_wise"] if t.name in self.problem.whole else list(types),
+                                        compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
+                                        pooling_factors=[t.pooling], min_partition=min_partition)
+                for n, t in self.names.items()}
+
+    def enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:
+        from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+        from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+
+        return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=[
+            EmbeddingPerfEstimator(topology, constraints), _OurBytes(self.problem, self.names)])
+
+    def distinct(self, config: TorchRecConfig) -> Iterator[tuple[bool, int | None]]:
+        """What is swept, less what leads to the same column cuts as something before."""
+        from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
+
+        seen = set()
+        weights = [bag.weight for bag in self.module.embedding_bags.values()]
+        for all_types, min_partition in product(config.all_types, config.min_partition):
+            parts = (len(calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0]) for w in weights)
+            key = (all_types, *parts)
+            if key not in seen:
+                seen.add(key)
+                yield all_types, min_partition
+
+    def plan(self, all_types: bool, min_partition: int | None, grid: int, meter: Meter) -> list[Placement] | None:
+        """The planner's best plan; None where it finds none."""
+        from torchrec.distributed.planner import EmbeddingShardingPlanner
+        from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
+        from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+        from torchrec.distributed.planner.types import PlannerError
+
+        topology, constraints = self.topology(self.bandwidths), self.constraints(all_types, min_partition)
+        proposers = [GridSearchProposer(grid), GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+        planner = EmbeddingShardingPlanner(
+            topology, self.problem.local_batch, self.enumerator(topology, constraints), constraints=constraints, stats=[],
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0), performance_model=_Slowest(topology),
+            proposer=_Metered(proposers, meter), debug=False)
+        try:
+            plan = planner.plan(self.module, self.sharders)
+        except PlannerError:
+            return None
+        return placements_of(plan.plan[""], self.names, self.ranks)
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """What a device has to do, in ms: takes the place of a planner's Perf, which knows no speed."""
+
+    speed: float
+    total: float
+
+    def __add__(self, other: Any) -> _Busy:
+        return _Busy(self.speed, self.total + (other.fwd_compute + other.bwd_compute) / self.speed
+                     + other.fwd_comms + other.bwd_comms)
+
+
+@dataclass(frozen=True)
+class _Slowest:
+    """A PerfModel: the most that a device of the topology has to do."""
+
+    topology: Any
+
+    def rate(self, plan: Sequence[Any]) -> float:
+        busy = [device.perf for device in self.topology.devices]
+        for option in plan:
+            for shard in option.shards:
+                busy[shard.rank] = busy[shard.rank] + shard.perf
+        return max(b.total for b in busy)
+
+
+@dataclass(frozen=True)
+class _OurBytes:
+    """A ShardEstimator of storage by `memory`. It also sorts the options, which TorchRec takes from sets of strings."""
+
+    problem: Problem
+    tables: Mapping[str, Table]
+
+    def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
+        from torchrec.distributed.planner.types import Storage
+
+        sharding_options.sort(key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
+        for option in sharding_options:
+            replicated = option.sharding_type == "data_parallel" and option.num_shards > 1
+            batch = self.problem.local_batch if replicated else self.problem.global_batch
+            for part in option.shards:
+                (row, column), (rows, columns) = part.offset, part.size
+                n_bytes = shard_bytes(Shard(self.tables[option.name], row, row + rows, column, column + columns), batch,
+                                      self.problem.optimizer, replicated) if rows and columns else 0
+                part.storage = Storage(hbm=n_bytes, ddr=0)
+
+
+@dataclass
+class _Metered:
+    """Proposers as one, each after the other, until the budget is used up: not before something that can be placed."""
+
+    waiting: list[Any]
+    meter: Meter
+    placeable: bool = False
+
+    def load(self, **search_space: Any) -> None:
+        for proposer in self.waiting:
+            proposer.load(**search_space)
+
+    def propose(self) -> Any:
+        while self.waiting and (self.meter.left() or not self.placeable):
+            proposal = self.waiting[0].propose()
+            if proposal:
+                self.meter.evals += 1
+                return proposal
+            self.waiting.pop(0)
+        return None
+
+    def feedback(self, partitionable: bool, **found: Any) -> None:
+        self.placeable |= partitionable
+        self.waiting[0].feedback(partitionable=partitionable, **found)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """TorchRec tells of every call, and warns of each table that it does not cut or replicates."""
+    from torchrec.distributed.logger import method_logger
+
+    root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("torchrec", method_logger.name)}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    root.addFilter(_not_of_replicas)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        root.removeFilter(_not_of_replicas)
+
+
+def _not_of_replicas(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Sharding spec not found")

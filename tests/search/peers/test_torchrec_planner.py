@@ -1,0 +1,112 @@
+"""TorchRec's planner as a sharder, and its plans as ours."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.peers import torchrec as peer
+from shardcore.search.peers.torchrec import TorchRecConfig, placements_of
+from shardcore.types import Device, Placement, Problem, Setting, Shard, ShardCoreError, Table, Topology
+from shardcore.workload import lower
+
+BATCH, MIB = 64, 2**20
+WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
+MODEL = AnalyticModel(Setting("made-up", BATCH))
+installed = pytest.mark.skipif(not peer.installed(), reason=f"TorchRec is not installed: {peer.INSTALL}")
+
+
+FOUR = (Device(MIB),) * 4
+
+
+def problem_of(*tables, devices=FOUR, **links) -> Problem:
+    return Problem("p", tables, Topology(devices, **links), BATCH)
+
+
+def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
+    assert ("torchrec" in SHARDERS) == peer.installed()
+    monkeypatch.setattr(peer, "find_spec", lambda name: None)
+    with pytest.raises(ShardCoreError, match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"):
+        peer.torchrec(problem_of(WIDE), MODEL)
+
+
+def sharding(kind: str, *parts, ranks=None):
+    """TorchRec's ParameterSharding: parts are (row, column, rows, columns, rank); None for no sharding_spec."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+    from torchrec.distributed.types import ParameterSharding
+
+    spec = EnumerableShardingSpec([ShardMetadata([r, c], [rows, columns], f"rank:{rank}/cuda:{rank % 2}")
+                                   for r, c, rows, columns, rank in parts]) if parts else None
+    return ParameterSharding(kind, "fused", ranks, spec)
+
+
+@installed
+@pytest.mark.parametrize("theirs, ours", [
+    (lambda: sharding("table_wise", (0, 0, 1000, 64, 1)), [((0, 1000, 0, 64), (8,))]),
+    (lambda: sharding("column_wise", (0, 0, 1000, 24, 1), (0, 24, 1000, 40, 0)),
+     [((0, 1000, 0, 24), (8,)), ((0, 1000, 24, 64), (7,))]),
+    (lambda: sharding("row_wise", (0, 0, 600, 64, 0), (600, 0, 400, 64, 1), (1000, 0, 0, 64, 2)),
+     [((0, 600, 0, 64), (7,)), ((600, 1000, 0, 64), (8,))]),
+    (lambda: sharding("grid_shard", (0, 0, 600, 32, 0), (600, 0, 400, 32, 1), (0, 32, 1000, 32, 2)),
+     [((0, 600, 0, 32), (7,)), ((600, 1000, 0, 32), (8,)), ((0, 1000, 32, 64), (9,))]),
+    (lambda: sharding("data_parallel"), [((0, 1000, 0, 64), (7, 8, 9))]),
+    (lambda: sharding("data_parallel", ranks=[0, 2]), [((0, 1000, 0, 64), (7, 9))]),
+], ids=["table_wise", "column_wise", "row_wise", "grid_shard", "data_parallel", "data_parallel on some"])
+def test_a_plan_of_theirs_becomes_ours(theirs, ours):
+    assert placements_of({"t": theirs()}, {"t": WIDE}, [7, 8, 9]) == [Placement(Shard(WIDE, *r), d) for r, d in ours]
+
+
+@installed
+@pytest.mark.parametrize("theirs, words", [
+    (lambda: {"x": sharding("table_wise", (0, 0, 1000, 64, 0))}, "tables.*'x'.*'t'"),
+    (lambda: {}, "'t'"),
+    (lambda: {"t": sharding("table_wise", (0, 0, 1000, 64, 3))}, "table 't' on rank 3; there are ranks 0 to 2"),
+    (lambda: {"t": sharding("row_wise")}, "'t' row_wise without a sharding_spec"),
+    (lambda: {"t": sharding("table_wise", (0, 0, 1001, 64, 0))}, r"rows \[0, 1001\)"),
+])
+def test_a_plan_that_does_not_fit_the_tables_is_refused(theirs, words):
+    with pytest.raises(ShardCoreError, match=words):
+        placements_of(theirs(), {"t": WIDE}, [7, 8, 9])
+
+
+@installed
+def test_it_cuts_columns_where_min_partition_lets_it():
+    problem = problem_of(WIDE, devices=(Device(MIB),) * 2, within_host_gbps=100.0)
+    widths = {m: sorted(p.shard.width for p in peer.torchrec(problem, MODEL, config=TorchRecConfig((m,), (False,))).placements)
+              for m in (None, 32)}
+    assert widths == {None: [64], 32: [32, 32]}
+
+
+@installed
+def test_hosts_that_are_not_in_order_and_all_types():
+    devices = tuple(Device(MIB, host=h) for h in ("x", "y", "x", "y"))
+    problem = problem_of(WIDE, TINY, *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)), devices=devices, between_hosts_gbps=1.0)
+    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,)))
+    lower(plan, problem)
+    assert not plan.provenance["packed"]
+
+
+@installed
+def test_a_faster_device_gets_more_and_a_full_one_less():
+    same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(12))
+    fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), within_host_gbps=1000.0)
+    small = replace(fast, topology=Topology((*FOUR[:3], Device(50_000))))
+    for problem, more in ((fast, True), (small, False)):
+        plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+        held = [sum(p.devices == (d,) for p in plan.placements) for d in range(4)]
+        assert (held[3] > max(held[:3])) == more, held
+
+
+@installed
+@pytest.mark.parametrize("budget, most", [(Budget(evals=3), 3), (Budget(seconds=1e-9), 1)])
+def test_a_budget_ends_the_sweep_with_a_plan(budget, most):
+    plan = peer.torchrec(problem_of(WIDE, TINY), MODEL, budget=budget)
+    assert 1 <= plan.provenance["evals"] <= most
+
+
+@pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}, {"grid": -1}])
+def test_a_config_that_runs_nothing_is_refused(fields):
+    with pytest.raises(ShardCoreError, match="swept"):
+        TorchRecConfig(**fields)

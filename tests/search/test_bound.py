@@ -1,0 +1,172 @@
+"""Bounds against all plans of tiny problems, and what is said of a model that proves nothing."""
+
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import pytest
+from test_conformance import BATCH, MIB, draw_tables, model_for
+
+from shardcore.cost import features
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.exchange import EXCHANGE_TERMS
+from shardcore.cost.model import Cautious, price
+from shardcore.cost.neural import NeuralModel
+from shardcore.search import SHARDERS, bound
+from shardcore.search.pieces import consolidate
+from shardcore.types import (
+    MIN_WIDTH,
+    Constraints,
+    Device,
+    Placement,
+    Plan,
+    Problem,
+    Setting,
+    SettingMismatch,
+    Shard,
+    Topology,
+)
+from shardcore.workload import Traffic, lower
+
+
+def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:
+    rng = np.random.default_rng(seed)
+    speeds = rng.choice([0.5, 1.0, 2.0], n_devices) if seed % 3 == 2 else np.ones(n_devices)
+    tables = draw_tables(rng, 3 if n_devices == 2 else 2, dims=(4, 8, 12))
+    return Problem("tiny", tables, Topology(tuple(Device(MIB, s) for s in speeds), **topology), BATCH)
+
+
+def plans(problem: Problem, columns_alone: bool = False):
+    """Every plan that cuts each table by columns, by rows in halves, or replicates it."""
+    n = len(problem.topology)
+
+    def ways(t):
+        for dealt in combinations_with_replacement(range(n), t.dim // MIN_WIDTH):
+            yield [Placement(Shard(t, 0, t.rows, MIN_WIDTH * i, MIN_WIDTH * (i + 1)), (d,)) for i, d in enumerate(dealt)]
+        if columns_alone:
+            return
+        half = t.rows // 2
+        for a, b in combinations_with_replacement(range(n), 2):
+            if a != b and half:
+                yield [Placement(Shard(t, 0, half, 0, t.dim), (a,)), Placement(Shard(t, half, t.rows, 0, t.dim), (b,))]
+        yield [Placement(Shard.whole(t), tuple(range(n)))]
+
+    for choice in product(*(list(ways(t)) for t in problem.tables)):
+        yield Plan(consolidate(p for placements in choice for p in placements))
+
+
+def optimum_ms(problem: Problem, model, columns_alone: bool = False) -> float:
+    return min(price(lower(plan, problem), model).total_ms for plan in plans(problem, columns_alone))
+
+
+def contended(seed: int) -> NeuralModel:
+    """A model with the trained one's formulas and made-up weights: contention that matters, no correction."""
+    rng = np.random.default_rng(seed)
+    k, c = len(features.DRIVERS), len(features.CONDITIONS)
+    exchange = np.zeros(len(EXCHANGE_TERMS))
+    exchange[[0, 3, 4, 5]] = 0.02, 0.05, 2e-6, 3e-6
+    weights = {"rates": rng.uniform(0, 1, (k, 2)) * np.array([[1e-3, 1e-5, 1e-6, 2e-5, 5e-6, 1e-4, 1e-5]]).T,
+               "launch": rng.uniform(0.001, 0.02, 2), "load_typical": rng.uniform(1, 1e4, k),
+               "contention.0.weight": rng.uniform(0, 0.5, (k, 4)), "contention.0.bias": rng.normal(size=4),
+               "contention.1.weight": rng.uniform(0, 0.3, (4, 2)), "condition_low": np.full(c, -9.0),
+               "condition_high": np.full(c, 30.0), "condition_mean": np.zeros(c), "condition_sd": np.ones(c),
+               "network.0.weight": 0.03 * rng.normal(size=(c, 2)), "network.0.bias": np.zeros(2),
+               "exchange_all_to_all_forward": exchange, "exchange_all_to_all_backward": exchange}
+    return NeuralModel(Setting("made-up", BATCH), weights, {"ranges": {}})
+
+
+@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"])
+def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
+    ratios = []
+    for seed in range(6):
+        hosts = {"within_host_gbps": 2.0, "latency_ms": 0.001} if seed % 3 == 2 else {}
+        problem = tiny(seed, 4 if seed % 4 == 3 else 2, **hosts)
+        model = made(problem, seed)
+        found = bound.bound(problem, model)
+        ratios.append(found.proved_ms / optimum_ms(problem, model))
+        columns = bound.bound(problem, model, rows=False, replicas=False)
+        ratios.append(columns.proved_ms / optimum_ms(problem, model, columns_alone=True))
+        assert found.proved_ms <= min(found.estimate_ms, columns.proved_ms)
+    assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
+
+
+def test_the_bound_is_near_good_plans_of_many_tables():
+    problem = Problem("many", draw_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH)
+    ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
+    found = bound.bound(problem, model_for(problem), rows=False, replicas=False)
+    assert 0.95 < found.proved_ms / ms <= 1 and found.limit == "the work of all tables, divided evenly"
+    assert found.space == "each table whole or cut by columns (multiples of 4)"
+
+
+def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
+    free = tiny(0)
+    names = tuple(t.name for t in free.tables)
+    model = model_for(free)
+    largest = max(free.tables, key=lambda t: model.head(model.encode([Shard.whole(t)]))[0])
+    whole = replace(free, tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
+                    constraints=Constraints(unsplit=names))
+    limit = bound.bound(whole, model, replicas=False).limit
+    assert limit == f"table {largest.name!r}, too dear for one device, and to cut it costs more"
+    together = replace(free, constraints=Constraints(together=(names,)))
+    found = bound.bound(together, model, replicas=False)
+    assert "kept together on one device" in found.limit
+    shards = [Shard.whole(t) for t in free.tables]
+    assert found.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
+
+
+def test_where_nothing_can_be_proved_there_is_an_estimate():
+    problem = tiny(1)
+    unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
+    found = bound.bound(unequal, model_for(unequal))
+    assert found.proved_ms is None and found.estimate_ms > 0
+    model = contended(0)
+    band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0), "band.error": np.ones(2)}
+    cautious = Cautious(replace(model, weights={**model.weights, **band}), 0.9)
+    assert bound.bound(problem, cautious).proved_ms is None
+    assert bound.bound(problem, cautious).estimate_ms > bound.bound(problem, model).proved_ms
+
+
+def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
+    problem = Problem("many", draw_tables(np.random.default_rng(1), 20), Topology((Device(64 * MIB),) * 2), BATCH)
+    spaces = []
+    for most in (10_000, 200, 50):
+        monkeypatch.setattr(bound, "MOST_PARTS", most)
+        spaces.append(bound.bound(problem, model_for(problem)).space)
+    assert "1/24" in spaces[0] and "1/4" in spaces[1] and "powers of two" in spaces[2] and "rows" not in spaces[2]
+
+
+def test_a_model_for_another_setting_is_refused():
+    with pytest.raises(SettingMismatch):
+        bound.bound(tiny(0), AnalyticModel(Setting("made-up", 2 * BATCH)))
+
+
+@pytest.mark.parametrize("made", [lambda seed: model_for(tiny(0)), contended], ids=["linear", "contended"])
+def test_what_models_say_of_themselves_holds(made):
+    rng, model_is_linear = np.random.default_rng(0), made is not contended
+    shards = [Shard.whole(t) for t in draw_tables(rng, 30)]
+    hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
+    topologies = [Topology(tuple(hosts), within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.1),
+                  Topology((Device(MIB),) * 3), Topology((Device(MIB, 2.0), Device(MIB)), within_host_gbps=1.0)]
+    for seed in range(5):
+        model = made(seed)
+        codes = model.encode(shards)
+        groups = rng.random((50, 2, 30)) < 0.3
+        groups[..., 0] = True
+        groups = groups @ codes
+        apart, fused = model.head(groups) - model.launch_ms, model.head(groups.sum(1)) - model.launch_ms
+        assert (fused >= apart.sum(1) * (1 - 1e-12)).all() and (apart >= -1e-12).all()
+        for few, more in zip(groups[:, 0], groups.sum(1), strict=True):
+            assert (model.rates(few) <= model.rates(more)).all()
+            assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
+        for topology in topologies:
+            assert model.even_is_least(topology)
+            assert model.takes_all_alike(topology) == (topology.within_host_gbps is not None or model_is_linear)
+            n, speed = len(topology), np.array([d.speed for d in topology.devices])
+            sent = rng.dirichlet(np.ones(n), (3, 40)) * 1e6
+            for k in range(2):  # replicas are alike on all devices
+                traffic = [sent[k] if i == k else np.zeros((40, n)) for i in range(3)]
+                some = model.comm(Traffic(*traffic), np.zeros((40, n)), topology)
+                even = model.comm(Traffic(*(t.mean(-1, keepdims=True) + 0 * t for t in traffic)), np.zeros((40, n)), topology)
+                assert (some.forward_ms.max(-1) >= even.forward_ms.max(-1) - 1e-12).all()
+                assert (some.backward_ms @ speed >= even.backward_ms @ speed - 1e-9).all()
+    assert not made(0).even_is_least(Topology((*hosts, Device(MIB, host="host-2"))))

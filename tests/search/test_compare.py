@@ -1,0 +1,29 @@
+"""How sharders compare over problems, some of which only some solved."""
+
+import math
+
+import pytest
+
+from shardcore.search import compare
+
+COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
+SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}
+
+
+def test_costs_are_compared_where_all_solved_and_the_share_solved_stands_beside_them():
+    found = compare.standings(COSTS, SECONDS, "b")
+    assert [s.solved for s in found.values()] == [0.75, 1.0, 0.75] and {s.common for s in found.values()} == {2}
+    assert found["a"].cost == pytest.approx((0.5 + 1) / 2) and found["a"].worst == 1.0 and found["a"].seconds == 2.0
+    assert found["b"].cost == found["b"].worst == 1.0 and found["c"].cost == pytest.approx((2 + 0.5) / 2)
+    assert math.isnan(found["c"].seconds)
+
+
+def test_without_a_reference_each_is_held_against_the_best_of_the_others():
+    found = compare.standings(COSTS, SECONDS)
+    assert found["a"].cost == pytest.approx((1 / 2 + 2 / 1) / 2) and found["b"].cost == pytest.approx((2 / 1 + 2 / 1) / 2)
+    assert compare.standings({"a": [2.0]}, {"a": [1.0]})["a"].cost == 1.0
+
+
+def test_where_no_problem_was_solved_by_all_there_are_shares_alone():
+    found = compare.standings({"a": [1.0, None], "b": [None, 1.0]}, {"a": [1.0, 1.0], "b": [1.0, 1.0]}, "a")
+    assert all(s.solved == 0.5 and s.common == 0 and math.isnan(s.cost) and math.isnan(s.seconds) for s in found.values())

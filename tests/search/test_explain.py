@@ -1,0 +1,109 @@
+"""What an explanation says is what the model says; the command line shows it."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_bound import contended
+from test_conformance import BATCH, MIB, draw_problem, model_for
+
+from shardcore import files, plan_report
+from shardcore.__main__ import main
+from shardcore.cost import neural
+from shardcore.cost.model import price
+from shardcore.search import BASELINES, SHARDERS, Budget
+from shardcore.search.explain import explain
+from shardcore.types import Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Topology
+from shardcore.workload import lower
+
+PROBLEM = draw_problem(1, 12, [MIB] * 2)
+SMALL = Budget(evals=300)
+
+
+def solved(problem: Problem, algorithm: str = "neuroshard") -> Plan:
+    return SHARDERS[algorithm](problem, model_for(problem), budget=SMALL)
+
+
+def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():
+    plan, model = solved(PROBLEM, "size_greedy"), model_for(PROBLEM)
+    found = explain(plan, PROBLEM, model, SMALL)
+    cost = price(lower(plan, PROBLEM), model)
+    assert found.total_ms == cost.total_ms and found.cost == cost
+    assert cost.waiting_ms[found.device] == min(cost.waiting_ms) and found.limit in ("compute", "exchange")
+    first = found.shards[0]
+    assert first.saves_ms == max(s.saves_ms for s in found.shards)
+    shards = [p.shard for p in plan.placements if found.device in p.devices]
+    rest = [s for s in shards if s.label != first.shard]
+    assert len(rest) == len(shards) - 1
+    without = model.head(model.encode(rest).sum(0, keepdims=True))[0]
+    assert first.saves_ms == pytest.approx(cost.compute_ms[found.device] - without)
+    assert {s.shard for s in found.shards} == {s.label for s in shards}
+
+
+def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
+    plan = solved(PROBLEM)
+    found = explain(plan, PROBLEM, model_for(PROBLEM), SMALL)
+    assert [a.what for a in found.baselines] == list(BASELINES)
+    for baseline in found.baselines:
+        assert baseline.total_ms == SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM)).provenance["predicted_ms"]
+    *memory, devices = found.changes
+    assert [a.what for a in memory] == ["10% more memory on each device", "50% more memory on each device"]
+    assert all(a.total_ms <= found.total_ms for a in memory) and devices.what == "1 more device: 3"
+    assert found.searched == "neuroshard, seed 0, 300 evaluations each"
+    five = replace(PROBLEM, topology=Topology((Device(MIB),) * 4))
+    what = explain(solved(five), five, model_for(five), SMALL).changes[-1].what
+    assert what == f"2 more devices: 6 (the next number that divides the batch of {BATCH})"
+    odd = replace(PROBLEM, global_batch=2)
+    assert len(explain(solved(odd), odd, model_for(odd), SMALL).changes) == 2  # no number of devices up to 8 divides 2
+
+
+def test_more_memory_helps_where_memory_is_what_binds():
+    free = draw_problem(3, 10, [1] * 2)
+    need = sum(s.bytes + 8 * BATCH * s.width for s in map(Shard.whole, free.tables))
+    tight = replace(free, topology=Topology((Device(int(need * 0.8)), Device(int(need * 0.25)))))
+    found = explain(solved(tight), tight, model_for(tight), SMALL)
+    assert found.changes[1].total_ms < found.total_ms
+    text = plan_report.text(found)
+    assert "50% more memory on each device" in text and "No plan takes less than" in text and "device 1 is fullest" in text
+
+
+def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():
+    alone = draw_problem(2, 4, [MIB])
+    elsewhere = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"})
+    found = explain(elsewhere, alone, model_for(alone), SMALL)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
+    assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("local, seed 0")
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    plan = solved(PROBLEM)
+    with pytest.raises(Infeasible):
+        explain(plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), model_for(PROBLEM), SMALL)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A problem and a model as files."""
+    links = dataclasses.replace(PROBLEM.topology, within_host_gbps=1.0, latency_ms=0.01)
+    files.write_problem(tmp_path / "problem.json", replace(PROBLEM, topology=links))
+    model = contended(0)
+    band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0), "band.error": np.zeros(2)}
+    neural.save(replace(model, weights={**model.weights, **band}, setting=Setting("made-up", BATCH)), tmp_path / "model")
+    return tmp_path
+
+
+def test_the_command_line_explains_and_chooses_by_a_second_model(stored, capsys):
+    problem, model, plan = (str(stored / n) for n in ("problem.json", "model", "plan.json"))
+    assert main(["plan", problem, "--model", model, "--algorithm", "neuroshard", "--budget-evals", "400", "--explain",
+                 "--second-model", "physical", "--out", plan]) == 0
+    said = capsys.readouterr().out
+    assert "by both models: the second says" in said and "is ready last" in said and "size_greedy" in said
+    provenance = files.read_plan(plan, files.read_problem(problem)).provenance
+    assert provenance["second_model"] == "physical" and provenance["second_ms"] > 0
+    assert main(["price", plan, "--problem", problem, "--model", model, "--explain"]) == 0
+    priced = capsys.readouterr().out
+    assert "is ready last" in priced and f"{provenance['predicted_ms']:.3f} ms" in priced
+    assert main(["plan", problem, "--model", model, "--second-model", str(stored / "nothing"), "--out", plan]) == 1
+    assert "nothing" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Packing and room under constraints: where tables may live, and what is kept together. (Without them: test_greedy.py.)"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.memory import free_bytes
+from shardcore.search import SHARDERS
+from shardcore.search.packing import best_fit, pack
+from shardcore.search.room import Room, piece_bytes
+from shardcore.types import Constraints, Device, Problem, Setting, Shard, Table, Topology
+from shardcore.workload import lower
+
+BATCH = 48
+TABLES = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6))
+EACH = 1000 * 16 * 4 + 2 * BATCH * 16 * 4  # bytes of one of them
+MODEL = AnalyticModel(Setting("made-up", BATCH))
+
+
+def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
+    devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
+    return Problem("p", tuple(tables), Topology(devices), BATCH, constraints=Constraints(**constraints))
+
+
+def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        n_items, n_devices = rng.integers(1, 6), rng.integers(1, 5)
+        sizes, free = rng.integers(1, 7, n_items).tolist(), rng.integers(0, 12, n_devices).tolist()
+        allowed = [tuple(set(rng.integers(n_devices, size=rng.integers(1, 3)).tolist())) if rng.random() < 0.5 else None
+                   for _ in sizes]
+
+        def fits(devices, allowed=allowed, sizes=sizes, free=free):
+            return (all(a is None or d in a for a, d in zip(allowed, devices, strict=True))
+                    and (np.bincount(devices, sizes, len(free)) <= free).all())
+
+        found, certain = best_fit(sizes, free, 10_000, allowed)
+        possible = any(fits(devices) for devices in product(range(n_devices), repeat=int(n_items)))
+        assert certain and (found is not None) == possible and (found is None or fits(found)), (sizes, free, allowed)
+
+
+def test_devices_count_as_equal_for_those_items_alone_that_may_use_them_alike():
+    # The first item must leave device 0 to the last, though both have the same room; 30 items would be hopeless without pruning.
+    assert best_fit([5, 5], [5, 5], 100, [None, (0,)]) == ([1, 0], True)
+    assert best_fit([5] * 30, [5] * 29, 1000, [None] * 30) == (None, True)
+    assert best_fit([5] * 30, [5] * 30, 1000, [None] * 29 + [(3,)])[0][-1] == 3
+
+
+def test_pinned_tables_are_poured_first_where_others_would_take_their_room():
+    # t0 fits device 0 best, but the wide table needs all of host a, and in parts of 16, 16 and 12 columns, not in halves.
+    wide = Table("wide", 1000, 44, 1.0)
+    problem = problem_of([wide, TABLES[0]], [EACH, EACH, EACH, 2 * EACH], "aaab", unsplit=("t0",), pinned=(("wide", ("a",)),))
+    packing = pack(problem, free_bytes(problem))
+    where = sorted((s.table.name, s.width, d) for s, d in zip(packing.pieces, packing.devices, strict=True))
+    assert where == [("t0", 16, 3), ("wide", 12, 2), ("wide", 16, 0), ("wide", 16, 1)]
+
+
+def test_a_bundle_takes_room_as_one():
+    problem = problem_of(TABLES, [2 * EACH, 3 * EACH, 3 * EACH], together=(("t0", "t1", "t2"),),
+                         pinned=(("t4", (1,)), ("t1", (1, 2))))
+    room, shards = Room(problem), list(map(Shard.whole, TABLES))
+    assert piece_bytes(shards[0], problem) == EACH
+    assert room.fits(shards[0]).tolist() == [False, True, True] and room.fits(shards[3]).all()
+    room.put(shards[1], 1)
+    assert room.left.tolist() == [2 * EACH, 0, 3 * EACH]
+    assert room.fits(shards[2]).tolist() == [False, True, False]
+    room.put(shards[2], 1)
+    assert room.left.tolist() == [2 * EACH, 0, 3 * EACH]
+    assert not room.fits(shards[4]).any() and room.fits(shards[3]).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["random", "size_greedy", "lookup_greedy", "neuroshard"])
+def test_what_has_few_places_is_placed_first(name):
+    """The busiest tables would fill the device that the others are pinned to."""
+    busy = tuple(Table(f"busy{i}", 1000, 16, 50.0) for i in range(4))
+    problem = problem_of([*busy, *TABLES[:3]], [3 * EACH, 3 * EACH, 3 * EACH], together=(("busy0", "busy1"),),
+                         pinned=tuple((f"t{i}", (2,)) for i in range(3)))
+    for seed in range(5):
+        plan = SHARDERS[name](problem, MODEL, seed=seed)
+        assert not plan.provenance["packed"]
+        lower(plan, problem)
+        assert {p.shard.table.name for p in plan.placements if p.devices == (2,)} == {"t0", "t1", "t2"}
