@@ -4,9 +4,8 @@
 
 MODEL is a folder as `python -m shardcore train` writes it. Tiny problems have 4 or 5 tables of the calibrated pool with dims up
 to 16 on 2 devices, or 2 or 3 with dims up to 8 on 4; every second pair of problems has devices of different speeds. Every plan is
-priced that cuts each table by columns (multiples of 4), by rows in quarters, or replicates it: the bound's space but for finer
-rows. `above` says in how many of them a bound was above the optimum. Drawn problems are those of bench.search: the gap is that of
-a plan over the bound.
+priced that cuts each table by columns (multiples of 4), divides its rows over all devices, or replicates it. `above` says in how
+many of them a bound was above the optimum. Drawn problems are those of bench.search: the gap is that of a plan over the bound.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from shardcore.search.bound import bound
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic
 
-ROW_UNITS = 4
 SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local")
 
 
@@ -52,21 +50,21 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
     """What each way to place a table adds: codes [W, D, 3, F] by kind of op, bytes [W, 3, D] by collective."""
     n = len(problem.topology)
     columns = [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
-    rows = [Shard(table, 0, table.rows * u // ROW_UNITS, 0, table.dim) for u in range(1, ROW_UNITS)]
-    code = [model.encode(columns), model.encode(rows), model.encode(columns[-1:], problem.local_batch)]
+    share = Shard(table, 0, -(-table.rows // n), 0, table.dim)
+    code = [model.encode(columns), model.encode([share]), model.encode(columns[-1:], problem.local_batch)]
     codes, sent = [], []
-    for kind, units in ((0, len(columns)), (1, ROW_UNITS)):
-        for held in dealt(units, n):
-            if kind == 0 or held.max() < ROW_UNITS:
-                codes.append(np.zeros((n, 3, code[0].shape[1])))
-                codes[-1][held > 0, kind] = code[kind][held[held > 0] - 1]
-                sent.append(np.zeros((3, n)))
-                width = held * MIN_WIDTH if kind == 0 else (held > 0) * table.dim
-                sent[-1][kind] = width * OUTPUT_BYTES * problem.global_batch
-    codes.append(np.zeros((n, 3, code[0].shape[1])))
-    codes[-1][:, 2] = code[2]
-    sent.append(np.zeros((3, n)))
-    sent[-1][2] = table.rows * table.dim * OUTPUT_BYTES
+
+    def add(kind: int, held: np.ndarray, width: np.ndarray, sends: np.ndarray) -> None:
+        codes.append(np.zeros((n, 3, code[0].shape[1])))
+        codes[-1][held > 0, kind] = code[kind][held[held > 0] - 1]
+        sent.append(np.zeros((3, n)))
+        sent[-1][kind] = width * sends * OUTPUT_BYTES
+
+    for held in dealt(len(columns), n):
+        add(0, held, held * MIN_WIDTH, problem.global_batch)
+    for kind, sends in ((1, problem.global_batch), (2, table.rows)):
+        if kind == 2 or (table.rows - 1) // share.rows == n - 1:
+            add(kind, np.ones(n, dtype=int), np.full(n, table.dim), sends)
     return np.stack(codes), np.stack(sent)
 
 

@@ -1,12 +1,14 @@
 """Sharders against each other: the same problems, the same cost model, one run, one thread.
 
-    python -m bench.search MODEL --problems 20 --devices 4
+    python -m bench.search MODEL --problems 100 --devices 4
+    python -m bench.search MODEL --problems 10 --devices 64 --seconds 5 --unequal
 
 MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as NeuroShard's benchmark
 draws them (10 to 60 tables for 4 devices, as many for each device on more), half of them with dims up to 32, half up to 128, with
-explicit links (1 GB/s, 0.2 ms) as only two processes were measured. Costs are relative to neuroshard's, the mean over the
-problems that all solved; so are the seconds. `halves` is the local search in NeuroShard's own space: columns, halved. `lower
-bound` and `estimate` are those of search/bound.py, rows and replicas included.
+explicit links (1 GB/s, 0.2 ms; above 8 devices in hosts of 8, 0.5 GB/s between them) as only two processes were measured.
+Without --seconds each sharder takes the time it takes, the local search in several spaces and lengths; with it all searches have
+as long (a sweep finishes its first). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the
+seconds. `halves` is the local search in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
 """
 
 from __future__ import annotations
@@ -27,19 +29,24 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.search import SHARDERS, Budget, compare
 from shardcore.search.bound import bound
 from shardcore.search.local import local
-from shardcore.types import Infeasible, Plan, Problem
+from shardcore.types import Device, Infeasible, Plan, Problem, Topology
 from shardcore.workload import lower
 
-EVALS = (2_000, 20_000, 100_000, 500_000)
+EVALS = (2_000, 20_000, 200_000)
 
 
-def problems(model: NeuralModel, n: int, devices: int, seed: int) -> list[Problem]:
+def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool = False) -> list[Problem]:
+    """unequal: every second device has half the speed and half the memory."""
     pool, per_device = tables.generate_pool(), max(1, devices // 4)
     found = []
     for i in range(n):
         shape = sampling.ProblemConfig(devices, 10 * per_device, 60 * per_device, 32 if i % 2 else 128)
         drawn = sampling.problem(pool, i, model.setting, seed, shape)
-        found.append(replace(drawn, topology=replace(drawn.topology, within_host_gbps=1.0, latency_ms=0.2)))
+        large = drawn.topology.devices[0].memory_bytes * (4 if unequal else 3) // 3
+        weaker = [1 + unequal * (d % 2) for d in range(devices)]
+        found_devices = tuple(Device(large // w, 1 / w, f"host-{d // 8}") for d, w in enumerate(weaker))
+        links = {"within_host_gbps": 1.0, "between_hosts_gbps": 0.5 if devices > 8 else None, "latency_ms": 0.2}
+        found.append(replace(drawn, topology=Topology(found_devices, **links)))
     return found
 
 
@@ -49,15 +56,21 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--seed", type=int, default=2026, help="of the problems (2026)")
+    parser.add_argument("--seconds", type=float, help="all searches have as long (default: each as long as it takes)")
+    parser.add_argument("--unequal", action="store_true", help="every second device has half the speed and half the memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: SHARDERS[n](p, model) for n in SHARDERS if n != "local"}
+    sharders = [n for n in SHARDERS if n != "local" and (n != "torchrec" or args.devices <= 4 or args.seconds)]
+    limit = Budget(seconds=args.seconds) if args.seconds else None
+    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: SHARDERS[n](p, model, budget=limit) for n in sharders}
     for space in ("halves", "columns", "all"):
-        arms |= {f"local, {space}, {n:,} evals": lambda p, n=n, space=space: local(p, model, budget=Budget(evals=n), space=space)
-                 for n in EVALS}
+        for budget in (limit,) if limit else map(Budget, EVALS):
+            name = f"local, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
+            arms[name] = lambda p, b=budget, space=space: local(p, model, budget=b, space=space)
+    local(problems(model, 1, 2, 0)[0], model, budget=Budget(evals=100))  # compiled before the clock starts
     cost, seconds = ({name: [] for name in [*arms, "lower bound", "estimate"]} for _ in range(2))
-    drawn = problems(model, args.problems, args.devices, args.seed)
+    drawn = problems(model, args.problems, args.devices, args.seed, args.unequal)
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
             began = time.perf_counter()
@@ -77,7 +90,7 @@ def main() -> None:
     theirs = found["neuroshard"]
     rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}", f"{s.seconds / theirs.seconds:.2f}")
             for name, s in found.items()]
-    print(f"{model.setting}; {len(drawn)} problems, {args.devices} devices; {theirs.common} solved by all\n")
+    print(f"{model.setting}; {len(drawn)} problems, {args.devices} {'unequal ' if args.unequal else ''}devices; {theirs.common} solved by all\n")
     print(report.text_table(("sharder", "solved", "cost", "worst", "seconds", "of neuroshard's"), rows))
 
 

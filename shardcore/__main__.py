@@ -42,6 +42,12 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore.workload import lower
 
     compare.require_known([args.algorithm])
+    if args.start and (args.algorithm != "local" or args.second_model):
+        raise ShardCoreError(f"--start is for --algorithm local alone; got {args.algorithm}"
+                             f"{' and --second-model' if args.second_model else ''}")
+    for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
+        if getattr(args, name) is not None and not args.start:
+            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan to start from")
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
     cautious, provenance = at_confidence(model, args.confidence), {"model_digest": files.model_digest(args.model)}
@@ -52,6 +58,8 @@ def plan(args: argparse.Namespace) -> None:
     if args.second_model:
         found, why = _chosen(args, problem, model, budget)
         provenance |= found.provenance
+    elif args.start:
+        found, why = _resharded(args, problem, cautious, budget)
     else:
         outcome = compare.run(args.algorithm, problem, cautious, args.seed, budget)
         if outcome.plan is None:
@@ -90,6 +98,22 @@ def _chosen(args: argparse.Namespace, problem: Problem, model: NeuralModel, budg
     provenance = {**choice.plan.provenance, "predicted_ms": first_ms, "setting": str(model.setting), "candidates": len(plans),
                   "second_model": str(args.second_model), "second_ms": second_ms}
     return Plan(choice.plan.placements, provenance), why
+
+
+def _resharded(args: argparse.Namespace, problem: Problem, model: CostModel, budget: Budget | None) -> tuple[Plan, str]:
+    """The plan improved from the one to start from, and by how much, in words."""
+    from shardcore import files
+    from shardcore.cost.model import price
+    from shardcore.search.local import local
+    from shardcore.search.space import Reshard
+    from shardcore.workload import lower
+
+    old_problem = files.read_problem(args.start_problem) if args.start_problem else problem
+    old = files.read_plan(args.start, old_problem)
+    most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
+    found = local(problem, model, seed=args.seed, budget=budget, reshard=Reshard(old, args.max_moved_tables, most_bytes))
+    before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
+    return found, f", starting from {args.start}{before}"
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
@@ -232,7 +256,12 @@ def _parser() -> argparse.ArgumentParser:
     p = add(plan, "Search a plan for a problem under a cost model.")
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
-    p.add_argument("--algorithm", default="neuroshard", help="random, size_greedy, dim_greedy, lookup_greedy, "
+    p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning afresh (local search)")
+    p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, where it has changed "
+                                                                   "since: tables new, gone, or with other statistics")
+    p.add_argument("--max-moved-tables", type=int, metavar="N", help="with --start: so many tables may move (any)")
+    p.add_argument("--max-moved-gib", type=float, metavar="G", help="with --start: so many GiB of weights may move (any)")
+    p.add_argument("--algorithm", default="local", help="random, size_greedy, dim_greedy, lookup_greedy, "
                    "size_lookup_greedy, neuroshard, embark, milp or local")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")

@@ -26,11 +26,11 @@ HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "aga
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """algorithm: of the published plans; the others are its baselines. budget_evals: complete plans a search may price."""
+    """algorithm: of the published plans; the others are its baselines. budget_evals: see search.Budget."""
 
-    algorithm: str = "neuroshard"
+    algorithm: str = "local"
     seed: int = 0
-    budget_evals: int = 20_000
+    budget_evals: int = 200_000
 
     def __post_init__(self) -> None:
         compare.require_known([self.algorithm])

@@ -6,7 +6,8 @@ Every sharder has this form. It raises Infeasible, naming what does not fit and 
 model is for another setting. With the same seed, and a budget in evals or none, it returns the same plan. Its plans are
 consolidated (see `pieces`) and carry their algorithm, seed and predicted cost as provenance.
 
-Every sharder begins with `feasible_pieces`: also the table-wise ones cut a table that no device can hold.
+Every sharder begins with `feasible_pieces`: also the table-wise ones cut a table that no device can hold. Some are other people's
+planners (`peers`); TorchRec's is listed where it is installed (see `peers.torchrec`).
 """
 
 from __future__ import annotations

@@ -26,10 +26,8 @@ from shardcore.cost.model import CostModel
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard
 from shardcore.workload import Traffic
 
-ROW_UNITS = (24, 12, 4)
-"""Rows are cut into multiples of one in so many shares, as many as MOST_PARTS allows."""
 MOST_PARTS = 150_000
-"""A space with more possible parts is made smaller: fewer row shares, then widths of powers of two alone."""
+"""A space with more possible parts is made smaller: widths of powers of two alone."""
 _EVEN_BYTES = 2.0**24
 _PRECISION = 1e-3
 
@@ -62,11 +60,11 @@ def bound(problem: Problem, model: CostModel, rows: bool = True, replicas: bool 
 class _Parts:
     """What a device may hold of each table.
 
-    Of parts [N]: table, kind, codes [N, F]; copies: D for a replica, else 1; alone_ms: what it costs alone at speed 1; fastest:
-    speed that it may find (the slowest device's for a replica); exchange_ms: what it adds to even exchanges, both ways; large:
-    whether some part is as large, if the table's devices share it. at [T, U + 1] of each kind: the part of so many units of a
-    table by columns, by rows, replicated (-1: there is none); size [T, 3] units in all; whole [T]: the uncut parts. latency_ms
-    [3]: of the collectives, whatever they carry. mixes: sets of kinds.
+    Of parts [N]: table, kind, codes [N, F]; copies: 1 by columns, else D, as all devices have one; alone_ms: what it costs alone
+    at speed 1; fastest: speed that it may find (the slowest where all have one); exchange_ms: what it adds to even exchanges,
+    both ways; large: whether some part is as large, if the table's devices share it. at [T, U + 1] of each kind: the part of so
+    many units of a table by columns, by rows, replicated (-1: there is none); size [T, 3] units in all; whole [T]: the uncut
+    parts. latency_ms [3]: of the collectives, whatever they carry. mixes: sets of kinds.
     """
 
     def __init__(self, problem: Problem, model: CostModel, rows: bool, replicas: bool) -> None:
@@ -75,12 +73,10 @@ class _Parts:
         n, tables = len(self.speed), problem.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])
         whole = np.array([t.name in problem.whole for t in tables])
-        by_rows = rows & (n > 1) & ~whole & np.array([not t.ordered and t.rows > 1 for t in tables])
-        left = MOST_PARTS - int(columns.sum())
-        self.any_width = left >= 0
-        self.row_units = next((u for u in ROW_UNITS if by_rows.any() and by_rows.sum() * (u - 1) <= left), 0)
+        by_rows = rows & (n > 1) & ~whole & np.array([not t.ordered and t.rows >= n for t in tables])
+        self.any_width, self.rows = columns.sum() <= MOST_PARTS, bool(by_rows.any())
         self.replicas = replicas and n > 1
-        self.size = np.stack([columns, np.full(len(tables), max(1, self.row_units)), np.ones(len(tables), dtype=int)], 1)
+        self.size = np.stack([columns, np.ones_like(columns), np.ones_like(columns)], 1)
         self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
         shards: list[Shard] = []
 
@@ -91,9 +87,9 @@ class _Parts:
         for i, t in enumerate(tables):
             for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
                 add(0, i, u, Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
-            for u in range(1, self.row_units if by_rows[i] else 0):
-                add(1, i, u, Shard(t, 0, max(1, t.rows * u // self.row_units), 0, t.dim))
-        pooled, first_replica = len(shards), len(shards)
+            if by_rows[i]:
+                add(1, i, 1, Shard(t, 0, t.rows // n, 0, t.dim))
+        first_replica = len(shards)
         codes = [np.asarray(model.encode(shards), dtype=float)]
         if self.replicas:
             replicated = [Shard.whole(t) for t in tables]
@@ -112,16 +108,16 @@ class _Parts:
             self.table[at[i, u]], units[at[i, u]] = i, u
         allowed = [list(problem.allowed_devices(t.name)) for t in tables]
         n_devices, fastest = np.array([len(d) for d in allowed]), np.array([self.speed[d].max() for d in allowed])
-        self.large = (self.kind == 2) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
-        self.fastest = np.where(self.kind == 2, self.speed.min(), fastest[self.table])
+        self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
+        self.fastest = np.where(self.kind > 0, self.speed.min(), fastest[self.table])
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
-        self.copies = np.where(np.arange(len(shards)) < pooled, 1, n)
+        self.copies = np.where(self.kind > 0, n, 1)
         width = np.array([s.width for s in shards], dtype=float)
         cells = np.array([float(s.rows) * s.width for s in shards])
-        carried = OUTPUT_BYTES * np.where(self.kind == 2, cells * n, width * problem.global_batch)
+        carried = OUTPUT_BYTES * self.copies * np.where(self.kind == 2, cells, width * problem.global_batch)
         self.latency_ms, per_byte = self._exchanges()
         self.exchange_ms = carried * per_byte[self.kind]
-        kinds = [k for k, some in enumerate((True, self.row_units > 0, self.replicas)) if some]
+        kinds = [k for k, some in enumerate((True, self.rows, self.replicas)) if some]
         self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1) for mix in combinations(kinds, n_kinds)]
 
     def _widths(self, columns: int) -> list[int]:
@@ -159,7 +155,7 @@ class _Parts:
     def space(self) -> str:
         """The plans that a bound holds for, in words."""
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
-        rows = f", or by rows into multiples of 1/{self.row_units}" if self.row_units else ""
+        rows = ", or by rows, divided evenly over all devices" * self.rows
         return f"each table whole or cut by columns ({widths}){rows}" + ", or replicated on all devices" * self.replicas
 
 
@@ -194,12 +190,13 @@ _EVENLY = "the work of all tables, divided evenly"
 
 
 def _proved(parts: _Parts) -> Price:
-    """The least work, divided by all speeds; a replica brings a launch on every device, any other kind on one at least."""
+    """The least work, divided by all speeds; what all devices have brings a launch on each, columns on one at least."""
     launch_ms, total_speed = parts.model.launch_ms, parts.speed.sum()
     work = parts.copies * np.maximum(0.0, parts.alone_ms - launch_ms) / total_speed + parts.exchange_ms
 
     def price(mix: list[int], some: np.ndarray) -> float:
-        launches = (len(parts.speed) + len(mix) - 1) / total_speed if 2 in mix else 1 / parts.speed.max()
+        everywhere = len([k for k in mix if k])
+        launches = (everywhere * len(parts.speed) + (0 in mix)) / total_speed if everywhere else 1 / parts.speed.max()
         least, _ = parts.cheapest(np.where(some, work, np.inf), mix)
         ms = launch_ms * launches + least + parts.latency_ms[mix].sum()
         return max(ms, _at_mean_load(parts, mix[0], some)) if len(mix) == 1 and alike else ms
@@ -243,8 +240,8 @@ def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: floa
 
 
 def _estimated(parts: _Parts) -> Price:
-    """All replicas as one op, all else as one op divided over the devices by their speed; the way to cut tables follows from how
-    steep the head is there."""
+    """All row shares as one op, all replicas as another, the columns as one divided over the devices by their speed; the way to
+    cut tables follows from how steep the head is there."""
     n, total_speed = len(parts.speed), parts.speed.sum()
     shares = (parts.speed / total_speed)[:, None]
 
@@ -255,10 +252,10 @@ def _estimated(parts: _Parts) -> Price:
             _, taken = parts.cheapest(np.where(some, work, np.inf), mix)
             if taken is None:
                 return np.inf
-            divided, replicas = (taken * (parts.kind < 2)) @ parts.codes, (taken * (parts.kind == 2)) @ parts.codes
-            ms = parts.model.head(np.concatenate([divided * shares, [replicas] * n])).sum() / total_speed
+            columns, *everywhere = ((taken * (parts.kind == k)) @ parts.codes for k in range(3))
+            ms = parts.model.head(np.concatenate([columns * shares, *([e] * n for e in everywhere)])).sum() / total_speed
             found.append(float(ms + taken @ parts.exchange_ms))
-            sums = divided + n * replicas
+            sums = columns + n * sum(everywhere)
         return min(found) + parts.latency_ms[mix].sum()
 
     return price

@@ -1,9 +1,8 @@
 """Ledger: what parts of tables cost, looked up instead of computed again.
 
-A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns; or it
-is a whole table cut by rows, a unit being one of row_units equal shares of them: the twin of the strip by columns. A *part* is
-what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes, the width and the single cost of
-every part in use, so that moving columns or rows between devices is adding and subtracting rows of arrays.
+A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns. A *part*
+is what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes, the width and the single cost of
+every part in use, so that moving columns between devices is adding and subtracting rows of arrays.
 
 Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0, a row range: 1); ... leading dimensions.
 """
@@ -11,7 +10,6 @@ Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -28,24 +26,17 @@ Piece = tuple[int, int]
 class Ledger:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
-    speed [D]; kind, size, twin [S]: the kind of op, units in all, and the strip of the same table by rows (-1: none). codes
-    [R, F]; bytes [R]; width [R]: in units of MIN_WIDTH columns; single_ms [R]: the cost of a part alone at speed 1. Parts are
-    made by `add` and `need`. row_units: shares that a table may be cut into by rows (0: none is). Rows of tables that are not
-    ordered are exchangeable, as columns are; others are not cut by rows.
+    speed [D]; kind, size [S]: the kind of op, and units in all. codes [R, F]; bytes [R]; width [R]: in units of MIN_WIDTH
+    columns; single_ms [R]: the cost of a part alone at speed 1. Parts are made by `add` and `need`.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard], row_units: int = 0) -> None:
+    def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard]) -> None:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         self._strips = column_runs(pieces)
         self._strip_of = {(row_range(run), c): i for i, run in enumerate(self._strips) for c in _units_of(run)}
-        self.by_columns = len(self._strips)
-        may = [i for i, run in enumerate(self._strips) if row_units > 1 and self._by_rows(run, row_units)]
-        self._strips += [self._strips[i] for i in may]
-        self.twin = np.full(len(self._strips), -1)
-        self.twin[may] = np.arange(self.by_columns, len(self._strips))
-        self.kind = np.array([0 if run.full_rows and i < self.by_columns else 1 for i, run in enumerate(self._strips)])
-        self.size = np.array([run.width // MIN_WIDTH if i < self.by_columns else row_units for i, run in enumerate(self._strips)])
+        self.kind = np.array([0 if run.full_rows else 1 for run in self._strips])
+        self.size = np.array([run.width // MIN_WIDTH for run in self._strips])
         self._parts = np.full((len(self._strips), self.size.max() + 1), -1)
         self._parts[:, 0] = 0
         n_features = model.encode([self._strips[0]]).shape[1]
@@ -62,7 +53,7 @@ class Ledger:
         return self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH], shard.width // MIN_WIDTH
 
     def shards(self, pieces: Sequence[Piece]) -> list[Shard]:
-        """The pieces as rectangles, columns or rows dealt out in the order given. They must not take more than a strip has."""
+        """The pieces as rectangles, columns dealt out in the order given. They must not take more than a strip has."""
         taken, shards = [0] * len(self._strips), []
         for strip, units in pieces:
             shards.append(self._shard(strip, taken[strip], taken[strip] + units))
@@ -71,21 +62,8 @@ class Ledger:
 
     def _shard(self, strip: int, low: int, high: int) -> Shard:
         """Units low to high of a strip."""
-        run, size = self._strips[strip], int(self.size[strip])
-        if strip >= self.by_columns:
-            return Shard(run.table, run.rows * low // size, run.rows * high // size, run.col_lo, run.col_hi)
+        run = self._strips[strip]
         return Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH)
-
-    def _largest(self, strip: int, units: int) -> Shard:
-        """What so many units of a strip come to at most: a share of rows that do not divide evenly may have one more."""
-        shard = self._shard(strip, 0, units)
-        rows = min(shard.table.rows, -(-shard.table.rows * units // int(self.size[strip])))
-        return shard if strip < self.by_columns else replace(shard, row_hi=rows)
-
-    def _by_rows(self, run: Shard, row_units: int) -> bool:
-        table = run.table
-        return (run == Shard.whole(table) and not table.ordered and table.rows >= 64 * row_units and table.pooling > 0
-                and table.name not in self.problem.whole)
 
     def may_split(self, piece: Piece) -> bool:
         strip, units = piece
@@ -106,13 +84,13 @@ class Ledger:
             self._make(list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True))))
 
     def whole_pieces(self) -> list[Piece]:
-        """All strips by columns, each in one piece."""
-        return [(i, int(self.size[i])) for i in range(self.by_columns)]
+        """All strips, each in one piece."""
+        return list(enumerate(self.size.tolist()))
 
     def _make(self, new: list[Piece]) -> None:
         if not new:
             return
-        shards = [self._largest(s, u) for s, u in new]
+        shards = [self._shard(s, 0, u) for s, u in new]
         codes = np.asarray(self.model.encode(shards), dtype=float)
         first = len(self.codes)
         self.codes = np.concatenate([self.codes, codes])

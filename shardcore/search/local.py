@@ -1,8 +1,8 @@
 """Local search: greedy plans, side by side improved by simulated annealing (anneal.py), the best of them to the end.
 
-The starts: tables whole or cut by columns; large ones cut by rows; and tables on all devices (data-parallel) where that is worth
-it. What the exchanges cost is taken to be linear in what each device, the widest one and the widest host exchange; which of the
-improved starts goes on and is returned, the model itself decides.
+The starts: tables whole or cut by columns; large ones everywhere, their rows divided; small ones everywhere, in copies (data-
+parallel), where that is worth it. What the exchanges cost is taken to be linear in what each device, the widest one and the
+widest host exchange; which of the improved starts goes on and is returned, the model itself decides.
 
 Shapes: S strips, D devices.
 """
@@ -19,16 +19,22 @@ from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.pieces import to_plan
-from shardcore.types import Infeasible, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.workload import Traffic
 
 if TYPE_CHECKING:  # numba takes a second to import, and is needed here alone
     from shardcore.search.anneal import Fixed, State
     from shardcore.search.space import Reshard, Space
 
+Everywhere = Sequence[tuple[np.ndarray, int]]
+"""Strips [N] that are everywhere, and in which way."""
+
 SPACES = ("all", "columns", "halves")
 _DEFAULT = Budget(evals=500_000)
 _SPLITS = (np.inf, 1.0, 0.6, 0.3)
 """Greedy starts cut what costs more than this share of a device's mean load."""
+_DIVIDED = (1.0, 0.5, 0.25)
+"""Others divide the rows of such tables."""
 _HOT, _WARM, _COLD = 1e-2, 1e-3, 1e-5
 """Temperatures relative to the cost: of a start, of the best of them when it goes on alone, and at the end."""
 _RACE = 0.7
@@ -56,13 +62,13 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     limited = budget if budget and (budget.evals or budget.seconds) else _DEFAULT
     search = Search(problem, model, limited.start(), seed, space)
     best = search.run(search.resharded(reshard) if reshard else search.starts())
-    pieces, devices = best.space.placed(best.state.held)
+    pieces, devices = best.space.placed(best.state.held, best.state.way)
     return to_plan(pieces, devices, problem, model, algorithm="local", seed=seed, space=space, evals=search.meter.evals)
 
 
 @dataclass
 class Start:
-    """A plan in its space; fixed: what of that space it is improved in."""
+    """A plan in its space; fixed: what of that space it is improved in at first."""
 
     space: Space
     state: State
@@ -111,59 +117,75 @@ class Search:
         return int(np.clip(self.meter.evals / max(self.meter.progress(), 1e-3) * share, 1000, 10_000_000))
 
     def _exact_ms(self, start: Start) -> float:
-        """What the model itself says of the plan, data-parallel tables apart from where their gradients skew a transfer."""
-        state, fixed = start.state, start.fixed
-        return float(start.space.ledger.total_ms(fixed.base_load + state.ms.sum(1) / fixed.speed, state.width))
+        """What the model itself says of the plan."""
+        state, fixed, rate = start.state, start.fixed, float(self.problem.global_batch * OUTPUT_BYTES * MIN_WIDTH)
+        everywhere = np.broadcast_to(state.every_size[:, None], (2, len(fixed.speed)))
+        by_rows = (state.width[:, 1] + everywhere[0]) * rate
+        traffic = Traffic(state.width[:, 0] * rate, by_rows, everywhere[1] * float(OUTPUT_BYTES))
+        compute_ms = (state.ms.sum(1) + state.every_ms.sum()) / fixed.speed
+        return float((compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms).max())
 
     # --- starts --------------------------------------------------------------------------------------------------------
 
     def starts(self) -> list[Start]:
-        pieces, rows = feasible_pieces(self.problem), self.kind == "all"
-        found = self._greedy_starts(self.spaces.space(self.problem, self.model, pieces, rows, self.kind == "halves"), rows)
-        everywhere = self.spaces.worth_everywhere(self.problem, self.model) if rows else []
-        if everywhere:
-            others = [p for p in pieces if p.table not in set(everywhere)]
-            if others:
-                space = self.spaces.space(self.problem, self.model, others, rows, everywhere=everywhere)
-                found += self._greedy_starts(space, rows=False)
-        return found or [self._packed()]
+        anywhere = self.kind == "all"
+        space = self.spaces.space(self.problem, self.model, feasible_pieces(self.problem), anywhere, self.kind == "halves")
+        found = [self._cheapest(space, [(share, ()) for share in self._shares(space)])]
+        if space.fixed.every.any():
+            whole = np.flatnonzero(space.fixed.every[self.spaces.ROWS])
+            single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
+            all_ms = self._single_ms(space.fixed, np.arange(len(space.members)), space.fixed.size)
+            mean_ms = all_ms.sum() / space.fixed.speed.sum()
+            large = [whole[single > share * mean_ms] for share in _DIVIDED]
+            found.append(self._cheapest(space, [(1.0, ((strips, self.spaces.ROWS),)) for strips in large if len(strips)]))
+            copied = self.spaces.worth_copying(space, self.model)
+            if len(copied):
+                found.append(self._cheapest(space, [(1.0, ((copied, self.spaces.COPIES),))]))
+        return [start for start in found if start] or [self._packed()]
 
-    def _greedy_starts(self, space: Space, rows: bool) -> list[Start]:
-        """The cheapest of some greedy plans by columns, and if wanted of those by rows; none where none fits."""
-        found = []
-        large = len(space.members) * len(self.problem.topology) > _LARGE
-        for by_rows, fixed in ((False, space.by_columns), (True, space.fixed))[: 1 + rows]:
-            best = None
-            for share in _SPLITS[1:2] if large else _SPLITS[1:] if by_rows else _SPLITS:
-                state = self._state(space)
-                if self.anneal.greedy(self.head, fixed, state, self._parts(space, share, by_rows)):
-                    cost = self.anneal.refresh(self.head, fixed, state)
-                    if best is None or cost < best.value[self.anneal.BEST]:
-                        best = state
-            if best is not None:
-                found.append(Start(space, best, fixed))
-        return found
+    def _shares(self, space: Space) -> Sequence[float]:
+        return _SPLITS[1:2] if len(space.members) * len(self.problem.topology) > _LARGE else _SPLITS
+
+    def _cheapest(self, space: Space, ways: Sequence[tuple[float, Everywhere]]) -> Start | None:
+        """The cheapest of some greedy plans that cut what is above a share of a device's mean load and have strips everywhere;
+        None where none fits."""
+        best = None
+        for share, everywhere in ways:
+            state = self._greedy(space, share, everywhere)
+            if state is not None and (best is None or state.value[self.anneal.BEST] < best.value[self.anneal.BEST]):
+                best = state
+        return None if best is None else Start(space, best, space.as_it_is)
+
+    def _greedy(self, space: Space, share: float, everywhere: Everywhere) -> State | None:
+        """Parts placed by falling cost or, where that does not fit, by falling size; None where neither does."""
+        fixed, parts = space.fixed, self._parts(space, share, everywhere)
+        size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
+        for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
+            state = self._state(space)
+            for strips, way in everywhere:
+                self.anneal.put_everywhere(self.head, fixed, state, strips, way)
+            fits = (state.used <= fixed.free).all()
+            if fits and self.anneal.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
+                self.anneal.refresh(self.head, fixed, state)
+                return state
+        return None
 
     def _state(self, space: Space) -> State:
         return self.anneal.state(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _parts(self, space: Space, share: float, by_rows: bool) -> np.ndarray:
+    def _parts(self, space: Space, share: float, everywhere: Everywhere) -> np.ndarray:
         """[N, 2] strips and units by falling cost, what may go to few devices first: those above `share` of a device's mean load
-        cut into equal parts, by rows if wanted and possible."""
+        cut into equal parts by columns, those everywhere left out."""
         fixed, n_devices = space.fixed, len(self.problem.topology)
-        whole = np.flatnonzero(fixed.column < 0)
-        single = self._single_ms(fixed, whole, fixed.size[whole])
-        limit = share * single.sum() / fixed.speed.sum()
-        n = np.minimum(np.ceil(single / max(limit, 1e-300)), n_devices).astype(int)
-        n = np.where((single > limit) & fixed.may_split[whole], n, 1)
-        rows = (n > 1) & (fixed.twin[whole] >= 0) & by_rows
-        strip = np.where(rows, fixed.twin[whole], whole)
-        n = np.minimum(n, fixed.size[strip])
+        strip = np.setdiff1d(np.arange(len(space.members)), np.concatenate([np.zeros(0, int), *(s for s, _ in everywhere)]))
+        single = self._single_ms(fixed, strip, fixed.size[strip])
+        limit = max(share * single.sum() / fixed.speed.sum(), 1e-300)
+        n = np.minimum(np.ceil(single / limit), np.minimum(n_devices, fixed.size[strip])).astype(int)
+        n = np.where((single > limit) & fixed.may_split[strip], n, 1)
         i = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
         strip, n = np.repeat(strip, n), np.repeat(n, n)
         units = fixed.size[strip] * (i + 1) // n - fixed.size[strip] * i // n
-        choice = fixed.allowed.sum(1)[strip] if len(fixed.allowed) else np.zeros(len(strip))
-        order = np.lexsort((-self._single_ms(fixed, strip, units), choice))
+        order = np.lexsort((-self._single_ms(fixed, strip, units), _choice(fixed, strip)))
         return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
 
     def _single_ms(self, fixed: Fixed, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
@@ -171,11 +193,13 @@ class Search:
 
     def _packed(self) -> Start:
         packing = pack_or_raise(self.problem)
-        space = self.spaces.space(self.problem, self.model, packing.pieces, rows=False)
+        space = self.spaces.space(self.problem, self.model, packing.pieces, self.kind == "all")
         return self._placed(space, packing.pieces, packing.devices)
 
-    def _placed(self, space: Space, pieces: Sequence[Shard], devices: Sequence[int]) -> Start:
+    def _placed(self, space: Space, pieces: Sequence[Shard], devices: Sequence[int], everywhere: Everywhere = ()) -> Start:
         state = self._state(space)
+        for strips, way in everywhere:
+            self.anneal.put_everywhere(self.head, space.fixed, state, strips, way)
         by_device: dict[int, list[Shard]] = {}
         for piece, device in zip(pieces, devices, strict=True):
             by_device.setdefault(device, []).append(piece)
@@ -189,9 +213,9 @@ class Search:
         """The plan to start from, with the tables that it lacks placed greedily."""
         placed, everywhere, new = reshard.shards(self.problem)
         pieces, devices = [s for s, _ in placed], [d for _, d in placed]
-        space = self.spaces.space(self.problem, self.model, [*pieces, *map(Shard.whole, new)], self.kind == "all",
-                                  self.kind == "halves", everywhere)
-        start = self._placed(space, pieces, devices)
+        space = self.spaces.space(self.problem, self.model, [*pieces, *map(Shard.whole, (*everywhere, *new))], True,
+                                  self.kind == "halves")
+        start = self._placed(space, pieces, devices, ((space.numbers(everywhere), self.spaces.COPIES),))
         if new:
             held = start.state.held.copy()
             todo = space.strips([Shard.whole(t) for t in new])
@@ -202,8 +226,13 @@ class Search:
         else:
             held = start.state.held
         start.space = self.spaces.keeping(space, held, reshard, new)
-        start.fixed = start.space.fixed
+        start.fixed = start.space.as_it_is
         return [start]
+
+
+def _choice(fixed: Fixed, strips: np.ndarray) -> np.ndarray:
+    """[N] devices to choose from; 0 for all where nothing is pinned."""
+    return fixed.allowed[strips].sum(1) if len(fixed.allowed) else np.zeros(len(strips))
 
 
 def _names(tables: Sequence[Table]) -> str:

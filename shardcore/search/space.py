@@ -1,14 +1,16 @@
 """Space: what a local search may do with a problem's tables, as arrays.
 
-A strip of the search is a strip of the ledger, or a group of tables that are kept together, as one unit. Tables that live on all
-devices (data-parallel) are no strips: they add to every device's load and take from its memory.
+A strip of the search is a strip of the ledger, or a group of tables that are kept together, as one unit. It lives on devices that
+share its columns; or it is everywhere: its rows divided evenly over all devices, in their order, which is how TorchRec runs a
+row-wise table (each rank looks up all of them), or copied to each (data-parallel).
 
-Shapes: N probes, S strips, D devices, T tables; 2 the kinds of op.
+Shapes: N probes, S strips, D devices, F features; 2 the kinds of op, or the ways to be everywhere (rows, copies).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,11 +22,9 @@ from shardcore.search.ledger import Ledger
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, ShardCoreError, Table
 from shardcore.workload import Traffic
 
-ROW_UNITS = 24
-"""Shares that a table may be cut into by rows: halves, thirds, quarters, sixths, eighths, ... go evenly."""
+ROWS, COPIES = 0, 1
+"""The ways to be everywhere."""
 _PROBES = 64
-_AT_ONCE = 1 << 18
-"""Numbers that a model is asked for at once: a bound on memory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Reshard:
                 raise ShardCoreError(f"the plan to start from has {p.shard.label} on devices {list(p.devices)}; problem "
                                      f"{problem.name!r} has devices 0 to {n_devices - 1}, and a table lives on one or on all")
             cells[table.name] += p.shard.rows * p.shard.width
-            if len(p.devices) > 1 and p.shard == Shard.whole(old):
+            if 1 < len(p.devices) and p.shard == Shard.whole(old):
                 everywhere.append(table)
             else:
                 placed.append((replace(p.shard, table=table), p.devices[0]))
@@ -68,18 +68,22 @@ class Reshard:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """members [S]: the strips of the ledger that a strip stands for; everywhere: the tables that live on all devices."""
+    """members [S]: the strips of the ledger that a strip stands for."""
 
     problem: Problem
     ledger: Ledger
     members: Sequence[tuple[int, ...]]
-    everywhere: Sequence[Table]
     fixed: Fixed
 
     @property
-    def by_columns(self) -> Fixed:
-        """The part of the space in which no table is cut by rows that is not already."""
-        return self.fixed._replace(twin=np.full_like(self.fixed.twin, -1))
+    def as_it_is(self) -> Fixed:
+        """The part of the space in which no table comes to be everywhere, or leaves from there."""
+        return self.fixed._replace(every=np.zeros_like(self.fixed.every))
+
+    def numbers(self, tables: Iterable[Table]) -> np.ndarray:
+        """[N] the strips of whole tables, none of a group."""
+        of = {self.ledger.table(m[0]).name: s for s, m in enumerate(self.members)}
+        return np.array([of[t.name] for t in tables], dtype=np.int64)
 
     def strips(self, pieces: Sequence[Shard]) -> np.ndarray:
         """[N, 2] strips and units of pieces; a group, whose tables are all among them, counts once."""
@@ -94,22 +98,34 @@ class Space:
                 found[s] = None
         return np.array([*single, *((s, 1) for s in found)], dtype=np.int64).reshape(-1, 2)
 
-    def placed(self, held: np.ndarray) -> tuple[list[Shard], list[tuple[int, ...]]]:
-        """The shards of held [S, D] units, and of the tables that live everywhere, each with its devices."""
+    def placed(self, held: np.ndarray, way: np.ndarray) -> tuple[list[Shard], list[tuple[int, ...]]]:
+        """The shards of held [S, D] units, and of the strips that are everywhere in some way [S], each with its devices."""
         strips, devices = np.nonzero(held)
         pieces, where = [], []
         for s, d in zip(strips.tolist(), devices.tolist(), strict=True):
             members = self.members[s]
             pieces += [(m, int(held[s, d]) if len(members) == 1 else int(self.ledger.size[m])) for m in members]
             where += [(d,)] * len(members)
-        shards = self.ledger.shards(pieces) + [Shard.whole(t) for t in self.everywhere]
-        return shards, where + [tuple(range(held.shape[1]))] * len(self.everywhere)
+        shards, n = self.ledger.shards(pieces), held.shape[1]
+        for s in np.flatnonzero(way == COPIES):
+            shards.append(Shard.whole(self.ledger.table(self.members[s][0])))
+            where.append(tuple(range(n)))
+        for s in np.flatnonzero(way == ROWS):
+            table = self.ledger.table(self.members[s][0])
+            block = rows_each(table, n)
+            shards += [Shard(table, d * block, min((d + 1) * block, table.rows), 0, table.dim) for d in range(n)]
+            where += [(d,) for d in range(n)]
+        return shards, where
 
 
-def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], rows: bool, halves: bool = False,
-          everywhere: Sequence[Table] = ()) -> Space:
-    """The space of the tables that `pieces` cover, whole tables among them cut by rows if wanted, the others `everywhere`."""
-    ledger = Ledger(problem, model, pieces, ROW_UNITS if rows else 0)
+def rows_each(table: Table, n_devices: int) -> int:
+    """Rows of a table on each of all devices but the last, which has the rest: TorchRec's rule."""
+    return -(-table.rows // n_devices)
+
+
+def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywhere: bool, halves: bool = False) -> Space:
+    """The space of `pieces`, which cover all tables; whole tables among them may be everywhere if wanted."""
+    ledger = Ledger(problem, model, pieces)
     may_split = np.array([ledger.may_split((s, 2)) for s in range(len(ledger))], dtype=bool)
     strips = np.repeat(np.arange(len(ledger)), ledger.size)
     units = np.concatenate([np.arange(1, n + 1) for n in ledger.size])
@@ -118,28 +134,23 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], rows: boo
     members = _members(problem, ledger)
     first = np.array([m[0] for m in members])
     alone = np.array([len(m) == 1 for m in members])
-    number = np.full(len(ledger), -1)
-    number[first[alone]] = np.flatnonzero(alone)
     part = ledger.parts(first[:, None], np.arange(ledger.size.max() + 1))
     codes, n_bytes, width = ledger.codes, ledger.bytes, ledger.width
     groups = [ledger.parts(np.array(m), ledger.size[list(m)]) for m in members if len(m) > 1]
     part[~alone, 1] = len(codes) + np.arange(len(groups))
     codes, n_bytes, width = (np.concatenate([x, *(x[g].sum(0, keepdims=True) for g in groups)]) for x in (codes, n_bytes, width))
-    twin = np.where(ledger.twin[first] >= 0, number[ledger.twin[first]], -1)
-    column = np.full(len(members), -1)
-    column[twin[twin >= 0]] = np.flatnonzero(twin >= 0)
-    load_ms, taken = _everywhere(problem, model, everywhere)
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
-    n_devices = len(problem.topology)
+    n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
+    named = {ledger.table(s).name: s for s in reversed(first)}
     fixed = Fixed(
         part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), part_bytes=n_bytes, part_width=width,
         kind=ledger.kind[first].astype(np.int64), size=np.where(alone, ledger.size[first], 1).astype(np.int64),
-        table=np.where(column >= 0, column, np.arange(len(members))), twin=twin, column=column, may_split=may_split[first],
-        allowed=_allowed(problem, ledger, first), free=np.array(free_bytes(problem), np.int64) - taken, speed=ledger.speed,
-        host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), base_load=load_ms,
-        **exchange_rates(problem, model), kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64),
-        most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
-    return Space(problem, ledger, members, everywhere, fixed)
+        table=np.array([named[ledger.table(s).name] for s in first]), may_split=may_split[first],
+        allowed=_allowed(problem, ledger, first), free=np.array(free_bytes(problem), np.int64), speed=ledger.speed,
+        host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
+        **_everywhere(problem, model, ledger, first, exchange, everywhere), kept=np.zeros((0, n_devices), np.int16),
+        weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
+    return Space(problem, ledger, members, fixed)
 
 
 def _members(problem: Problem, ledger: Ledger) -> list[tuple[int, ...]]:
@@ -207,55 +218,70 @@ def exchange_rates(problem: Problem, model: CostModel) -> dict[str, np.ndarray]:
     return rates
 
 
-# --- data-parallel tables ----------------------------------------------------------------------------------------------
+# --- tables everywhere -------------------------------------------------------------------------------------------------
 
 
-def _everywhere(problem: Problem, model: CostModel, tables: Sequence[Table]) -> tuple[np.ndarray, int]:
-    """What tables that live on all devices add to each: ms [D], their all-reduce among it, and bytes."""
-    speed = np.array([d.speed for d in problem.topology.devices])
-    if not tables:
-        return np.zeros(len(speed)), 0
-    shards = [Shard.whole(t) for t in tables]
-    compute = float(model.head(model.encode(shards, problem.local_batch).sum(0, keepdims=True))[0]) / speed
-    taken = sum(shard_bytes(s, problem.local_batch, problem.optimizer, replicated=True) for s in shards)
-    return compute + _all_reduce_ms(problem, model, np.array([[s.rows * s.width for s in shards]]).sum(1))[0], taken
+def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, strips: np.ndarray, exchange: Mapping[str, np.ndarray],
+                wanted: bool) -> dict[str, np.ndarray]:
+    """every, every_codes, every_bytes, every_size, every_rate, every_once, see anneal.Fixed. Whole tables that lookups hit and no
+    constraint concerns may be copied; and their rows divided, where these are not ordered, all devices get some, and no other
+    table had to be cut by rows (such ones would run in the same op)."""
+    n, topology, batch = len(problem.topology), problem.topology, problem.global_batch
+    whole = [Shard.whole(ledger.table(s)) for s in strips]
+    free = np.array([wanted and n > 1 and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
+                     and w.table.name not in problem.pinned and w.table.name not in problem.whole
+                     for s, w in zip(strips, whole, strict=True)], dtype=bool)
+    divides = np.array([not w.table.ordered and (w.rows - 1) // rows_each(w.table, n) == n - 1 for w in whole], dtype=bool)
+    every = np.stack([free & divides & (not ledger.kind.any()), free])
+    codes, size = np.zeros((2, len(strips), ledger.codes.shape[1])), np.zeros(every.shape)
+    n_bytes = np.zeros(every.shape, np.int64)
+    if free.any():
+        shares = [replace(w, row_hi=rows_each(w.table, n)) for w in whole]
+        codes[ROWS] = model.encode(shares)
+        codes[COPIES] = model.encode(whole, problem.local_batch)
+        n_bytes[ROWS] = [shard_bytes(s, batch, problem.optimizer) for s in shares]
+        n_bytes[COPIES] = [shard_bytes(w, problem.local_batch, problem.optimizer, replicated=True) for w in whole]
+        size[ROWS], size[COPIES] = [w.width // MIN_WIDTH for w in whole], [w.rows * w.width for w in whole]
+    most = max(Counter(d.host for d in topology.devices).values())
+    times = {"own": 1, "busiest": 1, "host_busiest": most, "total": n}
+    rows_rate = sum(exchange[name][1] * k for name, k in times.items())
+    low, high = all_reduce_ms(problem, model, np.array([2.0**20, 2.0**22])).max(1)
+    copies_rate = max(0.0, high - low) / (2.0**22 - 2.0**20)
+    return {"every": every, "every_codes": codes, "every_bytes": n_bytes, "every_size": size,
+            "every_rate": np.array([rows_rate, copies_rate]),
+            "every_once": np.array([exchange["once"][1], max(0.0, low - copies_rate * 2.0**20)])}
 
 
-def _all_reduce_ms(problem: Problem, model: CostModel, cells: np.ndarray) -> np.ndarray:
+def all_reduce_ms(problem: Problem, model: CostModel, cells: np.ndarray) -> np.ndarray:
     """[N, D] ms of all-reducing the gradients of cells [N]."""
-    found = []
-    for some in np.array_split(cells, max(1, len(cells) * len(problem.topology) // _AT_ONCE)):
-        moved = np.repeat(some[:, None] * float(OUTPUT_BYTES), len(problem.topology), 1)
-        zero = np.zeros_like(moved)
-        found.append(np.asarray(model.comm(Traffic(zero, zero, moved), zero, problem.topology).backward_ms))
-    return np.concatenate(found)
+    moved = np.repeat(cells[:, None] * float(OUTPUT_BYTES), len(problem.topology), 1)
+    zero = np.zeros_like(moved)
+    return np.asarray(model.comm(Traffic(zero, zero, moved), zero, problem.topology).backward_ms)
 
 
-def worth_everywhere(problem: Problem, model: CostModel) -> list[Table]:
-    """The tables that had better live on all devices, were all other work divided evenly: by falling gain, as many as make the
-    step cheapest and fit."""
-    topology, n = problem.topology, len(problem.topology)
-    tables = [t for t in problem.tables if t.pooling > 0 and t.name not in problem.pinned and t.name not in problem.whole]
-    if n == 1 or not tables:
-        return []
-    speed = sum(d.speed for d in topology.devices)
-    slowest = min(d.speed for d in topology.devices)
-    shards, rates = [Shard.whole(t) for t in tables], exchange_rates(problem, model)
-    of_width = (rates["own"] + rates["busiest"] + rates["host_busiest"] * n / len(topology.hosts))[0] / n + rates["total"][0]
-    codes, local = model.encode(shards), model.encode(shards, problem.local_batch)
-    total = model.encode([Shard.whole(t) for t in problem.tables]).sum(0)
-    width = np.array([t.dim // MIN_WIDTH for t in tables])
-    cells = np.array([t.rows * t.dim for t in tables])
-    launch = 2 * np.asarray(model.head(local)) - model.head(2 * local)  # about what an op costs before its shards
-    alone = model.head(local) / slowest + _all_reduce_ms(problem, model, cells).max(1)
-    rest = (model.head(total / n) - model.head(np.maximum(total - codes, 0) / n)) * n / speed + of_width * width
-    order = np.argsort(alone - np.clip(launch, 0, None) / slowest - rest, kind="stable")[:4096]
-    bytes_each = np.array([shard_bytes(s, problem.local_batch, problem.optimizer, replicated=True) for s in shards])
-    fits = np.cumsum(bytes_each[order]) <= min(free_bytes(problem))
+def worth_copying(space: Space, model: CostModel) -> np.ndarray:
+    """[N] the strips that had better be copied to all devices, were all other work divided evenly: by falling gain, as many as
+    make the step cheapest and fit."""
+    fixed, may = space.fixed, np.flatnonzero(space.fixed.every[COPIES])
+    if not len(may):
+        return may
+    n, speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
+    codes, copies = fixed.codes[fixed.part[np.arange(len(fixed.size)), fixed.size]], fixed.every_codes[COPIES, may]
+    total, size = codes.sum(0), fixed.every_size[COPIES, may]
+    of_width = (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0] / n + fixed.total[0]
+
+    def divided_ms(left: np.ndarray) -> np.ndarray:
+        return model.head(np.maximum(left, 0) / n) * n / speed
+
+    beside = copies.sum(0)  # what a table costs among the others, not alone
+    extra = (model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest + fixed.every_rate[COPIES] * size
+    saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_width * fixed.size[may]
+    order = np.argsort(extra - saved, kind="stable")
+    fits = np.cumsum(fixed.every_bytes[COPIES, may[order]]) <= fixed.free.min()
     order = order[:int(fits.argmin()) if not fits.all() else len(order)]
-    left = np.maximum(total - np.cumsum(codes[order], 0), 0)
-    step = (model.head(left / n) * n / speed - of_width * np.cumsum(width[order])
-            + model.head(np.cumsum(local[order], 0)) / slowest + _all_reduce_ms(problem, model, np.cumsum(cells[order])).max(1))
-    if not len(step) or step.min() >= float(model.head(total[None] / n)[0]) * n / speed:
-        return []
-    return [tables[i] for i in order[:int(step.argmin()) + 1]]
+    if not len(order):
+        return order
+    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_width * np.cumsum(fixed.size[may[order]])
+            + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.every_once[COPIES]
+            + fixed.every_rate[COPIES] * np.cumsum(size[order]))
+    return may[order[:int(step.argmin()) + 1]] if step.min() < divided_ms(total[None])[0] else may[:0]

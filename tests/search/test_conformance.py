@@ -199,14 +199,22 @@ def test_little_slack_is_enough_where_tables_may_be_cut(name, seed, n_devices, s
         assert spare < n_devices * grain
 
 
-def column_plans(problem: Problem):
-    """Every plan of column shards, up to which columns a device holds: all ways to deal each table's units to the devices."""
-    n_devices = len(problem.topology)
-    ways = [list(combinations_with_replacement(range(n_devices), t.dim // MIN_WIDTH)) for t in problem.tables]
-    for choice in product(*ways):
-        yield Plan(consolidate(
-            Placement(Shard(t, 0, t.rows, MIN_WIDTH * i, MIN_WIDTH * (i + 1)), (d,))
-            for t, dealt in zip(problem.tables, choice, strict=True) for i, d in enumerate(dealt)))
+def every_plan(problem: Problem, columns_alone: bool = False):
+    """Every plan, up to which columns a device holds, that cuts each table by columns, divides its rows over all devices, or
+    replicates it."""
+    n = len(problem.topology)
+
+    def ways(t: Table):
+        for dealt in combinations_with_replacement(range(n), t.dim // MIN_WIDTH):
+            yield [Placement(Shard(t, 0, t.rows, MIN_WIDTH * i, MIN_WIDTH * (i + 1)), (d,)) for i, d in enumerate(dealt)]
+        each = -(-t.rows // n)
+        if not columns_alone and (t.rows - 1) // each == n - 1:
+            yield [Placement(Shard(t, d * each, min(t.rows, (d + 1) * each), 0, t.dim), (d,)) for d in range(n)]
+        if not columns_alone:
+            yield [Placement(Shard.whole(t), tuple(range(n)))]
+
+    for choice in product(*(list(ways(t)) for t in problem.tables)):
+        yield Plan(consolidate(p for placements in choice for p in placements))
 
 
 def tiny_problem(seed: int) -> Problem:
@@ -218,7 +226,7 @@ def tiny_problem(seed: int) -> Problem:
 @pytest.fixture(scope="module")
 def optima():
     problems = [tiny_problem(seed) for seed in range(6)]
-    return [(p, min(price(lower(plan, p), model_for(p)).total_ms for plan in column_plans(p))) for p in problems]
+    return [(p, min(price(lower(plan, p), model_for(p)).total_ms for plan in every_plan(p))) for p in problems]
 
 
 @every_sharder

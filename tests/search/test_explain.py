@@ -94,6 +94,19 @@ def stored(tmp_path):
     return tmp_path
 
 
+def test_the_command_line_improves_a_plan_that_there_is(stored, capsys):
+    problem, model, old, new = (str(stored / n) for n in ("problem.json", "model", "old.json", "new.json"))
+    assert main(["plan", problem, "--model", model, "--algorithm", "size_greedy", "--out", old]) == 0
+    again = ["plan", problem, "--model", model, "--budget-evals", "2000", "--out", new, "--start", old]
+    assert main([*again, "--max-moved-tables", "0"]) == 0
+    before, after = (files.read_plan(p, files.read_problem(problem)) for p in (old, new))
+    assert before == after and f"starting from {old}, which cost" in capsys.readouterr().out
+    assert main(again) == 0
+    assert files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"] < before.provenance["predicted_ms"]
+    assert main([*again, "--algorithm", "milp"]) == 1 and "--start is for --algorithm local" in capsys.readouterr().err
+    assert main([*again[:-2], "--max-moved-gib", "1"]) == 1 and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
+
+
 def test_the_command_line_explains_and_chooses_by_a_second_model(stored, capsys):
     problem, model, plan = (str(stored / n) for n in ("problem.json", "model", "plan.json"))
     assert main(["plan", problem, "--model", model, "--algorithm", "neuroshard", "--budget-evals", "400", "--explain",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_conformance import BATCH, check_plan, column_plans, draw_problem, draw_tables, model_for
+from test_conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -67,12 +67,14 @@ def test_it_is_cheaper_than_neuroshard_soon_and_later(space):
     assert np.mean(ratios[60_000]) < 1.0 and np.mean(ratios[60_000]) < np.mean(ratios[2_000]) + 0.01
 
 
-def test_it_finds_the_cheapest_of_all_plans_by_columns():
+def test_it_finds_the_cheapest_of_all_plans():
     for seed in range(6):
         tables = draw_tables(np.random.default_rng(seed), 4, (4, 8, 16))
         problem = replace(draw_problem(seed, 4, [MIB] * 2, [1.0, 2.0]), tables=tables)
-        least = min(price(lower(plan, problem), model_for(problem)).total_ms for plan in column_plans(problem))
-        assert cost(local(problem, model_for(problem), budget=Budget(evals=20_000), space="columns")) <= least * (1 + 1e-6)
+        model = model_for(problem)
+        for space in ("columns", "all"):
+            least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns"))
+            assert cost(local(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(least, rel=1e-6)
 
 
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():

@@ -110,8 +110,8 @@ def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], dev
     """What TorchRec's plan of a module places where, in our terms; to be consolidated.
 
     shardings: by the module's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is. tables: ours by these
-    names. devices: the device of each rank. Data-parallel tables are replicated over their ranks; every other kind says its
-    shards in its sharding_spec, whose empty ones (more ranks than rows) are left out.
+    names. devices: the device of each rank. Data-parallel tables are replicated on all devices, for TorchRec takes no account of
+    their ranks; every other kind says its shards in its sharding_spec, whose empty ones (more ranks than rows) are left out.
 
     Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, and a kind without shards.
     """
@@ -122,8 +122,7 @@ def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], dev
     for name, sharding in shardings.items():
         table = tables[name]
         if sharding.sharding_type == "data_parallel":
-            ranks = sharding.ranks if sharding.ranks is not None else range(len(devices))
-            found.append(Placement(Shard.whole(table), tuple(_device(r, devices, name) for r in ranks)))
+            found.append(Placement(Shard.whole(table), tuple(sorted(devices))))
             continue
         if sharding.sharding_spec is None:
             raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one")
