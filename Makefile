@@ -27,5 +27,6 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml
 	@echo "Installing into .venv: a few minutes, 2 GB (more where torch comes with CUDA)"
 	"$(PYTHON)" -m venv .venv
-	python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),dev]'
+	python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),dev,torchrec]'
+	python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0
 	touch $@

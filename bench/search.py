@@ -90,7 +90,8 @@ def main() -> None:
     theirs = found["neuroshard"]
     rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}", f"{s.seconds / theirs.seconds:.2f}")
             for name, s in found.items()]
-    print(f"{model.setting}; {len(drawn)} problems, {args.devices} {'unequal ' if args.unequal else ''}devices; {theirs.common} solved by all\n")
+    devices = f"{args.devices} {'unequal ' if args.unequal else ''}devices"
+    print(f"{model.setting}; {len(drawn)} problems, {devices}; {theirs.common} solved by all\n")
     print(report.text_table(("sharder", "solved", "cost", "worst", "seconds", "of neuroshard's"), rows))
 
 

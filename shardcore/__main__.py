@@ -170,6 +170,18 @@ def replay(args: argparse.Namespace) -> None:
         print(f"oversubscribed: {len(problem.topology)} processes on fewer cores measure the scheduler too", file=sys.stderr)
 
 
+def export(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.export.torchrec import to_torchrec
+    from shardcore.export.torchrec_json import write_torchrec
+    from shardcore.search.peers import torchrec
+
+    torchrec.require_installed("a file for TorchRec is written with TorchRec")
+    problem = files.read_problem(args.problem)
+    plan = files.read_plan(args.plan, problem)
+    write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device, uneven_rows=args.uneven_rows))
+
+
 def _say_extrapolated(sentences: Sequence[str]) -> None:
     for sentence in sentences[:5]:
         print(f"extrapolated: {sentence}", file=sys.stderr)
@@ -295,6 +307,17 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--timeout-s", type=_positive(float), default=120.0, help="a round of steps that takes longer has hung")
     p.add_argument("--seed", type=_natural, default=0, help="of the batches")
     p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
+
+    p = add(export, "Write a plan as TorchRec's: what shardcore.export.torchrec_json.read_torchrec reads, "
+            "DistributedModelParallel takes.")
+    p.add_argument("plan", type=Path, metavar="PLAN.json")
+    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
+    p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has the tables, in the "
+                   "model's tree of modules, such as sparse_arch.embedding_bag_collection")
+    p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
+    p.add_argument("--uneven-rows", action="store_true", help="allow row ranges that need the sharder of "
+                   "shardcore.export.torchrec_rows")
+    p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
     p = add(measure, "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")

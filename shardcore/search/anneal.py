@@ -8,7 +8,7 @@ met is kept as a log of what was done since (annealing: Kirkpatrick, Gelatt, Vec
 load balancing, Awerbuch et al. 1995).
 
 Compiled without numba's reference counts (_nrt=False, an option of numba's own use): they tripled the time of a trial. So nothing
-here may allocate.
+here may allocate. It is one file, though a long one, because numba's cache on disk notices changes of a function's own file alone.
 
 Shapes: S strips, U most units, R parts, F features, D devices, H hosts, P parameters, L log; 2 the kinds of op (0 all rows, 1 a
 row range), or the ways to be everywhere (0 rows, 1 copies). Empty arrays, with no rows, stand for what does not apply.
@@ -28,6 +28,8 @@ HEAD = numba.types.FunctionType(numba.float64(numba.float64[::1], numba.float64[
 
 POWERS = 5
 """log2 of the norm's p."""
+_MOST = 24
+"""Edits of a change."""
 _EVERYWHERE = 0.1
 """Share of the trials that concern tables everywhere."""
 
@@ -35,7 +37,8 @@ _EVERYWHERE = 0.1
 class Fixed(NamedTuple):
     """What a search does not change.
 
-    part [S, U + 1]: the part that so many units of a strip are, 0 for none; codes [R, F], part_bytes, part_width [R] of parts.
+    part [S, U + 1]: the part that so many units of a strip are, 0 for none; codes [R, F], alone_ms, part_bytes, part_width [R]
+    of parts.
     kind, size, table [S]: kind of op; units; number of its table; may_split [S]. allowed [S, D]: where a strip may live (no rows:
     on any device). free [D] bytes, speed [D], host [D]. own, busiest, host_busiest, total, once [2]: ms of both exchanges for
     each unit of width of the device; of the device, the host with most; of all; and if there is any. every [2, S]: which strips
@@ -47,6 +50,7 @@ class Fixed(NamedTuple):
 
     part: np.ndarray
     codes: np.ndarray
+    alone_ms: np.ndarray
     part_bytes: np.ndarray
     part_width: np.ndarray
     kind: np.ndarray
@@ -81,7 +85,7 @@ class State(NamedTuple):
     held [S, D] units; count [D], items [D, S]: the strips that a device holds; sums [D, 2, F], ms, width [D, 2], used [D] bytes,
     load [D] ms; hosts [H, 2] width. norm [3, 2]: sums of p-th powers of loads, widths, hosts' widths over ref [3, 2]. way [S]:
     -1, or the way in which a strip is everywhere; spread [S]: those that are; every_sums [2, F], every_ms, every_size [2].
-    moved [S] bytes of tables. trial_*: the same after a change, of its two devices, whose edits are edit [4, 3]: strip, device,
+    moved [S] bytes of tables. trial_*: the same after a change, of its two devices; edit [_MOST, 3]: what it is: strip, device,
     units then. log [L, 3]: strip, device (-1: everywhere), units (the way) before. number, value: see LOG and BEST. random [1].
     """
 
@@ -134,7 +138,7 @@ def state(fixed: Fixed, n_hosts: int, log_length: int, seed: int) -> State:
         np.zeros(n_devices, f), np.zeros((n_hosts, 2), n), np.zeros((3, 2), f), np.ones((3, 2), f), np.full(n_strips, -1, n),
         np.zeros(n_strips, n), np.zeros((2, n_features), f), np.zeros(2, f), np.zeros(2, f), np.zeros(n_strips, n),
         np.zeros((2, 2, n_features), f), np.zeros((2, 2), f), np.zeros((2, 2), n), np.zeros(2, n), np.zeros(2, f),
-        np.zeros((3, 2), f), np.zeros((2, n_features), f), np.zeros(2, f), np.zeros(2, f), np.zeros((4, 3), n),
+        np.zeros((3, 2), f), np.zeros((2, n_features), f), np.zeros(2, f), np.zeros(2, f), np.zeros((_MOST, 3), n),
         np.zeros((log_length, 3), np.int32), np.zeros(7, n), np.full(2, np.inf),
         np.array([(seed * 2654435769 + 88172645463325252) % 2**64 or 1], np.uint64))
 
@@ -144,8 +148,8 @@ _V, _M, _C = numba.float64[::1], numba.float64[:, ::1], numba.float64[:, :, ::1]
 _I, _J = numba.int64[::1], numba.int64[:, ::1]
 _B = numba.boolean[:, ::1]
 _FIXED = numba.types.NamedTuple(
-    (numba.int32[:, ::1], _M, _I, _I, _I, _I, _I, numba.boolean[::1], _B, _I, _V, _I, _V, _V, _V, _V, _V, _B, _C, _J, _M, _V, _V,
-     numba.int16[:, ::1], _I, _I, _V, numba.boolean), Fixed)
+    (numba.int32[:, ::1], _M, _V, _I, _I, _I, _I, _I, numba.boolean[::1], _B, _I, _V, _I, _V, _V, _V, _V, _V, _B, _C, _J, _M, _V,
+     _V, numba.int16[:, ::1], _I, _I, _V, numba.boolean), Fixed)
 _STATE = numba.types.NamedTuple(
     (numba.int16[:, ::1], _I, numba.int32[:, ::1], _C, _M, _J, _I, _V, _J, _M, _M, _I, _I, _M, _V, _V, _I, _C, _M, _J, _I, _V, _M,
      _M, _V, _V, _J, numba.int32[:, ::1], _I, _V, numba.uint64[::1]), State)
@@ -619,7 +623,10 @@ def _propose(fx, st):
         part = units // 2 if fx.halves or _uniform(st) < 0.3 else 1 + _below(st, units - 1)
     _edit(st, 0, s, a, units - part)
     _edit(st, 1, s, b, st.held[s, b] + part)
-    if _uniform(st) < 0.6 and st.count[b] > 0:  # for something else
+    u = _uniform(st)
+    if u < 0.15 and len(fx.kept) == 0:
+        return a, b, _trade(fx, st, s, a, b, part)
+    if u < 0.6 and st.count[b] > 0:  # for something else
         r = st.items[b, _below(st, st.count[b])]
         if r == s:
             return 0, 0, 0
@@ -630,6 +637,26 @@ def _propose(fx, st):
         _edit(st, 3, r, a, st.held[r, a] + back)
         return a, b, 4
     return a, b, 2
+
+
+@_inner
+def _trade(fx, st, s, a, b, part):
+    """How many edits give so much of a strip to b for several others that cost about as much: what makes room for a part of a
+    table that outweighs a device."""
+    want = fx.alone_ms[fx.part[s, part]] * (0.3 + 0.8 * _uniform(st))
+    n, i = 2, _below(st, max(st.count[b], 1))
+    for _ in range(st.count[b]):
+        i = i + 1 if i + 1 < st.count[b] else 0
+        r = st.items[b, i]
+        ms = fx.alone_ms[fx.part[r, st.held[r, b]]]
+        if r != s and ms <= want:
+            _edit(st, n, r, b, 0)
+            _edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
+            want -= ms
+            n += 2
+            if n + 2 > _MOST:
+                break
+    return n
 
 
 @_inner
@@ -745,7 +772,7 @@ def anneal(head, fx, st, trials, hot_ms, cold_ms):
         if cost < st.value[BEST]:
             st.value[BEST] = cost
             st.number[LOG] = 0
-        elif st.number[LOG] + 4 > len(st.log):  # begin again from the best
+        elif st.number[LOG] + _MOST > len(st.log):  # begin again from the best
             _undo(fx, st)
             _refresh(head, fx, st)
             _cost(fx, st)

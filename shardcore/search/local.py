@@ -31,12 +31,14 @@ Everywhere = Sequence[tuple[np.ndarray, int]]
 
 SPACES = ("all", "columns", "halves")
 _DEFAULT = Budget(evals=500_000)
-_SPLITS = (np.inf, 1.0, 0.6, 0.3)
+_SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut what costs more than this share of a device's mean load."""
+_MISSES = 5
+"""Cuts after which a greedy plan that did not become cheaper is not cut further."""
 _DIVIDED = (1.0, 0.5, 0.25)
 """Others divide the rows of such tables."""
-_HOT, _WARM, _COLD = 1e-2, 1e-3, 1e-5
-"""Temperatures relative to the cost: of a start, of the best of them when it goes on alone, and at the end."""
+_HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
+"""Temperatures relative to a device's share of the cost: of a start, of the best of them when it goes on alone, at the end."""
 _RACE = 0.7
 """Share of the budget for which several starts are improved."""
 _ROUNDS = 24
@@ -101,7 +103,7 @@ class Search:
 
     def _cool(self, start: Start, begin: float, end: float, hot: float) -> None:
         """Improve a plan from one share of the budget to another."""
-        state, cost = start.state, start.state.value[self.anneal.BEST]
+        state, cost = start.state, start.state.value[self.anneal.BEST] / len(self.problem.topology)
         while (done := max(begin, self.meter.progress())) < end:
             at = (done - begin) / (end - begin)
             hot_ms, cold_ms = (cost * hot * (_COLD / hot) ** min(1.0, x) for x in (at, at + 1 / _ROUNDS))
@@ -144,21 +146,42 @@ class Search:
         return [start for start in found if start] or [self._packed()]
 
     def _shares(self, space: Space) -> Sequence[float]:
-        return _SPLITS[1:2] if len(space.members) * len(self.problem.topology) > _LARGE else _SPLITS
+        return _SPLITS[2:5:2] if self._is_large(space) else _SPLITS
+
+    def _is_large(self, space: Space) -> bool:
+        return len(space.members) * len(self.problem.topology) > _LARGE
 
     def _cheapest(self, space: Space, ways: Sequence[tuple[float, Everywhere]]) -> Start | None:
         """The cheapest of some greedy plans that cut what is above a share of a device's mean load and have strips everywhere;
-        None where none fits."""
-        best = None
+        from there on, what costs most on the device that is last is cut once more, as long as that helps (as EMBark's planner
+        does). None where none fits."""
+        best, least, begin = None, np.inf, None
         for share, everywhere in ways:
-            state = self._greedy(space, share, everywhere)
-            if state is not None and (best is None or state.value[self.anneal.BEST] < best.value[self.anneal.BEST]):
-                best = state
+            n = self._cuts(space, share, everywhere)
+            state = self._greedy(space, n, everywhere)
+            if state is not None and state.value[self.anneal.BEST] < least:
+                best, least, begin = state, state.value[self.anneal.BEST], (n, everywhere)
+        state, misses = best, 0
+        while state is not None and misses < _MISSES and not self._is_large(space):
+            n, everywhere = begin
+            worst = state.number[self.anneal.WORST]
+            last = state.items[worst, :state.count[worst]]
+            if not len(last):
+                break
+            hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
+            if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free), space.fixed.size[hottest]):
+                break
+            n[hottest] += 1
+            state = self._greedy(space, n, everywhere)
+            misses += 1
+            if state is not None and state.value[self.anneal.BEST] < least:
+                best, least, misses = state, state.value[self.anneal.BEST], 0
         return None if best is None else Start(space, best, space.as_it_is)
 
-    def _greedy(self, space: Space, share: float, everywhere: Everywhere) -> State | None:
-        """Parts placed by falling cost or, where that does not fit, by falling size; None where neither does."""
-        fixed, parts = space.fixed, self._parts(space, share, everywhere)
+    def _greedy(self, space: Space, n: np.ndarray, everywhere: Everywhere) -> State | None:
+        """Strips in n [S] parts (0: none) placed by falling cost or, where that does not fit, by falling size; None where neither
+        does."""
+        fixed, parts = space.fixed, self._parts(space, n)
         size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
         for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
             state = self._state(space)
@@ -173,18 +196,21 @@ class Search:
     def _state(self, space: Space) -> State:
         return self.anneal.state(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _parts(self, space: Space, share: float, everywhere: Everywhere) -> np.ndarray:
-        """[N, 2] strips and units by falling cost, what may go to few devices first: those above `share` of a device's mean load
-        cut into equal parts by columns, those everywhere left out."""
-        fixed, n_devices = space.fixed, len(self.problem.topology)
-        strip = np.setdiff1d(np.arange(len(space.members)), np.concatenate([np.zeros(0, int), *(s for s, _ in everywhere)]))
-        single = self._single_ms(fixed, strip, fixed.size[strip])
-        limit = max(share * single.sum() / fixed.speed.sum(), 1e-300)
-        n = np.minimum(np.ceil(single / limit), np.minimum(n_devices, fixed.size[strip])).astype(int)
-        n = np.where((single > limit) & fixed.may_split[strip], n, 1)
-        i = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
-        strip, n = np.repeat(strip, n), np.repeat(n, n)
-        units = fixed.size[strip] * (i + 1) // n - fixed.size[strip] * i // n
+    def _cuts(self, space: Space, share: float, everywhere: Everywhere) -> np.ndarray:
+        """[S] parts of each strip by columns, none of which costs more than a share of a device's mean load; 0 if everywhere."""
+        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.members)), space.fixed.size)
+        n = np.ones(len(single), dtype=np.int64)
+        for strips, _ in everywhere:
+            n[strips] = 0
+        limit = max(share * single[n > 0].sum() / fixed.speed.sum(), 1e-300)
+        most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
+        return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
+
+    def _parts(self, space: Space, n: np.ndarray) -> np.ndarray:
+        """[N, 2] strips and units of n [S] equal parts, by falling cost, what may go to few devices first."""
+        fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
+        i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
+        units = fixed.size[strip] * (i + 1) // of - fixed.size[strip] * i // of
         order = np.lexsort((-self._single_ms(fixed, strip, units), _choice(fixed, strip)))
         return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
 

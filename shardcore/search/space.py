@@ -139,12 +139,13 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywher
     groups = [ledger.parts(np.array(m), ledger.size[list(m)]) for m in members if len(m) > 1]
     part[~alone, 1] = len(codes) + np.arange(len(groups))
     codes, n_bytes, width = (np.concatenate([x, *(x[g].sum(0, keepdims=True) for g in groups)]) for x in (codes, n_bytes, width))
+    alone_ms = np.asarray(model.head(codes), dtype=float)
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
     named = {ledger.table(s).name: s for s in reversed(first)}
     fixed = Fixed(
-        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), part_bytes=n_bytes, part_width=width,
-        kind=ledger.kind[first].astype(np.int64), size=np.where(alone, ledger.size[first], 1).astype(np.int64),
+        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), alone_ms=alone_ms, part_bytes=n_bytes,
+        part_width=width, kind=ledger.kind[first].astype(np.int64), size=np.where(alone, ledger.size[first], 1).astype(np.int64),
         table=np.array([named[ledger.table(s).name] for s in first]), may_split=may_split[first],
         allowed=_allowed(problem, ledger, first), free=np.array(free_bytes(problem), np.int64), speed=ledger.speed,
         host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,

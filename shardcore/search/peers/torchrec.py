@@ -72,6 +72,12 @@ def installed() -> bool:
     return find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
 
 
+def require_installed(what: str) -> None:
+    """Raise ShardCoreError, saying what needs TorchRec and how to install it, unless it is."""
+    if not installed():
+        raise ShardCoreError(f"{what}, and it is not installed: {INSTALL}")
+
+
 def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
              config: TorchRecConfig = TorchRecConfig()) -> Plan:  # noqa: B008 (frozen)
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded. One evaluation is one proposal of its planner;
@@ -79,8 +85,7 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
 
     Raises ShardCoreError where TorchRec is not installed, Infeasible (see `feasible_pieces`) and SettingMismatch.
     """
-    if not installed():
-        raise ShardCoreError(f"sharder 'torchrec' runs TorchRec's planner, which is not installed; {INSTALL}")
+    require_installed("sharder 'torchrec' runs TorchRec's planner")
     problem.require_setting(model.setting)
     feasible_pieces(problem)  # for its refusals
     meter, plans = (budget or Budget()).start(), []
@@ -107,9 +112,9 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
 
 
 def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], devices: Sequence[int]) -> list[Placement]:
-    """What TorchRec's plan of a module places where, in our terms; to be consolidated.
+    """What TorchRec's plan of a collection places where, in our terms; to be consolidated.
 
-    shardings: by the module's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is. tables: ours by these
+    shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is. tables: ours by these
     names. devices: the device of each rank. Data-parallel tables are replicated on all devices, for TorchRec takes no account of
     their ranks; every other kind says its shards in its sharding_spec, whose empty ones (more ranks than rows) are left out.
 
