@@ -2,7 +2,7 @@
 
     python -m bench.sizes MODEL --out docs/search-sizes.png
 
-MODEL is a folder as `python -m shardcore train` writes it. Tables are those of the calibrated pool, again and again beyond its size,
+MODEL is a folder as `python -m shardcore train` writes it. Tables are those of the calibrated pool, repeated beyond its size,
 at dims 16 to 128, the devices in hosts of 8 with explicit links (1 and 0.5 GB/s), with 1.5 times the memory that the tables need.
 `best known` is the local search with ten times as long. Peak memory is that of a process of its own for each size.
 """

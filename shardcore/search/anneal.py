@@ -8,7 +8,7 @@ met is kept as a log of what was done since (annealing: Kirkpatrick, Gelatt, Vec
 load balancing, Awerbuch et al. 1995).
 
 Compiled without numba's reference counts (_nrt=False, an option of numba's own use): they tripled the time of a trial. So nothing
-here may allocate. It is one file, though a long one, because numba's cache on disk notices changes of a function's own file alone.
+here may allocate. It is one file, though a long one, as numba's cache on disk notices changes of a function's own file alone.
 
 Shapes: S strips, U most units, R parts, F features, D devices, H hosts, P parameters, L log; 2 the kinds of op (0 all rows, 1 a
 row range), or the ways to be everywhere (0 rows, 1 copies). Empty arrays, with no rows, stand for what does not apply.

@@ -37,6 +37,8 @@ _MISSES = 5
 """Cuts after which a greedy plan that did not become cheaper is not cut further."""
 _DIVIDED = (1.0, 0.5, 0.25)
 """Others divide the rows of such tables."""
+_HOPEFUL = 1.5
+"""Starts that cost more than this share of the cheapest are not improved."""
 _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
 """Temperatures relative to a device's share of the cost: of a start, of the best of them when it goes on alone, at the end."""
 _RACE = 0.7
@@ -140,10 +142,13 @@ class Search:
             mean_ms = all_ms.sum() / space.fixed.speed.sum()
             large = [whole[single > share * mean_ms] for share in _DIVIDED]
             found.append(self._cheapest(space, [(1.0, ((strips, self.spaces.ROWS),)) for strips in large if len(strips)]))
+            found.append(self._cheapest(space, [(1.0, ((whole, self.spaces.ROWS),))]))  # no op by columns, no all-to-all
             copied = self.spaces.worth_copying(space, self.model)
             if len(copied):
                 found.append(self._cheapest(space, [(1.0, ((copied, self.spaces.COPIES),))]))
-        return [start for start in found if start] or [self._packed()]
+        fit = [start for start in found if start]
+        least = min((start.state.value[self.anneal.BEST] for start in fit), default=0.0)
+        return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least] or [self._packed()]
 
     def _shares(self, space: Space) -> Sequence[float]:
         return _SPLITS[2:5:2] if self._is_large(space) else _SPLITS
