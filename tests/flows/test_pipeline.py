@@ -27,12 +27,12 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the control group
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
-    assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["neuroshard_solved"] == 1
+    assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["local_solved"] == 1
     for name in ("predictions.csv", "predictions.png", "sharders.csv"):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100
     for i in range(2):
         plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
-        assert plan.provenance["algorithm"] == "neuroshard" and plan.provenance["model_version"] == "1"
+        assert plan.provenance["algorithm"] == "local" and plan.provenance["model_version"] == "1"
         assert problem.global_batch == 64
 
 

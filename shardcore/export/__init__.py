@@ -1,0 +1,1 @@
+"""Export: plans in the form that training systems take, and theirs as ours."""

@@ -1,0 +1,199 @@
+"""Planning from a TorchRec model: its tables as a Problem, and a planner in the place of TorchRec's own.
+
+    planner = ShardCorePlanner(topology, batch_size=512, constraints=constraints, model=load_model("model/"))
+    plan = planner.collective_plan(module, sharders, dist.group.WORLD)
+    module = DistributedModelParallel(module, plan=plan, sharders=sharders)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore import streams
+from shardcore.cost.model import CostModel
+from shardcore.export.torchrec import ModelTable, Ranks, layout, tables_of, to_torchrec
+from shardcore.search import SHARDERS, Budget
+from shardcore.tables import DEFAULT_ACCESS
+from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import nn
+    from torchrec.distributed.planner import ParameterConstraints
+    from torchrec.distributed.planner import Topology as TheirTopology
+    from torchrec.distributed.types import ModuleSharder, ShardingPlan
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+WHOLE_TYPES = {"table_wise", "data_parallel"}
+"""TorchRec's sharding types that do not cut a table."""
+
+
+def problem_for(module: nn.Module, topology: Topology, global_batch: int,
+                lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor], optimizer: str = "exact_sgd",
+                constraints: Constraints | None = None, name: str = "model") -> Problem:
+    """The tables of a model's collections (see `tables_of`) as a Problem.
+
+    lookups: by feature, its mean lookups per sample, ids being drawn by DEFAULT_ACCESS; or batches of the model's own data, a
+    global batch or more together, from which pooling and reuse are read. A table of several features looks up for all of them,
+    though what it exchanges counts once; so does a sequence of an EmbeddingCollection, which is priced as if it were pooled.
+    Raises ShardCoreError naming a feature without lookups, and a table's data type that no cost model is for.
+    """
+    theirs = tables_of(module)
+    if not theirs:
+        raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place")
+    statistics = _given(theirs, lookups) if isinstance(lookups, Mapping) else _measured(theirs, lookups)
+    precision = {"FP32": "fp32", "FP16": "fp16"}
+    for key, table in theirs.items():
+        if table.config.data_type.name not in precision:
+            raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are {', '.join(precision)}")
+    tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
+                         precision=precision[t.config.data_type.name]) for key, t in theirs.items())
+    return Problem(name, tables, topology, global_batch, optimizer, constraints or Constraints())
+
+
+def plan_for(module: nn.Module, topology: Topology, model: CostModel,
+             lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor], algorithm: str = "local", seed: int = 0,
+             budget: Budget | None = None, constraints: Constraints | None = None) -> tuple[Plan, Problem]:
+    """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
+    `problem_for` and all sharders do."""
+    problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer, constraints)
+    return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
+
+
+class ShardCorePlanner:
+    """Takes the place of TorchRec's EmbeddingShardingPlanner, and its arguments: a torchrec ShardingPlanner.
+
+    topology: TorchRec's (its HBM and hosts count; its bandwidths do not, for the cost model has measured its own), or ours.
+    batch_size: samples of a rank. constraints: TorchRec's, by table: pooling_factors; sharding_types (a table that none of them
+    cuts stays whole; a plan with another type than asked for is refused); compute_kernels (the first that is not dense) and all
+    settings that go to the kernels. model: the cost model. algorithm, seed, budget: of the search. lookups: as `problem_for` has
+    them, instead of pooling_factors. reserved: the share of HBM that is kept free of embeddings. uneven_rows: allow row ranges
+    that need `torchrec_rows`' sharder.
+
+    After a plan, `problem` and `found` are what was solved and how, in our terms.
+    """
+
+    def __init__(self, topology: TheirTopology | Topology, batch_size: int = 512,
+                 constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel, algorithm: str = "local",
+                 seed: int = 0, budget: Budget | None = None,
+                 lookups: Mapping[str, float] | Sequence[KeyedJaggedTensor] | None = None, reserved: float = 0.15,
+                 uneven_rows: bool = False) -> None:
+        from torchrec.distributed.types import ShardingPlanner
+
+        ShardingPlanner.register(type(self))
+        self.compute_device = getattr(topology, "compute_device", "cuda")
+        self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
+        self.batch_size, self.constraints, self.lookups = batch_size, dict(constraints or {}), lookups
+        self.model, self.algorithm, self.seed, self.budget, self.uneven_rows = model, algorithm, seed, budget, uneven_rows
+        self.problem: Problem | None = None
+        self.found: Plan | None = None
+
+    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
+        """A plan for the module's collections; raises as `plan_for` and `to_torchrec` do."""
+        theirs = tables_of(module)
+        lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
+        whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t)) and set(asked) <= WHOLE_TYPES)
+        batch = self.batch_size * len(self.topology)
+        if batch != self.model.setting.batch:
+            raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a global batch of {batch}; "
+                                 f"the cost model is for {self.model.setting}")
+        self.found, self.problem = plan_for(module, self.topology, self.model, lookups, self.algorithm, self.seed, self.budget,
+                                            Constraints(unsplit=whole))
+        self._require_asked(theirs)
+        return to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs), self.uneven_rows)
+
+    def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
+                        pg: dist.ProcessGroup | None = None) -> ShardingPlan:
+        """Rank 0's plan on all ranks; what it raises, all raise, instead of waiting for it."""
+        import torch.distributed as dist
+        from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
+
+        def attempt() -> ShardingPlan | Exception:
+            try:
+                return self.plan(module, sharders)
+            except Exception as error:
+                return error
+
+        result = invoke_on_rank_and_broadcast_result(pg or dist.GroupMember.WORLD, 0, attempt)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _asked(self, table: ModelTable) -> list[str] | None:
+        found = self.constraints.get(table.name)
+        return found.sharding_types if found else None
+
+    def _pooling(self, theirs: Mapping[str, ModelTable]) -> dict[str, float]:
+        """By feature; where a constraint has one factor for several features it holds for each."""
+        pooling: dict[str, float] = {}
+        for table in theirs.values():
+            found, features = self.constraints.get(table.name), table.config.feature_names
+            if found is None:
+                raise ShardCoreError(f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors="
+                                     f"[mean lookups per sample of {', '.join(features)}]), or give the planner `lookups`")
+            factors = found.pooling_factors * len(features) if len(found.pooling_factors) == 1 else found.pooling_factors
+            if len(factors) != len(features):
+                raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its {len(features)} features")
+            pooling |= dict(zip(features, factors, strict=True))
+        return pooling
+
+    def _require_asked(self, theirs: Mapping[str, ModelTable]) -> None:
+        placed, ranks = defaultdict(list), Ranks.of(self.topology)
+        for p in self.found.placements:
+            placed[p.shard.table.name].append(p)
+        for name, table in theirs.items():
+            asked, kind = self._asked(table), layout(placed[name], ranks, True).sharding_type
+            if asked and kind not in asked and not (kind == "table_wise" and "column_wise" in asked):
+                raise ShardCoreError(f"the plan found shards table {name!r} {kind}; its constraints ask for {', '.join(asked)}: "
+                                     "allow it, or table_wise alone to keep it whole")
+
+    def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:
+        """The constraints' settings for kernels, in the form of a plan."""
+        from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+        modules: dict[str, Any] = {}
+        for table in theirs.values():
+            if c := self.constraints.get(table.name):
+                kernel = next((k for k in c.compute_kernels or () if k != "dense"), "fused")
+                modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
+                    "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm, stochastic_rounding=c.stochastic_rounding,
+                    bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype, key_value_params=c.key_value_params)
+        return ShardingPlan(modules)
+
+
+def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
+    """TorchRec's devices and hosts. On a CPU its HBM is DDR. Links are left to the cost model."""
+    cuda = topology.compute_device == "cuda"
+    return Topology(tuple(
+        Device(int((d.storage.hbm if cuda else d.storage.ddr) * (1 - reserved)),
+               host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
+
+
+def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> dict[str, tuple[float, Zipf]]:
+    for name, table in theirs.items():
+        for feature in table.config.feature_names:
+            if feature not in lookups:
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(lookups)[:5]}")
+    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS) for name, t in theirs.items()}
+
+
+def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor]) -> dict[str, tuple[float, Reuse]]:
+    ids: dict[str, list[np.ndarray]] = defaultdict(list)
+    samples = 0
+    for batch in batches:
+        samples += batch.stride()
+        by_feature = batch.to_dict()
+        for name, table in theirs.items():
+            for feature in table.config.feature_names:
+                if feature not in by_feature:
+                    raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there are "
+                                         f"{list(by_feature)[:5]}")
+                ids[name].append(by_feature[feature].values().cpu().numpy())
+    if not samples:
+        raise ShardCoreError("lookups has no batches; it needs a global batch of the model's data or more")
+    found = {name: np.concatenate(parts) for name, parts in ids.items()}
+    return {name: (len(values) / samples, streams.reuse_of(values, samples)) for name, values in found.items()}

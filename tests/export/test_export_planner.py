@@ -1,0 +1,137 @@
+"""Planning from a TorchRec model: its tables as a problem, and the planner in the place of TorchRec's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import training  # noqa: E402  (beside this file)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
+from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
+from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
+from torchrec.distributed.types import ShardingPlanner  # noqa: E402
+from torchrec.modules.embedding_configs import DataType  # noqa: E402
+
+from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.export.torchrec import from_torchrec  # noqa: E402
+from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
+from shardcore.search import Budget  # noqa: E402
+from shardcore.tables import DEFAULT_ACCESS  # noqa: E402
+from shardcore.types import Device, Setting, ShardCoreError, Topology  # noqa: E402
+from shardcore.workload import lower  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+FOUR = Topology((Device(10**9),) * 4)
+MODEL = AnalyticModel(Setting("cpu", 64))
+MODULE = training.Model()
+LOOKUPS = {"f0": 10.0, "f1": 2.0, "f2": 1.5, "f3": 4.0, "f4": 1.0}
+CONSTRAINTS = {"a": ParameterConstraints(pooling_factors=[10.0]), "b": ParameterConstraints(pooling_factors=[2.0, 1.5]),
+               "c": ParameterConstraints(pooling_factors=[3.0]), "d": ParameterConstraints(pooling_factors=[4.0]),
+               "e": ParameterConstraints(pooling_factors=[1.5])}
+
+
+def planner(constraints=CONSTRAINTS, topology=FOUR, **settings) -> ShardCorePlanner:
+    return ShardCorePlanner(topology, 16, constraints, model=MODEL, budget=Budget(evals=2000), **settings)
+
+
+def test_problem_from_given_lookups():
+    found = problem_for(MODULE, FOUR, 64, LOOKUPS)
+    assert {t.name: (t.rows, t.dim, t.pooling) for t in found.tables} == {
+        "a": (24, 16, 10.0), "b": (50, 8, 3.5), "left.c": (40, 32, 10.0), "d": (10, 8, 4.0), "inner.right.c": (17, 12, 1.0),
+        "e": (33, 20, 1.5)}
+    assert {t.access for t in found.tables} == {DEFAULT_ACCESS}
+    with pytest.raises(ShardCoreError, match="feature 'f2' of table 'b' has no lookups"):
+        problem_for(MODULE, FOUR, 64, {k: v for k, v in LOOKUPS.items() if k != "f2"})
+
+
+def test_problem_from_data():
+    batches = [training._batch(seed) for seed in range(16)]
+    found = {t.name: t for t in problem_for(MODULE, FOUR, 64, batches).tables}
+    ids = torch.cat([b["f1"].values() for b in batches] + [b["f2"].values() for b in batches]).numpy()
+    assert found["b"].pooling == len(ids) / 64
+    assert found["b"].access.batch == 64
+    _, counts = np.unique(ids, return_counts=True)
+    assert found["b"].access.bins[0] == pytest.approx((counts == 1).mean())
+    assert found["a"].pooling == found["left.c"].pooling  # one feature
+    with pytest.raises(ShardCoreError, match="no batches"):
+        problem_for(MODULE, FOUR, 64, [])
+    other = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
+    with pytest.raises(ShardCoreError, match="feature 'nowhere' of table 't' is not in the data"):
+        problem_for(other, FOUR, 64, batches)
+
+
+def test_refuses_models_it_cannot_price():
+    with pytest.raises(ShardCoreError, match="no EmbeddingBagCollection"):
+        problem_for(torch.nn.Linear(1, 1), FOUR, 64, {})
+    eighth = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f0"], data_type=DataType.INT8)])
+    with pytest.raises(ShardCoreError, match="table 't' has data type INT8"):
+        problem_for(eighth, FOUR, 64, LOOKUPS)
+
+
+def test_plan_for_a_model():
+    plan, problem = plan_for(MODULE, FOUR, MODEL, LOOKUPS, budget=Budget(evals=2000))
+    assert problem.global_batch == 64
+    assert lower(plan, problem)
+
+
+def test_planner_in_the_place_of_torchrecs():
+    made = planner()
+    plan = made.plan(MODULE, [])
+    assert isinstance(made, ShardingPlanner)
+    assert from_torchrec(plan, made.problem, MODULE).placements == made.found.placements
+    assert {t.name: t.pooling for t in made.problem.tables}["b"] == 3.5
+    assert {s.compute_kernel for m in plan.plan.values() for s in m.values() if s.sharding_type != "data_parallel"} == {"fused"}
+
+
+def test_planner_reads_torchrecs_topology():
+    theirs = TheirTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=10**9)
+    ours = our_topology(theirs, reserved=0.25)
+    assert [(d.memory_bytes, d.host) for d in ours.devices] == [(750_000_000, f"host-{i // 2}") for i in range(4)]
+    assert our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10)).devices[0].memory_bytes == 10**10
+    plan = planner(topology=theirs).plan(MODULE)
+    placements = {str(p.placement) for m in plan.plan.values() for s in m.values() if s.sharding_spec
+                  for p in s.sharding_spec.shards}
+    assert placements <= {"rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:0", "rank:3/cuda:1"}
+
+
+def test_planner_keeps_constraints():
+    from torchrec.distributed.types import CacheParams
+
+    asked = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["dense", "fused_uvm_caching"],
+                                 pooling_factors=[10.0], cache_params=CacheParams(load_factor=0.3), output_dtype=DataType.FP16)
+    plan = planner({**CONSTRAINTS, "a": asked}).plan(MODULE).plan["left"]["a"]
+    assert len(plan.sharding_spec.shards) == 1
+    assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching", asked.cache_params, DataType.FP16)
+    with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for data_parallel"):
+        planner({**CONSTRAINTS, "a": ParameterConstraints(sharding_types=["data_parallel"], pooling_factors=[1.0])},
+                algorithm="size_greedy").plan(MODULE)
+
+
+def test_planner_says_what_is_missing():
+    with pytest.raises(ShardCoreError, match="table 'e' has no constraints; it needs .*mean lookups per sample of f2"):
+        planner({k: v for k, v in CONSTRAINTS.items() if k != "e"}).plan(MODULE)
+    with pytest.raises(ShardCoreError, match="table 'a' has 2 pooling_factors for its 1 features"):
+        planner({**CONSTRAINTS, "a": ParameterConstraints(pooling_factors=[1.0, 2.0])}).plan(MODULE)
+    with pytest.raises(ShardCoreError, match="batch_size 16 on 2 devices makes a global batch of 32"):
+        planner(topology=Topology((Device(10**9),) * 2)).plan(MODULE)
+
+
+def test_example_trains_as_unsharded():
+    """The folder that users copy, as it is: losses fall, parameters are those of an unsharded run."""
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                          str(ROOT / "examples/torchrec_dlrm/train.py"), "--check", "--steps", "20"],
+                         capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
+    for name in ("shardcore", "torchrec"):
+        line = next(x for x in ran.stdout.splitlines() if x.startswith(name)).split()
+        first, last, apart = float(line[2]), float(line[4]), float(line[-1])
+        assert last < 0.97 * first
+        assert apart < 1e-5

@@ -1,0 +1,260 @@
+"""Trains random plans with DistributedModelParallel on gloo processes and compares with an unsharded run, and ops with `lower`:
+
+    python tests/export/training.py --plans 200
+
+Prints a line per plan that does not run, or not the same, and exits 1. `draw` and `MODEL` serve the tests too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from shardcore.export.torchrec import Ranks, even_rows, from_torchrec, tables_of, to_torchrec
+from shardcore.types import Device, Placement, Plan, Problem, Shard, Table, Topology
+from shardcore.workload import COLUMN, REPLICATED, ROW, lower
+
+LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3
+LEFT = {"a": (24, 16, ["f0"]), "b": (50, 8, ["f1", "f2"]), "c": (40, 32, ["f0"]), "d": (10, 8, ["f3"])}
+RIGHT = {"c": (17, 12, ["f4"]), "e": (33, 20, ["f2"])}
+"""Two collections with a table's name in common: c. Table b has two features; f0 and f2 have two tables."""
+
+
+class Model(nn.Module):
+    def __init__(self, device: str = "meta", sequence: bool = False) -> None:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+
+        def bags(tables: dict) -> nn.Module:
+            return EmbeddingBagCollection(device=torch.device(device), tables=[
+                EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
+                for n, (r, d, f) in tables.items()])
+
+        super().__init__()
+        self.left = bags(LEFT)
+        self.inner = nn.ModuleDict({"right": bags(RIGHT)})
+        self.sequence = EmbeddingCollection(device=torch.device(device), tables=[
+            EmbeddingConfig(name="s", num_embeddings=30, embedding_dim=8, feature_names=["f5"]),
+            EmbeddingConfig(name="t", num_embeddings=21, embedding_dim=8, feature_names=["f6"])]) if sequence else None
+
+    def forward(self, features):
+        pooled = [x for ebc in (self.left, self.inner["right"]) for _, x in sorted(ebc(features).to_dict().items())]
+        rows = [self.sequence(features)[f].values() for f in ("f5", "f6")] if self.sequence else []
+        return torch.cat(pooled, 1), rows
+
+
+def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered: bool = False) -> Problem:
+    shapes = {"a": LEFT["a"], "b": LEFT["b"], "left.c": LEFT["c"], "d": LEFT["d"], "inner.right.c": RIGHT["c"], "e": RIGHT["e"]}
+    tables = [Table(n, r, d, 2.0 * len(f), ordered=ordered) for n, (r, d, f) in shapes.items()]
+    if sequence:
+        tables += [Table("s", 30, 8, 2.0), Table("t", 21, 8, 2.0)]
+    devices = tuple(Device(10**9, host=f"host-{h}") for h in range(n_hosts) for _ in range(per_host))
+    return Problem("model", tuple(tables), Topology(devices), BATCH * len(devices))
+
+
+def draw(given: Problem, rng: np.random.Generator, uneven: bool = False) -> Plan:
+    """A plan of all kinds that TorchRec trains."""
+    n = len(given.topology)
+    hosts = [[d for d in range(n) if given.topology.devices[d].host == h] for h in given.topology.hosts]
+    return Plan(tuple(p for t in given.tables for p in _draw(t, n, hosts, rng, uneven)))
+
+
+def _draw(t: Table, n: int, hosts: list[list[int]], rng: np.random.Generator, uneven: bool) -> list[Placement]:
+    sequence = t.name in ("s", "t")
+    kinds = ["whole", "columns", "rows", "everywhere", "host", "grid"]
+    kind = rng.choice(kinds[: 3 if sequence else 6])  # TorchRec's dense kernel does not run sequences on CPU
+    if kind == "columns":
+        if sequence:
+            order = rng.permutation(n)
+            return [Placement(Shard(t, 0, t.rows, 4 * i, 4 * i + 4), (int(order[i % n]),)) for i in range(2)]
+        return [Placement(Shard(t, 0, t.rows, lo, hi), (int(rng.integers(n)),)) for lo, hi in _columns(t, rng)]
+    if kind == "everywhere":
+        return [Placement(Shard.whole(t), tuple(range(n)))]
+    if kind == "rows" and (uneven and not sequence or even_rows(t.rows, n)):
+        cuts = [0, *sorted(rng.choice(np.arange(1, t.rows), n - 1, replace=False).tolist()), t.rows]
+        ranges = zip(cuts, cuts[1:], strict=False) if uneven and not sequence else even_rows(t.rows, n)
+        return [Placement(Shard(t, lo, hi, 0, t.dim), (d,)) for d, (lo, hi) in enumerate(ranges)]
+    if kind in ("host", "grid") and len(hosts) > 1 and (ranges := even_rows(t.rows, len(hosts[0]))):
+        return [Placement(Shard(t, lo, hi, *c), (d,)) for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
+                for (lo, hi), d in zip(ranges, hosts[rng.integers(len(hosts))], strict=True)]
+    return [Placement(Shard.whole(t), (int(rng.integers(n)),))]
+
+
+def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
+    n = min(int(rng.integers(2, 5)), t.dim // 4)
+    cuts = [0, *sorted(rng.choice(np.arange(4, t.dim, 4), n - 1, replace=False).tolist()), t.dim]
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+# --- training ----------------------------------------------------------------------------------------------------------------
+
+
+def train(given: Problem, plans: list[Plan], uneven: bool = False, sequence: bool = False, limit_s: float = 120) -> list[str]:
+    """What differed or failed, in words: of each plan on each rank, or of processes that died; nothing if all is well."""
+    context = mp.get_context("fork")
+    found = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [context.Process(target=_work, args=(rank, given, plans, uneven, sequence, f"{folder}/rendezvous", found))
+                   for rank in range(len(given.topology))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(limit_s)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+    said = []
+    while not found.empty():
+        said.append(found.get())
+    return said + [f"rank {r} ended with {w.exitcode}" for r, w in enumerate(workers) if w.exitcode]
+
+
+def _work(rank: int, given: Problem, plans: list[Plan], uneven: bool, sequence: bool, path: str, found) -> None:
+    n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=n)
+    for i, plan in enumerate(plans):
+        try:
+            worst = _differs(rank, given, plan, uneven and i % 2 == 1, sequence, seed=i)
+        except Exception as error:  # whatever TorchRec raises; the other ranks then lose this one
+            worst = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        if worst:
+            found.put(f"plan {i}, rank {rank}: {worst}\n    {kinds_of(plan, given, sequence)}")
+            break
+    found.close()
+    found.join_thread()
+    os._exit(0)  # the others may be gone
+
+
+def kinds_of(plan: Plan, given: Problem, sequence: bool = False) -> dict[str, str]:
+    """The sharding type of each table, by path."""
+    exported = to_torchrec(plan, given, Model(sequence=sequence), "cpu", uneven_rows=True)
+    return {f"{path}.{name}": f"{s.sharding_type} {s.ranks}" for path, m in exported.plan.items() for name, s in m.items()}
+
+
+def _differs(rank: int, given: Problem, plan: Plan, uneven: bool, sequence: bool, seed: int) -> str:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from shardcore.export.torchrec_rows import row_sharder
+
+    n, fused = len(given.topology), {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+    torch.manual_seed(seed)
+    whole = Model("cpu", sequence)
+    exported = to_torchrec(plan, given, whole, "cpu", uneven_rows=uneven)
+    model = DistributedModelParallel(Model("cpu", sequence), device=torch.device("cpu"), plan=exported, sharders=[
+        row_sharder(fused_params=fused) if uneven else EmbeddingBagCollectionSharder(fused_params=fused),
+        EmbeddingCollectionSharder(fused_params=fused)])
+    if wrong := _other_ops(model.module, exported, given, rank):
+        return wrong
+    for mine, theirs in _pairs(model, whole):
+        mine.copy_(theirs)
+    everywhere = [f"{path}.{'embeddings' if path == 'sequence' else 'embedding_bags'}.{name}." for path, module in
+                  exported.plan.items() for name, s in module.items() if s.sharding_type == "data_parallel"]
+    dense = [p for name, p in model.named_parameters() if name.removeprefix("module.").startswith(tuple(everywhere))]
+    optimizers = [torch.optim.SGD(p, lr=LEARNING_RATE) for p in (dense, list(whole.parameters())) if p]
+    for step in range(STEPS):
+        batches = [_batch(seed * 1000 + step * 10 + r) for r in range(n)]
+        (pooled, rows), reference = model(batches[rank]), [whole(b) for b in batches]
+        apart = max((x - y).abs().max().item() for x, y in zip([pooled, *rows], [reference[rank][0], *reference[rank][1]],
+                                                               strict=True) if x.numel())
+        if apart > 1e-5:
+            return f"step {step}, outputs differ by {apart:.1e}"
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        _loss(pooled, rows).backward()
+        torch.stack([_loss(*r) for r in reference]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    apart = max((mine - theirs).abs().max().item() for mine, theirs in _pairs(model, whole) if mine.numel())
+    return f"parameters differ by {apart:.1e}" if apart > 1e-5 else ""
+
+
+def _other_ops(model, exported, given: Problem, rank: int) -> str:
+    """What a rank's fused ops hold otherwise than `lower` has it, by collection; rows over one host and sequences aside."""
+    plan = from_torchrec(exported, given, model_like(exported))
+    names = tables_of(model_like(exported))
+    kinds = {"table_wise": COLUMN, "column_wise": COLUMN, "row_wise": ROW, "data_parallel": REPLICATED}
+    for path, shardings in exported.plan.items():
+        if path == "sequence":  # what is cut there stays apart from what is whole
+            continue
+        module = model.get_submodule(path)
+        wanted = {op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards
+                                  if names[s.table.name].path == path
+                                  and shardings[names[s.table.name].name].sharding_type in kinds)
+                  for op in lower(plan, given).ops[Ranks.of(given.topology).devices[rank]]}
+        found: dict[str, list] = {}
+        for lookup in module._lookups:
+            for op in getattr(lookup, "module", lookup)._emb_modules:
+                held = sorted((t.name, t.local_rows, t.local_cols) for t in op._config.embedding_tables)
+                if (kind := kinds.get(shardings[held[0][0]].sharding_type)) in found:
+                    return f"two ops for {kind} shards of {path!r}"
+                found |= {kind: held} if kind else {}
+        if found != {kind: held for kind, held in wanted.items() if held}:
+            return f"ops of {path!r} are {found}; lower has {wanted}"
+    return ""
+
+
+def model_like(exported) -> Model:
+    return Model(sequence="sequence" in exported.plan)
+
+
+def _loss(pooled, rows):
+    return ((pooled - 1) ** 2).sum(1).mean() + sum(((r - 1) ** 2).sum() / BATCH for r in rows)
+
+
+def _pairs(model, whole):
+    """This rank's shards of the sharded model, each beside its part of the whole one."""
+    reference = whole.state_dict()
+    for name, value in model.state_dict().items():
+        for tensor, offsets, sizes in ([(s.tensor, s.metadata.shard_offsets, s.metadata.shard_sizes)
+                                        for s in value.local_shards()] if hasattr(value, "local_shards")
+                                       else [(value, (0, 0), value.shape)]):
+            (row, column), (rows, columns) = offsets, sizes
+            yield tensor.detach(), reference[name][row:row + rows, column:column + columns]
+
+
+def _batch(seed: int):
+    from torchrec import KeyedJaggedTensor
+
+    rng = np.random.default_rng(seed)
+    keys, rows = [f"f{i}" for i in range(7)], [24, 50, 33, 10, 17, 30, 21]
+    lengths = rng.integers(0, 4, (len(keys), BATCH))
+    values = np.concatenate([rng.integers(0, r, n) for r, n in zip(rows, lengths.sum(1), strict=True)])
+    return KeyedJaggedTensor(keys=keys, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.ravel()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, default=12)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=2)
+    parser.add_argument("--uneven", action="store_true", help="every second plan has row ranges of any size")
+    parser.add_argument("--sequence", action="store_true", help="an EmbeddingCollection too")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    given, rng = problem(args.hosts, args.per_host, args.sequence), np.random.default_rng(args.seed)
+    plans = [draw(given, rng, args.uneven and i % 2 == 1) for i in range(args.plans)]
+    said = train(given, plans, args.uneven, args.sequence, limit_s=60 + 2 * args.plans)
+    kinds = Counter(kind.split()[0] for p in plans for kind in kinds_of(p, given, args.sequence).values())
+    print("\n".join([f"{len(plans)} plans, tables {dict(kinds)}: {len(said)} failures", *said]))
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    sys.exit(main())
