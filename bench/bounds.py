@@ -5,7 +5,8 @@
 MODEL is a folder as `python -m shardcore train` writes it. Tiny problems have 4 or 5 tables of the calibrated pool with dims up
 to 16 on 2 devices, or 2 or 3 with dims up to 8 on 4; every second pair of problems has devices of different speeds. Every plan is
 priced that cuts each table by columns (multiples of 4), divides its rows over all devices, or replicates it. `above` says in how
-many of them a bound (or a sharder's plan) was above the optimum. Drawn problems are those of bench.search: the gap is that of a plan over the bound.
+many of them a bound (or a sharder's plan) was above the optimum. Drawn problems are those of bench.search: the gap is that of a
+plan over the bound.
 """
 
 from __future__ import annotations

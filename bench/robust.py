@@ -4,8 +4,8 @@
     python -m shardcore train DATA --out MODEL
     python -m bench.robust MODEL --problems 12
 
-MODEL must be of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of at most 128
-MiB at dims up to 64. All plans of a problem are replayed in alternation. The gap is |predicted / replayed - 1|; tau, Kendall's,
+MODEL must be of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB
+at dims up to 16. All plans of a problem are replayed in alternation. The gap is |predicted / replayed - 1|; tau, Kendall's,
 over all plans of a problem. `chosen` is the plan that the physical model finds good too (search/choose.py).
 """
 
@@ -24,23 +24,26 @@ from shardcore.cost.metrics import kendall_tau
 from shardcore.cost.model import at_confidence, price
 from shardcore.measure import replay
 from shardcore.search import SHARDERS, Budget, choose
+from shardcore.search.local import local
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
-LARGEST = 128 << 20
+SMALLEST, LARGEST = 1 << 20, 512 << 20
 BUDGET = Budget(evals=100_000)
 
 
 def problems(model: neural.NeuralModel, n: int, seed: int) -> list[Problem]:
-    pool = [dataclasses.replace(t, dim=64) for t in tables.generate_pool()]
-    small = [t for t in pool if t.bytes <= LARGEST]
-    return [sampling.problem(small, i, model.setting, seed, sampling.ProblemConfig(2, 8, 24, 64)) for i in range(n)]
+    pool = [dataclasses.replace(t, dim=16) for t in tables.generate_pool()]
+    small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
+    return [sampling.problem(small, i, model.setting, seed, sampling.ProblemConfig(2, 8, 24, 16)) for i in range(n)]
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> dict[str, Plan]:
     models = [model, neural.physical(model)]
-    found = {"local": SHARDERS["local"](problem, model, budget=BUDGET),
-             "local, 90% confidence": SHARDERS["local"](problem, at_confidence(model, 0.9), budget=BUDGET),
+    sure = at_confidence(model, 0.9)
+    found = {"local": local(problem, model, budget=BUDGET), "local, 90% confidence": local(problem, sure, budget=BUDGET),
+             "local, columns": local(problem, model, budget=BUDGET, space="columns"),
+             "local, columns, 90%": local(problem, sure, budget=BUDGET, space="columns"),
              "chosen": choose.choose(choose.candidates(problem, models, "local", range(3), BUDGET), problem, models).plan}
     found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "size_lookup_greedy", "dim_greedy")}
     return found | {f"random {seed}": SHARDERS["random"](problem, model, seed=seed) for seed in range(3)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -271,8 +272,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning afresh (local search)")
     p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, where it has changed "
                                                                    "since: tables new, gone, or with other statistics")
-    p.add_argument("--max-moved-tables", type=int, metavar="N", help="with --start: so many tables may move (any)")
-    p.add_argument("--max-moved-gib", type=float, metavar="G", help="with --start: so many GiB of weights may move (any)")
+    p.add_argument("--max-moved-tables", type=_natural, metavar="N", help="with --start: so many tables may move (any)")
+    p.add_argument("--max-moved-gib", type=_amount, metavar="G", help="with --start: so many GiB of weights may move (any)")
     p.add_argument("--algorithm", default="local", help="random, size_greedy, dim_greedy, lookup_greedy, "
                    "size_lookup_greedy, neuroshard, embark, milp or local")
     budget = p.add_mutually_exclusive_group()
@@ -386,11 +387,18 @@ def _natural(text: str) -> int:
     return value
 
 
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
+    return value
+
+
 def _positive(kind: type):
     def parse(text: str):
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
         return value
 
     parse.__name__ = kind.__name__

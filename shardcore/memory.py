@@ -37,7 +37,7 @@ def free_bytes(problem: Problem) -> list[int]:
 def require_fits(plan: Plan, problem: Problem) -> None:
     """Raise Infeasible naming the first device that holds more than it may."""
     for device, (used, free) in enumerate(zip(used_bytes(plan, problem), free_bytes(problem), strict=True)):
-        if used > free:
+        if used > max(0, free):
             raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; it may hold {gib(free)}")
 
 

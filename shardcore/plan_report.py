@@ -60,6 +60,8 @@ def _bound(x: Explanation) -> str:
     b = x.bound
     proved = (f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: {percent_change(x.total_ms, b.proved_ms)})"
               if b.proved_ms else "No lower bound is proved")
+    if b.proved_ms and x.total_ms < b.proved_ms:
+        proved = f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
     return (f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: {percent_change(x.total_ms, b.estimate_ms)}).\n"
             f"In the way of less: {b.limit}.\nPlans meant: {b.space}; memory not counted.")
 

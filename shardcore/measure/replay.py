@@ -156,15 +156,15 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     with gang.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
         groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})}
-    marks = []
+    marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
-        marks.append([])
-        for step in steps:
+        # In another order each round, the same for all ranks: whoever hears of the progress takes a core from the first.
+        for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             cache.add_(1)
-            marks[-1].append(step.once(index % config.batches, groups))
+            marks[i].append(steps[i].once(index % config.batches, groups))
     member.close()
-    return [np.array(m) for m in zip(*marks[config.warmups:], strict=True)]
+    return [np.array(m[config.warmups:]) for m in marks]
 
 
 class _Step:

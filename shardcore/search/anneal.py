@@ -37,8 +37,8 @@ _EVERYWHERE = 0.1
 class Fixed(NamedTuple):
     """What a search does not change.
 
-    part [S, U + 1]: the part that so many units of a strip are, 0 for none; codes [R, F], alone_ms, part_bytes, part_width [R]
-    of parts.
+    part [S, U + 1]: the part that so many units of a strip are, 0 for none; codes [R, F], added_ms (to an op), part_bytes,
+    part_width [R] of parts.
     kind, size, table [S]: kind of op; units; number of its table; may_split [S]. allowed [S, D]: where a strip may live (no rows:
     on any device). free [D] bytes, speed [D], host [D]. own, busiest, host_busiest, total, once [2]: ms of both exchanges for
     each unit of width of the device; of the device, the host with most; of all; and if there is any. every [2, S]: which strips
@@ -50,7 +50,7 @@ class Fixed(NamedTuple):
 
     part: np.ndarray
     codes: np.ndarray
-    alone_ms: np.ndarray
+    added_ms: np.ndarray
     part_bytes: np.ndarray
     part_width: np.ndarray
     kind: np.ndarray
@@ -313,14 +313,14 @@ def _try(head, fx, st, a, b, n):
         d = a if slot == 0 else b
         for k in range(2):
             st.trial_ms[slot, k] = st.ms[d, k]
+            for f in range(n_features):
+                st.trial_sums[slot, k, f] = st.sums[d, k, f]
             if touched >> (2 * slot + k) & 1:
                 if st.trial_width[slot, k] == 0:
                     for f in range(n_features):
                         st.trial_sums[slot, k, f] = 0.0
                     st.trial_ms[slot, k] = 0.0
                     continue
-                for f in range(n_features):
-                    st.trial_sums[slot, k, f] = st.sums[d, k, f]
                 for i in range(n):
                     s = st.edit[i, 0]
                     if st.edit[i, 1] == d and fx.kind[s] == k:
@@ -389,10 +389,9 @@ def _accept(fx, st, a, b, n):
         for k in range(2):
             st.hosts[fx.host[d], k] += st.trial_width[slot, k] - st.width[d, k]
             st.width[d, k] = st.trial_width[slot, k]
-            if st.trial_ms[slot, k] != st.ms[d, k]:
-                st.ms[d, k] = st.trial_ms[slot, k]
-                for f in range(st.sums.shape[2]):
-                    st.sums[d, k, f] = st.trial_sums[slot, k, f]
+            st.ms[d, k] = st.trial_ms[slot, k]
+            for f in range(st.sums.shape[2]):
+                st.sums[d, k, f] = st.trial_sums[slot, k, f]
         st.used[d] = st.trial_used[slot]
         st.load[d] = st.trial_load[slot]
     _copy_norm(st.norm, st.trial_norm)
@@ -643,12 +642,12 @@ def _propose(fx, st):
 def _trade(fx, st, s, a, b, part):
     """How many edits give so much of a strip to b for several others that cost about as much: what makes room for a part of a
     table that outweighs a device."""
-    want = fx.alone_ms[fx.part[s, part]] * (0.3 + 0.8 * _uniform(st))
+    want = fx.added_ms[fx.part[s, part]] * (0.3 + 0.8 * _uniform(st))
     n, i = 2, _below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
         r = st.items[b, i]
-        ms = fx.alone_ms[fx.part[r, st.held[r, b]]]
+        ms = fx.added_ms[fx.part[r, st.held[r, b]]]
         if r != s and ms <= want:
             _edit(st, n, r, b, 0)
             _edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])

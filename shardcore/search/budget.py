@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("evals", "seconds"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ShardCoreError(f"budget has {name} {value}; it needs to be positive, or None for no limit")
+            if value is not None and not 0 < value < math.inf:
+                raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, or None for no limit")
 
     def start(self) -> Meter:
         return Meter(self, time.monotonic())
@@ -36,9 +37,12 @@ class Meter:
 
     def affordable(self, wanted: int, evals_each: int) -> int:
         """How many of `wanted` units of work, at evals_each evaluations, are still within the budget."""
-        if self.budget.seconds is not None and time.monotonic() - self.started_s >= self.budget.seconds:
+        if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
             return 0
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_s
 
     def progress(self) -> float:
         """How much of the budget is used, of whichever limit is nearer: 0 to 1."""
@@ -46,7 +50,7 @@ class Meter:
         if self.budget.evals is not None:
             parts.append(self.evals / self.budget.evals)
         if self.budget.seconds is not None:
-            parts.append((time.monotonic() - self.started_s) / self.budget.seconds)
+            parts.append(self.seconds() / self.budget.seconds)
         return min(1.0, max(parts))
 
     def left(self) -> bool:

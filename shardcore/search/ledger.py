@@ -49,6 +49,9 @@ class Ledger:
     def table(self, strip: int) -> Table:
         return self._strips[strip].table
 
+    def rows(self, strip: int) -> int:
+        return self._strips[strip].rows
+
     def piece(self, shard: Shard) -> Piece:
         return self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH], shard.width // MIN_WIDTH
 

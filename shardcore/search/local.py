@@ -9,6 +9,7 @@ Shapes: S strips, D devices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.pieces import to_plan
@@ -30,6 +32,7 @@ Everywhere = Sequence[tuple[np.ndarray, int]]
 """Strips [N] that are everywhere, and in which way."""
 
 SPACES = ("all", "columns", "halves")
+_GREEDY = (greedy.size_greedy, greedy.dim_greedy, greedy.lookup_greedy, greedy.size_lookup_greedy)
 _DEFAULT = Budget(evals=500_000)
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut what costs more than this share of a device's mean load."""
@@ -93,14 +96,13 @@ class Search:
         """The best plan found: the starts are improved in turn for a part of the budget, then the best of them, less cooled, with
         the rest."""
         if len(self.problem.topology) > 1:
-            share = (_RACE if len(starts) > 1 else 1.0) / len(starts)
+            share = _RACE / len(starts)
             for i, start in enumerate(starts):
                 self._cool(start, i * share, (i + 1) * share, _HOT)
                 start.ms = self._exact_ms(start)
             starts.sort(key=lambda s: s.ms)
-            if len(starts) > 1:
-                starts[0].fixed = starts[0].space.fixed
-                self._cool(starts[0], _RACE, 1.0, _WARM)
+            starts[0].fixed = starts[0].space.fixed
+            self._cool(starts[0], _RACE, 1.0, _WARM)
         return starts[0]
 
     def _cool(self, start: Start, begin: float, end: float, hot: float) -> None:
@@ -116,9 +118,13 @@ class Search:
 
     def _trials(self, share: float) -> int:
         """How many trials are about that share of the budget."""
+        limits = []
         if self.meter.budget.evals:
-            return max(100, int(self.meter.budget.evals * share))
-        return int(np.clip(self.meter.evals / max(self.meter.progress(), 1e-3) * share, 1000, 10_000_000))
+            limits.append(max(100, int(self.meter.budget.evals * share)))
+        if self.meter.budget.seconds:
+            rate = self.meter.evals / max(self.meter.seconds(), 1e-3)
+            limits.append(int(np.clip(rate * self.meter.budget.seconds * share, 1000, 10_000_000)))
+        return min(limits)
 
     def _exact_ms(self, start: Start) -> float:
         """What the model itself says of the plan."""
@@ -144,8 +150,12 @@ class Search:
             found.append(self._cheapest(space, [(1.0, ((strips, self.spaces.ROWS),)) for strips in large if len(strips)]))
             found.append(self._cheapest(space, [(1.0, ((whole, self.spaces.ROWS),))]))  # no op by columns, no all-to-all
             copied = self.spaces.worth_copying(space, self.model)
-            if len(copied):
-                found.append(self._cheapest(space, [(1.0, ((copied, self.spaces.COPIES),))]))
+            some = {len(copied) // k for k in (1, 2, 4)} - {0}
+            found.append(self._cheapest(space, [(1.0, ((copied[:k], self.spaces.COPIES),)) for k in sorted(some)]))
+        on_host = Counter(d.host for d in self.problem.topology.devices)
+        if len(set(on_host.values())) > 1:  # what exchanges cost is then far from linear
+            plan = min((g(self.problem, self.model) for g in _GREEDY), key=lambda p: p.provenance["predicted_ms"])
+            found.append(self._placed(space, [p.shard for p in plan.placements], [p.devices[0] for p in plan.placements]))
         fit = [start for start in found if start]
         least = min((start.state.value[self.anneal.BEST] for start in fit), default=0.0)
         return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least] or [self._packed()]
@@ -192,7 +202,7 @@ class Search:
             state = self._state(space)
             for strips, way in everywhere:
                 self.anneal.put_everywhere(self.head, fixed, state, strips, way)
-            fits = (state.used <= fixed.free).all()
+            fits = (state.used <= np.maximum(0, fixed.free)).all()
             if fits and self.anneal.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
                 self.anneal.refresh(self.head, fixed, state)
                 return state
@@ -241,24 +251,22 @@ class Search:
         return Start(space, state, space.fixed)
 
     def resharded(self, reshard: Reshard) -> list[Start]:
-        """The plan to start from, with the tables that it lacks placed greedily."""
-        placed, everywhere, new = reshard.shards(self.problem)
-        pieces, devices = [s for s, _ in placed], [d for _, d in placed]
-        space = self.spaces.space(self.problem, self.model, [*pieces, *map(Shard.whole, (*everywhere, *new))], True,
-                                  self.kind == "halves")
-        start = self._placed(space, pieces, devices, ((space.numbers(everywhere), self.spaces.COPIES),))
-        if new:
-            held = start.state.held.copy()
-            todo = space.strips([Shard.whole(t) for t in new])
-            if not self.anneal.greedy(self.head, space.fixed, start.state, todo):
-                raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for new tables "
-                                 f"({_names(new)}) uncut; plan afresh, or give devices more memory")
-            self.anneal.refresh(self.head, space.fixed, start.state)
-        else:
-            held = start.state.held
-        start.space = self.spaces.keeping(space, held, reshard, new)
+        """The plan to start from, with what it lacks placed greedily; where nothing limits what may move, also fresh ones."""
+        old = reshard.sorted(self.problem)
+        pieces, devices = [s for s, _ in old.placed], [d for _, d in old.placed]
+        others = map(Shard.whole, (*old.copies, *old.rows, *old.new))
+        space = self.spaces.space(self.problem, self.model, [*pieces, *others], True, self.kind == "halves")
+        everywhere = ((space.numbers(old.copies), self.spaces.COPIES), (space.numbers(old.rows), self.spaces.ROWS))
+        start = self._placed(space, pieces, devices, everywhere)
+        held = start.state.held.copy()
+        todo = space.strips([Shard.whole(t) for t in old.new])
+        if not self.anneal.greedy(self.head, space.fixed, start.state, todo):
+            raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for tables that it "
+                             f"lacks, or has where they may not be ({_names(old.new)}), uncut; plan afresh, or with more memory")
+        self.anneal.refresh(self.head, space.fixed, start.state)
+        start.space = self.spaces.keeping(space, held, reshard, old.new)
         start.fixed = start.space.as_it_is
-        return [start]
+        return [start] if reshard.limited else [start, *self.starts()]
 
 
 def _choice(fixed: Fixed, strips: np.ndarray) -> np.ndarray:

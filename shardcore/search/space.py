@@ -19,7 +19,7 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search.anneal import Fixed
 from shardcore.search.ledger import Ledger
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Plan, Problem, Shard, ShardCoreError, Table
 from shardcore.workload import Traffic
 
 ROWS, COPIES = 0, 1
@@ -30,7 +30,8 @@ _PROBES = 64
 @dataclass(frozen=True)
 class Reshard:
     """Improve a plan that there is: at most so many tables, and bytes of weights, come to devices that did not have them (None:
-    any number). Tables that the plan does not have are placed besides; one whose statistics have changed is the same table."""
+    any number). A table whose statistics have changed is the same table. Those that the plan lacks, or has where constraints no
+    longer allow them, are placed besides and do not count. With a limit no table comes to be everywhere, or leaves from there."""
 
     plan: Plan
     tables: int | None = None
@@ -42,28 +43,74 @@ class Reshard:
             if value is not None and value < 0:
                 raise ShardCoreError(f"re-sharding may move at most {value} {name}; it needs 0 or more, or None for any number")
 
-    def shards(self, problem: Problem) -> tuple[list[tuple[Shard, int]], list[Table], list[Table]]:
-        """The plan's shards of the problem's tables with their devices; the tables that it has on all devices; those that it does
-        not have. Raises ShardCoreError where it does not place all of a table, or some of it on several devices, not on all."""
-        tables, n_devices = {t.name: t for t in problem.tables}, len(problem.topology)
-        placed, everywhere, cells = [], [], dict.fromkeys(tables, 0)
+    @property
+    def limited(self) -> bool:
+        return self.tables is not None or self.bytes is not None
+
+    def sorted(self, problem: Problem) -> Sorted:
+        """The problem's tables as the plan has them. Raises ShardCoreError where it does not place all of a table, or has some of
+        it on several devices (a whole table on all of them is a copy)."""
+        tables, everywhere = {t.name: t for t in problem.tables}, tuple(range(len(problem.topology)))
+        had: dict[str, list[Placement]] = {name: [] for name in tables}
         for p in self.plan.placements:
-            old, table = p.shard.table, tables.get(p.shard.table.name)
-            if table is None or (table.rows, table.dim) != (old.rows, old.dim):
-                continue
-            if max(p.devices) >= n_devices or 1 < len(p.devices) < n_devices:
-                raise ShardCoreError(f"the plan to start from has {p.shard.label} on devices {list(p.devices)}; problem "
-                                     f"{problem.name!r} has devices 0 to {n_devices - 1}, and a table lives on one or on all")
-            cells[table.name] += p.shard.rows * p.shard.width
-            if 1 < len(p.devices) and p.shard == Shard.whole(old):
-                everywhere.append(table)
+            table = tables.get(p.shard.table.name)
+            if table is not None and (table.rows, table.dim) == (p.shard.table.rows, p.shard.table.dim):
+                had[table.name].append(replace(p, shard=replace(p.shard, table=table)))
+        found = Sorted([], [], [], [])
+        for name, placements in had.items():
+            self._require_whole(tables[name], placements, everywhere, problem)
+            free = name not in problem.whole and name not in problem.pinned
+            if not placements or not (free or _allowed_there(placements, problem)):
+                found.new.append(tables[name])
+            elif len(placements[0].devices) > 1:
+                found.copies.append(tables[name])
+            elif free and _divided(placements, everywhere):
+                found.rows.append(tables[name])
             else:
-                placed.append((replace(p.shard, table=table), p.devices[0]))
-        for name, n in cells.items():
-            if n not in (0, tables[name].rows * tables[name].dim):
-                whole = tables[name].rows * tables[name].dim
-                raise ShardCoreError(f"the plan to start from places {n} of the {whole} cells of table {name!r}")
-        return placed, everywhere, [t for name, t in tables.items() if cells[name] == 0]
+                found.placed.extend((p.shard, p.devices[0]) for p in placements)
+        home: dict[str, int] = {**{t.name: -1 for t in found.new}, **{s.table.name: d for s, d in found.placed}}
+        apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1 for name in group}
+        together = [(s, d) for s, d in found.placed if s.table.name not in apart]
+        return replace(found, placed=together, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
+
+    def _require_whole(self, table: Table, placements: Sequence[Placement], everywhere: tuple[int, ...],
+                       problem: Problem) -> None:
+        cells = sum(p.shard.rows * p.shard.width for p in placements)
+        if placements and cells != table.rows * table.dim:
+            raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} cells of table "
+                                 f"{table.name!r}")
+        for p in placements:
+            copied = p.shard == Shard.whole(table) and tuple(sorted(p.devices)) == everywhere
+            if max(p.devices) not in everywhere or (len(p.devices) > 1 and not copied):
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} on devices {list(p.devices)}; problem "
+                                     f"{problem.name!r} has devices 0 to {everywhere[-1]}; a shard lives on one, a whole table "
+                                     "on one or all")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Tables as a plan has them: shards that are on one device each; those on all devices, in copies or with their rows divided;
+    those to be placed."""
+
+    placed: list[tuple[Shard, int]]
+    copies: list[Table]
+    rows: list[Table]
+    new: list[Table]
+
+
+def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
+    name = placements[0].shard.table.name
+    on_one = len(placements) == 1 and len(placements[0].devices) == 1
+    return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name)) for p in placements)
+
+
+def _divided(placements: Sequence[Placement], everywhere: Sequence[int]) -> bool:
+    """Whether the rows are divided evenly over all devices, in their order."""
+    table = placements[0].shard.table
+    each = rows_each(table, len(everywhere))
+    ranges = {p.devices[0]: (p.shard.row_lo, p.shard.row_hi) for p in placements if p.shard.width == table.dim}
+    return len(everywhere) > 1 and not table.ordered and ranges == {
+        d: (d * each, min((d + 1) * each, table.rows)) for d in everywhere} and len(placements) == len(everywhere)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,12 +186,12 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywher
     groups = [ledger.parts(np.array(m), ledger.size[list(m)]) for m in members if len(m) > 1]
     part[~alone, 1] = len(codes) + np.arange(len(groups))
     codes, n_bytes, width = (np.concatenate([x, *(x[g].sum(0, keepdims=True) for g in groups)]) for x in (codes, n_bytes, width))
-    alone_ms = np.asarray(model.head(codes), dtype=float)
+    added_ms = np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))  # without an op's launch
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
     named = {ledger.table(s).name: s for s in reversed(first)}
     fixed = Fixed(
-        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), alone_ms=alone_ms, part_bytes=n_bytes,
+        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), added_ms=added_ms, part_bytes=n_bytes,
         part_width=width, kind=ledger.kind[first].astype(np.int64), size=np.where(alone, ledger.size[first], 1).astype(np.int64),
         table=np.array([named[ledger.table(s).name] for s in first]), may_split=may_split[first],
         allowed=_allowed(problem, ledger, first), free=np.array(free_bytes(problem), np.int64), speed=ledger.speed,
@@ -177,14 +224,26 @@ def _allowed(problem: Problem, ledger: Ledger, strips: np.ndarray) -> np.ndarray
 
 
 def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> Space:
-    """The space in which only so much may move from held [S, D]; the `new` tables may go anywhere."""
+    """The space in which only so much may move from held [S, D]; the `new` tables may go anywhere. Row ranges, which TorchRec
+    runs on all devices alone, stay where they are."""
     free, ledger = {t.name for t in new}, of.ledger
-    weight = [0 if ledger.table(m[0]).name in free else sum(
-        ledger.table(x).rows * ledger.table(x).dim * PRECISION_BYTES[ledger.table(x).precision] // int(
-            ledger.size[x] if len(m) == 1 else 1) for x in m) for m in of.members]
-    most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
-    return replace(of, fixed=of.fixed._replace(kept=held.copy(), weight=np.array(weight, np.int64),
-                                               most_moved=np.array(most, np.int64)))
+
+    def unit_bytes(members: tuple[int, ...]) -> int:
+        if ledger.table(members[0]).name in free:
+            return 0
+        columns = [MIN_WIDTH * (1 if len(members) == 1 else int(ledger.size[m])) for m in members]
+        return sum(ledger.rows(m) * c * PRECISION_BYTES[ledger.table(m).precision] for m, c in zip(members, columns, strict=True))
+
+    fixed, limits = of.fixed, {}
+    if reshard.limited:
+        most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
+        limits = {"kept": held.copy(), "weight": np.array([unit_bytes(m) for m in of.members], np.int64),
+                  "most_moved": np.array(most, np.int64), "every": np.zeros_like(fixed.every)}
+    if fixed.kind.any():
+        allowed = fixed.allowed.copy() if len(fixed.allowed) else np.ones(held.shape, dtype=bool)
+        allowed[fixed.kind == 1] = held[fixed.kind == 1] > 0
+        limits["allowed"] = allowed
+    return replace(of, fixed=fixed._replace(**limits))
 
 
 # --- exchanges ---------------------------------------------------------------------------------------------------------
@@ -236,7 +295,7 @@ def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, strips: np.n
     every = np.stack([free & divides & (not ledger.kind.any()), free])
     codes, size = np.zeros((2, len(strips), ledger.codes.shape[1])), np.zeros(every.shape)
     n_bytes = np.zeros(every.shape, np.int64)
-    if free.any():
+    if wanted and n > 1:
         shares = [replace(w, row_hi=rows_each(w.table, n)) for w in whole]
         codes[ROWS] = model.encode(shares)
         codes[COPIES] = model.encode(whole, problem.local_batch)

@@ -11,7 +11,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.exchange import EXCHANGE_TERMS
 from shardcore.cost.model import Cautious, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.search import SHARDERS, bound
+from shardcore.search import SHARDERS, Budget, bound
 from shardcore.types import (
     Constraints,
     Device,
@@ -19,7 +19,9 @@ from shardcore.types import (
     Setting,
     SettingMismatch,
     Shard,
+    Table,
     Topology,
+    Zipf,
 )
 from shardcore.workload import Traffic, lower
 
@@ -100,6 +102,15 @@ def test_where_nothing_can_be_proved_there_is_an_estimate():
     cautious = Cautious(replace(model, weights={**model.weights, **band}), 0.9)
     assert bound.bound(problem, cautious).proved_ms is None
     assert bound.bound(problem, cautious).estimate_ms > bound.bound(problem, model).proved_ms
+
+
+def test_the_last_rows_may_be_few_and_their_device_slow():
+    devices = tuple(Device(64 * MIB, speed) for speed in (1.0,) * 7 + (0.3,))
+    problem = Problem("few", (Table("t", 61, 4, 1000.0, Zipf(0.0)),), Topology(devices), BATCH)
+    model = AnalyticModel(Setting("made-up", BATCH), launch_us=0.001, table_us=0.001, lookup_ns=10, exchange_latency_ms=1e-6,
+                          exchange_gbps=1000)
+    plan = SHARDERS["local"](problem, model, budget=Budget(evals=5000))
+    assert bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
 
 
 def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):

@@ -87,6 +87,7 @@ CASES = {
     "rows and columns to cut": Problem("both", (replace(HUGE, rows=50_000), *SMALL), Topology((Device(700_000),) * 24), BATCH),
     "unsplit": replace(with_slack(7, 3, 1.3), constraints=Constraints(unsplit=("t0", "t3", "t7"))),
     "all unsplit": replace(with_slack(8, 3, 1.4), constraints=Constraints(unsplit=tuple(f"t{i}" for i in range(12)))),
+    "reserved more than one has": replace(draw_problem(6, 6, [2000, MIB]), constraints=Constraints(reserved_bytes=3000)),
     "reserved": replace(draw_problem(9, 10, [MIB] * 2), constraints=Constraints(reserved_bytes=MIB // 2)),
     "pinned": replace(with_slack(10, 4, 1.3), constraints=Constraints(
         pinned=(("t0", (0,)), ("t3", (0,)), ("t5", (1, 2)), ("t6", (3, 1)), ("t9", (0, 1, 2, 3))))),

@@ -167,9 +167,53 @@ def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
         local(problem, model, reshard=Reshard(Plan((Placement(part, first.devices), *plan.placements[1:]))))
     with pytest.raises(ShardCoreError, match="at most -1 tables"):
         Reshard(plan, tables=-1)
-    with pytest.raises(Infeasible, match="no device room for new tables .'huge'"):
+    with pytest.raises(Infeasible, match="no device room for tables .*'huge'"):
         huge = replace(problem, tables=(*problem.tables, Table("huge", 10**5, 64, 1.0)))
         local(huge, model, reshard=Reshard(plan))
+
+
+def test_a_plan_to_start_from_may_break_constraints_that_are_new(old):
+    problem, plan = old
+    full = max(range(4), key=lambda d: sum(p.devices == (d,) for p in plan.placements))
+    on_first = [p.shard.table.name for p in plan.placements if p.devices == (full,)]
+    other = next(p.shard.table.name for p in plan.placements if p.devices != (full,))
+    drained = Constraints(pinned=tuple((name, tuple({0, 1, 2, 3} - {full})) for name in on_first))
+    grouped = Constraints(together=((on_first[0], other), (on_first[1], "new")))
+    later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
+    for constraints in (drained, grouped):
+        asked = replace(later, constraints=constraints)
+        new = local(asked, model_for(asked), budget=Budget(evals=3000), reshard=Reshard(plan, tables=0))
+        check_plan(new, asked)
+        home = {p.shard.table.name: p.devices for p in plan.placements}
+        concerned = {*on_first} if constraints is drained else {on_first[0], on_first[1], other}
+        assert all(p.devices == home[p.shard.table.name] for p in new.placements
+                   if p.shard.table.name not in {*concerned, "new"})
+
+
+def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_stay_so():
+    hot = Table("hot", 100_003, 32, 60.0, Zipf(0.2))
+    small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
+    problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
+    model, budget = model_for(problem), Budget(evals=20_000)
+    fresh = local(problem, model, budget=budget)
+    again = local(problem, model, budget=budget, reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
+    assert cost(again) <= cost(fresh) * 1.001
+    rows = [p for p in fresh.placements if p.shard.table == hot]
+    assert len(rows) == 3
+    later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
+    kept = local(later, model, budget=budget, reshard=Reshard(fresh, tables=1))
+    check_plan(kept, later)
+    assert [p for p in kept.placements if p.shard.table == hot] == rows
+
+
+def test_a_shard_that_costs_nothing_leaves_no_launch_behind():
+    tables = (*(Table(f"idle{i}", 50, 8, 0.0) for i in range(6)), *(Table(f"t{i}", 100, 8, 2.0) for i in range(3)))
+    problem = Problem("idle", tables, Topology((Device(MIB),) * 3), BATCH)
+    model = AnalyticModel(Setting("made-up", BATCH), launch_us=200, table_us=0)
+    for seed in range(3):
+        plan = local(problem, model, seed=seed, budget=Budget(evals=5000))
+        others = [cost(SHARDERS[n](problem, model)) for n in ("size_greedy", "dim_greedy", "neuroshard")]
+        assert cost(plan) <= min(others) * (1 + 1e-9)
 
 
 def test_an_unknown_space_is_named():
