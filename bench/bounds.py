@@ -28,7 +28,7 @@ from shardcore.search.bound import bound
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic
 
-SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local")
+SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local", "local_all")
 
 
 def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Problem:

@@ -42,8 +42,8 @@ def plans(problem: Problem, model: neural.NeuralModel) -> dict[str, Plan]:
     models = [model, neural.physical(model)]
     sure = at_confidence(model, 0.9)
     found = {"local": local(problem, model, budget=BUDGET), "local, 90% confidence": local(problem, sure, budget=BUDGET),
-             "local, columns": local(problem, model, budget=BUDGET, space="columns"),
-             "local, columns, 90%": local(problem, sure, budget=BUDGET, space="columns"),
+             "local_all": local(problem, model, budget=BUDGET, space="all"),
+             "local_all, 90% confidence": local(problem, sure, budget=BUDGET, space="all"),
              "chosen": choose.choose(choose.candidates(problem, models, "local", range(3), BUDGET), problem, models).plan}
     found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "size_lookup_greedy", "dim_greedy")}
     return found | {f"random {seed}": SHARDERS["random"](problem, model, seed=seed) for seed in range(3)}

@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    sharders = [n for n in SHARDERS if n != "local" and (n != "torchrec" or args.devices <= 4 or args.seconds)]
+    sharders = [n for n in SHARDERS if not n.startswith("local") and (n != "torchrec" or args.devices <= 4 or args.seconds)]
     limit = Budget(seconds=args.seconds) if args.seconds else None
     arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: SHARDERS[n](p, model, budget=limit) for n in sharders}
     for space in ("halves", "columns", "all"):

@@ -43,8 +43,8 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore.workload import lower
 
     compare.require_known([args.algorithm])
-    if args.start and (args.algorithm != "local" or args.second_model):
-        raise ShardCoreError(f"--start is for --algorithm local alone; got {args.algorithm}"
+    if args.start and (args.algorithm not in ("local", "local_all") or args.second_model):
+        raise ShardCoreError(f"--start is for --algorithm local and local_all alone; got {args.algorithm}"
                              f"{' and --second-model' if args.second_model else ''}")
     for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
         if getattr(args, name) is not None and not args.start:
@@ -112,7 +112,8 @@ def _resharded(args: argparse.Namespace, problem: Problem, model: CostModel, bud
     old_problem = files.read_problem(args.start_problem) if args.start_problem else problem
     old = files.read_plan(args.start, old_problem)
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    found = local(problem, model, seed=args.seed, budget=budget, reshard=Reshard(old, args.max_moved_tables, most_bytes))
+    found = local(problem, model, seed=args.seed, budget=budget, space="all" if args.algorithm == "local_all" else "columns",
+                  reshard=Reshard(old, args.max_moved_tables, most_bytes))
     before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
     return found, f", starting from {args.start}{before}"
 
@@ -275,7 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--max-moved-tables", type=_natural, metavar="N", help="with --start: so many tables may move (any)")
     p.add_argument("--max-moved-gib", type=_amount, metavar="G", help="with --start: so many GiB of weights may move (any)")
     p.add_argument("--algorithm", default="local", help="random, size_greedy, dim_greedy, lookup_greedy, "
-                   "size_lookup_greedy, neuroshard, embark, milp or local")
+                   "size_lookup_greedy, neuroshard, embark, milp, torchrec (where "
+                   "installed), local (tables whole or cut by columns) or local_all (also by rows, or copied to all devices)")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")

@@ -40,6 +40,7 @@ SHARDERS: dict[str, Sharder] = {
     "embark": embark.embark,
     "milp": milp.milp,
     "local": local.local,
+    "local_all": local.local_all,
 }
 if torchrec.installed():
     SHARDERS["torchrec"] = torchrec.torchrec

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,10 +54,11 @@ _LARGE = 1 << 19
 """Tables × devices above which fewer greedy starts are tried: each prices so many groups."""
 
 
-def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
+def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "columns",
           reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations, which count changes tried). space: "all"; or "columns"
-    (any widths), or "halves" of columns alone. reshard: a plan to improve, and how much of it may move.
+    """The best plan found within the budget (none: 500,000 evaluations, which count changes tried). space: "columns" (any
+    widths), "halves" of columns, or "all": also tables everywhere, by rows or in copies. reshard: a plan to improve, and how much
+    may move.
 
     Raises Infeasible and SettingMismatch as all sharders do.
     """
@@ -70,7 +71,13 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     search = Search(problem, model, limited.start(), seed, space)
     best = search.run(search.resharded(reshard) if reshard else search.starts())
     pieces, devices = best.space.placed(best.state.held, best.state.way)
-    return to_plan(pieces, devices, problem, model, algorithm="local", seed=seed, space=space, evals=search.meter.evals)
+    name = "local_all" if space == "all" else "local"
+    return to_plan(pieces, devices, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
+
+
+def local_all(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
+    """`local` in all of its space. Rows and copies run in ops and collectives of their own, of which a model often knows least."""
+    return local(problem, model, seed=seed, budget=budget, space="all")
 
 
 @dataclass
@@ -265,6 +272,8 @@ class Search:
                              f"lacks, or has where they may not be ({_names(old.new)}), uncut; plan afresh, or with more memory")
         self.anneal.refresh(self.head, space.fixed, start.state)
         start.space = self.spaces.keeping(space, held, reshard, old.new)
+        if self.kind != "all":
+            start.space = replace(start.space, fixed=start.space.as_it_is)
         start.fixed = start.space.as_it_is
         return [start] if reshard.limited else [start, *self.starts()]
 

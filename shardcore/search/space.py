@@ -189,11 +189,11 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywher
     added_ms = np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))  # without an op's launch
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
-    named = {ledger.table(s).name: s for s in reversed(first)}
+    number = {ledger.table(s).name: i for i, s in enumerate(first)}
     fixed = Fixed(
         part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), added_ms=added_ms, part_bytes=n_bytes,
         part_width=width, kind=ledger.kind[first].astype(np.int64), size=np.where(alone, ledger.size[first], 1).astype(np.int64),
-        table=np.array([named[ledger.table(s).name] for s in first]), may_split=may_split[first],
+        table=np.array([number[ledger.table(s).name] for s in first]), may_split=may_split[first],
         allowed=_allowed(problem, ledger, first), free=np.array(free_bytes(problem), np.int64), speed=ledger.speed,
         host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
         **_everywhere(problem, model, ledger, first, exchange, everywhere), kept=np.zeros((0, n_devices), np.int16),

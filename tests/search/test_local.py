@@ -92,13 +92,13 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))
     problem = Problem("tiny-rows", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
     model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
-    plan = local(problem, model, budget=Budget(evals=20_000))
+    plan = SHARDERS["local_all"](problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     everywhere = {p.shard.table.name for p in plan.placements if len(p.devices) > 1}
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(local(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
-    assert all(len(p.devices) == 1 for p in local(kept, model, budget=Budget(evals=5000)).placements)
+    assert all(len(p.devices) == 1 for p in local(kept, model, budget=Budget(evals=5000), space="all").placements)
 
 
 def test_memory_for_exactly_half_the_rows_is_enough():
@@ -195,8 +195,8 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
-    fresh = local(problem, model, budget=budget)
-    again = local(problem, model, budget=budget, reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
+    fresh = local(problem, model, budget=budget, space="all")
+    again = local(problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
     assert cost(again) <= cost(fresh) * 1.001
     rows = [p for p in fresh.placements if p.shard.table == hot]
     assert len(rows) == 3
