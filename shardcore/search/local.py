@@ -76,7 +76,7 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
 
 
 def local_all(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """`local` in all of its space. Rows and copies run in ops and collectives of their own, of which a model often knows least."""
+    """`local` in all of its space. Rows and copies have ops and collectives of their own, of which a model often knows least."""
     return local(problem, model, seed=seed, budget=budget, space="all")
 
 
@@ -224,7 +224,7 @@ class Search:
         n = np.ones(len(single), dtype=np.int64)
         for strips, _ in everywhere:
             n[strips] = 0
-        limit = max(share * single[n > 0].sum() / fixed.speed.sum(), 1e-300)
+        limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
         return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
 
