@@ -100,7 +100,7 @@ def _plot(found: list[dict[str, float]], out: Path) -> None:
     for key, label in (("greedy_ms", "best greedy"), ("neuroshard_ms", "neuroshard, as long"), ("local_ms", "local"),
                        ("estimate_ms", "estimate of the least")):
         axes.plot(devices, [f.get(key, np.nan) / f["estimate_ms"] for f in found], marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="devices (40, 160, 856, 10,000 tables)", ylabel="cost over the estimate",
+    axes.set(xscale="log", xlabel="devices (40, 160, 856, 10,000 tables)", ylabel="cost over the estimate",
              xticks=devices, xticklabels=devices)
     axes.legend()
     content = io.BytesIO()

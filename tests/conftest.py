@@ -1,6 +1,7 @@
 """Shared by the tests: small tables and problems with known statistics."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DVC_NO_ANALYTICS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the processes that tests start would ignore it too
 
 from shardcore.types import Device, Problem, Reuse, Table, Topology, Zipf  # noqa: E402
 
