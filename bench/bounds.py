@@ -25,6 +25,7 @@ from shardcore.cost import neural
 from shardcore.cost.model import CostModel
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
+from shardcore.search.pieces import even_rows
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic
 
@@ -51,21 +52,20 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
     """What each way to place a table adds: codes [W, D, 3, F] by kind of op, bytes [W, 3, D] by collective."""
     n = len(problem.topology)
     columns = [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
-    share = Shard(table, 0, -(-table.rows // n), 0, table.dim)
-    code = [model.encode(columns), model.encode([share]), model.encode(columns[-1:], problem.local_batch)]
+    of_columns, rows = model.encode(columns), even_rows(table.rows, n)
     codes, sent = [], []
 
-    def add(kind: int, held: np.ndarray, width: np.ndarray, sends: np.ndarray) -> None:
-        codes.append(np.zeros((n, 3, code[0].shape[1])))
-        codes[-1][held > 0, kind] = code[kind][held[held > 0] - 1]
+    def add(kind: int, of_devices: np.ndarray, cells: np.ndarray | int) -> None:
+        codes.append(np.zeros((n, 3, of_columns.shape[1])))
+        codes[-1][:, kind] = of_devices
         sent.append(np.zeros((3, n)))
-        sent[-1][kind] = width * sends * OUTPUT_BYTES
+        sent[-1][kind] = cells * OUTPUT_BYTES
 
     for held in dealt(len(columns), n):
-        add(0, held, held * MIN_WIDTH, problem.global_batch)
-    for kind, sends in ((1, problem.global_batch), (2, table.rows)):
-        if kind == 2 or (table.rows - 1) // share.rows == n - 1:
-            add(kind, np.ones(n, dtype=int), np.full(n, table.dim), sends)
+        add(0, np.where(held[:, None] > 0, of_columns[held - 1], 0.0), held * MIN_WIDTH * problem.global_batch)
+    if rows is not None:
+        add(1, model.encode([Shard(table, low, high, 0, table.dim) for low, high in rows]), table.dim * problem.global_batch)
+    add(2, model.encode(columns[-1:], problem.local_batch), table.dim * table.rows)
     return np.stack(codes), np.stack(sent)
 
 

@@ -30,7 +30,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from shardcore.search.peers.torchrec import placements_of
-from shardcore.search.pieces import column_runs, consolidate
+from shardcore.search.pieces import column_runs, consolidate, even_rows
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
 from shardcore.workload import device_names, require_cover
 
@@ -194,12 +194,6 @@ def _require_sequences(layouts: Mapping[str, Layout], theirs: Mapping[str, Model
             if width.setdefault(table.path, part.width) != part.width:
                 raise ShardCoreError(f"plan cuts {what} into parts {part.width} wide, and one {width[table.path]}; TorchRec "
                                      "there needs all parts of tables cut by columns equally wide")
-
-
-def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
-    """The row ranges [lo, hi) of n ranks by which TorchRec sends ids; None where the last would have none: its kernels fail."""
-    block = math.ceil(rows / n)
-    return [(i * block, min((i + 1) * block, rows)) for i in range(n)] if block * (n - 1) < rows else None
 
 
 def _joined(shards: Iterable[Shard]) -> list[Shard]:

@@ -27,15 +27,12 @@ class Sharder(Protocol):
     def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
 
 
-BASELINES = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy")
+BASELINES = ("random", *greedy.ORDERS)
 """What people use without a search: published plans are shown against these."""
 
 SHARDERS: dict[str, Sharder] = {
     "random": greedy.random,
-    "size_greedy": greedy.size_greedy,
-    "dim_greedy": greedy.dim_greedy,
-    "lookup_greedy": greedy.lookup_greedy,
-    "size_lookup_greedy": greedy.size_lookup_greedy,
+    **greedy.ORDERS,
     "neuroshard": neuroshard.neuroshard,
     "embark": embark.embark,
     "milp": milp.milp,

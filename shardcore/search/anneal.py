@@ -38,14 +38,13 @@ class Fixed(NamedTuple):
     """What a search does not change.
 
     part [S, U + 1]: the part that so many units of a strip are, 0 for none; codes [R, F], added_ms (to an op), part_bytes,
-    part_width [R] of parts.
-    kind, size, table [S]: kind of op; units; number of its table; may_split [S]. allowed [S, D]: where a strip may live (no rows:
-    on any device). free [D] bytes, speed [D], host [D]. own, busiest, host_busiest, total, once [2]: ms of both exchanges for
-    each unit of width of the device; of the device, the host with most; of all; and if there is any. every [2, S]: which strips
-    may be everywhere; every_codes [2, S, F], every_bytes, every_size [2, S]: what each device then holds, its exchange taking
-    every_once + every_rate x sum of sizes [2] ms. kept [S, D]: units of the plan to start from (no rows: none), weight [S] bytes
-    of a unit, most_moved [2] tables and bytes that may come to devices that did not have them. halves: columns are cut in halves
-    alone. parameters [P] of the head.
+    part_width [R] of parts. kind, size, table [S]: kind of op; units; number of its table; may_split [S]. allowed [S, D]: where a
+    strip may live (no rows: on any device). free [D] bytes, speed [D], host [D]. own, busiest, host_busiest, total, once [2]: ms
+    of both exchanges for each unit of width of the device; of the device, the host with most; of all; and if there is any. every
+    [2, S]: which strips may be everywhere; every_codes [2, S, F], every_bytes, every_size [2, S] (whole numbers): what each
+    device then holds, its exchange taking every_once + every_rate x sum of sizes [2] ms. kept [S, D]: units of the plan to start
+    from (no rows: none), weight [S] bytes of a unit, most_moved [2] tables and bytes that may come to devices that did not have
+    them. halves: columns are cut in halves alone. parameters [P] of the head.
     """
 
     part: np.ndarray
@@ -707,9 +706,7 @@ def _change_everywhere(head, fx, st, threshold):
         for f in range(n_features):
             st.trial_sums[0, 0, f] -= fx.codes[p, f]
             st.trial_every_sums[way, f] += fx.every_codes[way, comes, f]
-    if n_spread == 1 and comes < 0:
-        st.trial_every_size[way] = 0.0
-    st.trial_every_ms[way] = head(st.trial_every_sums[way], fx.parameters) if st.trial_every_size[way] > 1e-9 else 0.0
+    st.trial_every_ms[way] = head(st.trial_every_sums[way], fx.parameters) if st.trial_every_size[way] > 0.0 else 0.0
     ms = head(st.trial_sums[0, 0], fx.parameters) if width > 0 else 0.0
     every_ms = st.trial_every_ms[0] + st.trial_every_ms[1]
     _copy_norm(norm, st.norm)

@@ -11,8 +11,8 @@ from shardcore.types import ShardCoreError
 
 @dataclass(frozen=True)
 class Budget:
-    """evals: plans priced, and changes of plans screened; seconds: wall time; None: no limit. A search returns its best plan so
-    far when either is used up, and always one, however small the budget. Only a budget in evals makes a run repeatable."""
+    """evals: plans priced, or changes of plans tried; seconds: wall time; None: no limit. A search returns its best plan so far
+    when either is used up, and always one, however small the budget. Only a budget in evals makes a run repeatable."""
 
     evals: int | None = None
     seconds: float | None = None

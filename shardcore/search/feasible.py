@@ -47,7 +47,7 @@ def _describe(smallest: Item, problem: Problem) -> str:
     if name not in problem.whole:
         return f"one row of {MIN_WIDTH} columns of table {name!r}"
     if len(smallest) > 1:
-        return f"the group {_shown(s.table.name for s in smallest)}, kept on one device (constraints.together),"
+        return f"the group {shown(s.table.name for s in smallest)}, kept on one device (constraints.together),"
     return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
 
 
@@ -64,12 +64,13 @@ def _require_pins_fit(problem: Problem, free: list[int]) -> None:
         if needed > available:
             names = [s.table.name for d, shards in pinned.items() if d <= devices for s in shards]
             raise _infeasible(problem, f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
-                                       f"{_shown(names)}, take {gib(needed)} with their outputs; "
+                                       f"{shown(names)}, take {gib(needed)} with their outputs; "
                                        f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
                                        f"{gib(needed - available)} too little")
 
 
-def _shown(names: Iterable[str]) -> str:
+def shown(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
     names = list(names)
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -85,7 +86,7 @@ def pack_or_raise(problem: Problem) -> Packing:
     whole = [t.name for t in problem.tables if t.name in problem.whole]
     if whole_impossible(problem, free):
         why = ", ".join(sorted({problem.kept_whole_by(name) for name in whole}))
-        raise _infeasible(problem, f"tables {_shown(whole)} must stay whole ({why}) and do not fit side by side"
+        raise _infeasible(problem, f"tables {shown(whole)} must stay whole ({why}) and do not fit side by side"
                                    f"{' where they may live' if problem.pinned else ''}; every assignment was tried ({total})")
     raise _infeasible(problem, f"no way was found to pack it: {total}, but the gaps are too small. Tried: best fit with "
                                f"{NODES} steps of backtracking; then the same for the tables that must stay whole "

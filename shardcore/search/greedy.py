@@ -44,15 +44,16 @@ def dim_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
 
 def lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Balances pooling × dim, the elements looked up."""
-    return _greedy("lookup_greedy", problem, model, seed, _looked_up)
+    return _greedy("lookup_greedy", problem, model, seed, looked_up)
 
 
 def size_lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Balances pooling × dim × log10(rows)."""
-    return _greedy("size_lookup_greedy", problem, model, seed, lambda s: _looked_up(s) * math.log10(s.rows))
+    return _greedy("size_lookup_greedy", problem, model, seed, lambda s: looked_up(s) * math.log10(s.rows))
 
 
-def _looked_up(shard: Shard) -> float:
+def looked_up(shard: Shard) -> float:
+    """Elements of a shard that one sample looks up, its rows being hit evenly: the published planners' hotness × dim."""
     return shard.table.pooling * shard.width * shard.rows / shard.table.rows
 
 
@@ -85,3 +86,8 @@ def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Calla
             pieces.append(piece)
             devices.append(device)
     return to_plan(pieces, devices, problem, model, algorithm=name, seed=seed, packed=False)
+
+
+ORDERS = {"size_greedy": size_greedy, "dim_greedy": dim_greedy, "lookup_greedy": lookup_greedy,
+          "size_lookup_greedy": size_lookup_greedy}
+"""The greedy baselines by name."""

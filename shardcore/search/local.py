@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy
-from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.budget import Budget
+from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
 from shardcore.search.pieces import to_plan
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Plan, Problem, Shard, ShardCoreError
 from shardcore.workload import Traffic
 
 if TYPE_CHECKING:  # numba takes a second to import, and is needed here alone
@@ -32,7 +32,6 @@ Everywhere = Sequence[tuple[np.ndarray, int]]
 """Strips [N] that are everywhere, and in which way."""
 
 SPACES = ("all", "columns", "halves")
-_GREEDY = (greedy.size_greedy, greedy.dim_greedy, greedy.lookup_greedy, greedy.size_lookup_greedy)
 _DEFAULT = Budget(evals=500_000)
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut what costs more than this share of a device's mean load."""
@@ -56,19 +55,16 @@ _LARGE = 1 << 19
 
 def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "columns",
           reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations, which count changes tried). space: "columns" (any
-    widths), "halves" of columns, or "all": also tables everywhere, by rows or in copies. reshard: a plan to improve, and how much
-    may move.
+    """The best plan found within the budget (none: 500,000 evaluations), which its starts and one round may exceed. space:
+    "columns" (any widths), "halves" of columns, or "all": also tables everywhere, by rows or in copies. reshard: a plan to
+    improve, and how much may move.
 
     Raises Infeasible and SettingMismatch as all sharders do.
     """
     problem.require_setting(model.setting)
     if space not in SPACES:
         raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
-    from shardcore.search import space as _  # noqa: F401  (compiled, or read from disk, before the clock starts)
-
-    limited = budget if budget and (budget.evals or budget.seconds) else _DEFAULT
-    search = Search(problem, model, limited.start(), seed, space)
+    search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed, space)
     best = search.run(search.resharded(reshard) if reshard else search.starts())
     pieces, devices = best.space.placed(best.state.held, best.state.way)
     name = "local_all" if space == "all" else "local"
@@ -87,16 +83,16 @@ class Start:
     space: Space
     state: State
     fixed: Fixed
-    ms: float = field(default=np.inf)
+    ms: float = np.inf
 
 
 class Search:
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int, space: str) -> None:
-        from shardcore.search import anneal
+    def __init__(self, problem: Problem, model: CostModel, budget: Budget, seed: int, space: str) -> None:
+        from shardcore.search import anneal  # compiled, or read from disk, before the clock starts
         from shardcore.search import space as spaces
 
-        self.anneal, self.spaces = anneal, spaces
-        self.problem, self.model, self.meter, self.seed, self.kind = problem, model, meter, seed, space
+        self.anneal, self.spaces, self.meter = anneal, spaces, budget.start()
+        self.problem, self.model, self.seed, self.kind = problem, model, seed, space
         self.head = model.compiled().head
 
     def run(self, starts: list[Start]) -> Start:
@@ -161,7 +157,7 @@ class Search:
             found.append(self._cheapest(space, [(1.0, ((copied[:k], self.spaces.COPIES),)) for k in sorted(some)]))
         on_host = Counter(d.host for d in self.problem.topology.devices)
         if len(set(on_host.values())) > 1:  # what exchanges cost is then far from linear
-            plan = min((g(self.problem, self.model) for g in _GREEDY), key=lambda p: p.provenance["predicted_ms"])
+            plan = min((g(self.problem, self.model) for g in greedy.ORDERS.values()), key=lambda p: p.provenance["predicted_ms"])
             found.append(self._placed(space, [p.shard for p in plan.placements], [p.devices[0] for p in plan.placements]))
         fit = [start for start in found if start]
         least = min((start.state.value[self.anneal.BEST] for start in fit), default=0.0)
@@ -269,7 +265,8 @@ class Search:
         todo = space.strips([Shard.whole(t) for t in old.new])
         if not self.anneal.greedy(self.head, space.fixed, start.state, todo):
             raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for tables that it "
-                             f"lacks, or has where they may not be ({_names(old.new)}), uncut; plan afresh, or with more memory")
+                             f"lacks, or has where they may not be ({shown(t.name for t in old.new)}), uncut; plan afresh, or "
+                             "with more memory")
         self.anneal.refresh(self.head, space.fixed, start.state)
         start.space = self.spaces.keeping(space, held, reshard, old.new)
         if self.kind != "all":
@@ -281,7 +278,3 @@ class Search:
 def _choice(fixed: Fixed, strips: np.ndarray) -> np.ndarray:
     """[N] devices to choose from; 0 for all where nothing is pinned."""
     return fixed.allowed[strips].sum(1) if len(fixed.allowed) else np.zeros(len(strips))
-
-
-def _names(tables: Sequence[Table]) -> str:
-    return ", ".join(repr(t.name) for t in tables[:5]) + (f" and {len(tables) - 5} more" if len(tables) > 5 else "")

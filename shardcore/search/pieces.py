@@ -51,6 +51,13 @@ def halve_rows(shard: Shard) -> tuple[Shard, Shard] | None:
     return replace(shard, row_hi=middle), replace(shard, row_lo=middle)
 
 
+def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
+    """The row ranges [lo, hi) by which TorchRec divides a table over n devices, in their order: ceil(rows / n) each, the last the
+    rest; None where that leaves the last none, with which its kernels fail."""
+    each = -(-rows // n)
+    return [(i * each, min((i + 1) * each, rows)) for i in range(n)] if each * (n - 1) < rows else None
+
+
 def column_runs(shards: Iterable[Shard]) -> list[Shard]:
     """Neighbours within a row range joined: the rectangles whose columns may be exchanged."""
     runs: list[Shard] = []
@@ -104,6 +111,17 @@ def to_plan(pieces: Sequence[Shard], devices: Sequence[int | tuple[int, ...]], p
 
     Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
     """
-    plan = Plan(consolidate(Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True)))
+    placements = (Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True))
+    return priced(placements, problem, model, **provenance)
+
+
+def placed(items: Sequence[Item], devices: Sequence[int]) -> list[Placement]:
+    """items[i] on devices[i]."""
+    return [Placement(shard, (int(d),)) for item, d in zip(items, devices, strict=True) for shard in item]
+
+
+def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+    """The consolidated plan of placements, as `to_plan`."""
+    plan = Plan(consolidate(placements))
     predicted_ms = price(lower(plan, problem), model).total_ms
     return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

@@ -19,6 +19,7 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search.anneal import Fixed
 from shardcore.search.ledger import Ledger
+from shardcore.search.pieces import even_rows
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Plan, Problem, Shard, ShardCoreError, Table
 from shardcore.workload import Traffic
 
@@ -107,10 +108,9 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
 def _divided(placements: Sequence[Placement], everywhere: Sequence[int]) -> bool:
     """Whether the rows are divided evenly over all devices, in their order."""
     table = placements[0].shard.table
-    each = rows_each(table, len(everywhere))
-    ranges = {p.devices[0]: (p.shard.row_lo, p.shard.row_hi) for p in placements if p.shard.width == table.dim}
-    return len(everywhere) > 1 and not table.ordered and ranges == {
-        d: (d * each, min((d + 1) * each, table.rows)) for d in everywhere} and len(placements) == len(everywhere)
+    found = sorted((p.devices[0], p.shard.row_lo, p.shard.row_hi) for p in placements if p.shard.width == table.dim)
+    return len(everywhere) > 1 and not table.ordered and found == [
+        (d, *rows) for d, rows in enumerate(even_rows(table.rows, len(everywhere)) or ())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,15 +159,9 @@ class Space:
             where.append(tuple(range(n)))
         for s in np.flatnonzero(way == ROWS):
             table = self.ledger.table(self.members[s][0])
-            block = rows_each(table, n)
-            shards += [Shard(table, d * block, min((d + 1) * block, table.rows), 0, table.dim) for d in range(n)]
+            shards += [Shard(table, low, high, 0, table.dim) for low, high in even_rows(table.rows, n)]
             where += [(d,) for d in range(n)]
         return shards, where
-
-
-def rows_each(table: Table, n_devices: int) -> int:
-    """Rows of a table on each of all devices but the last, which has the rest: TorchRec's rule."""
-    return -(-table.rows // n_devices)
 
 
 def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywhere: bool, halves: bool = False) -> Space:
@@ -291,12 +285,13 @@ def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, strips: np.n
     free = np.array([wanted and n > 1 and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
                      and w.table.name not in problem.pinned and w.table.name not in problem.whole
                      for s, w in zip(strips, whole, strict=True)], dtype=bool)
-    divides = np.array([not w.table.ordered and (w.rows - 1) // rows_each(w.table, n) == n - 1 for w in whole], dtype=bool)
+    ranges = [even_rows(w.rows, n) for w in whole]
+    divides = np.array([not w.table.ordered and r is not None for w, r in zip(whole, ranges, strict=True)], dtype=bool)
     every = np.stack([free & divides & (not ledger.kind.any()), free])
     codes, size = np.zeros((2, len(strips), ledger.codes.shape[1])), np.zeros(every.shape)
     n_bytes = np.zeros(every.shape, np.int64)
     if wanted and n > 1:
-        shares = [replace(w, row_hi=rows_each(w.table, n)) for w in whole]
+        shares = [w if r is None else replace(w, row_hi=r[0][1]) for w, r in zip(whole, ranges, strict=True)]
         codes[ROWS] = model.encode(shares)
         codes[COPIES] = model.encode(whole, problem.local_batch)
         n_bytes[ROWS] = [shard_bytes(s, batch, problem.optimizer) for s in shares]

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from shardcore.export.torchrec import Ranks, even_rows, from_torchrec, tables_of, to_torchrec
+from shardcore.export.torchrec import Ranks, from_torchrec, tables_of, to_torchrec
+from shardcore.search.pieces import even_rows
 from shardcore.types import Device, Placement, Plan, Problem, Shard, Table, Topology
 from shardcore.workload import COLUMN, REPLICATED, ROW, lower
 

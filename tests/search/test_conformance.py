@@ -14,7 +14,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.pieces import consolidate
+from shardcore.search.pieces import consolidate, even_rows
 from shardcore.types import (
     MIN_WIDTH,
     Constraints,
@@ -208,10 +208,9 @@ def every_plan(problem: Problem, columns_alone: bool = False):
     def ways(t: Table):
         for dealt in combinations_with_replacement(range(n), t.dim // MIN_WIDTH):
             yield [Placement(Shard(t, 0, t.rows, MIN_WIDTH * i, MIN_WIDTH * (i + 1)), (d,)) for i, d in enumerate(dealt)]
-        each = -(-t.rows // n)
-        if not columns_alone and (t.rows - 1) // each == n - 1:
-            yield [Placement(Shard(t, d * each, min(t.rows, (d + 1) * each), 0, t.dim), (d,)) for d in range(n)]
         if not columns_alone:
+            if ranges := even_rows(t.rows, n):
+                yield [Placement(Shard(t, *rows, 0, t.dim), (d,)) for d, rows in enumerate(ranges)]
             yield [Placement(Shard.whole(t), tuple(range(n)))]
 
     for choice in product(*(list(ways(t)) for t in problem.tables)):

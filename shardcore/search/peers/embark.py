@@ -34,9 +34,9 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.peers.plans import placed, priced
-from shardcore.search.peers.rates import exchange_ms, looked_up, lookup_ms
-from shardcore.search.pieces import Item, items
+from shardcore.search.greedy import looked_up
+from shardcore.search.peers.rates import exchange_ms, lookup_ms
+from shardcore.search.pieces import Item, items, placed, priced, to_plan
 from shardcore.search.room import Room, freedom
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 
@@ -90,8 +90,8 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
                                 seed=seed, packed=False, swept=[rows, search.ratio, narrowest], config=asdict(config)))
     if not plans:
         packing = pack_or_raise(problem)
-        plans = [priced((Placement(s, (d,)) for s, d in zip(packing.pieces, packing.devices, strict=True)), problem, model,
-                        algorithm="embark", seed=seed, packed=True, config=asdict(config))]
+        plans = [to_plan(packing.pieces, packing.devices, problem, model, algorithm="embark", seed=seed, packed=True,
+                         config=asdict(config))]
     best_plan = min(plans, key=lambda p: p.provenance["predicted_ms"])
     return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
 

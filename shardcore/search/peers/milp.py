@@ -27,9 +27,8 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.peers.plans import placed, priced
 from shardcore.search.peers.rates import exchange_ms
-from shardcore.search.pieces import Item, halve_columns, items
+from shardcore.search.pieces import Item, halve_columns, items, placed, priced
 from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Plan, Problem, Shard, ShardCoreError
 

@@ -11,15 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.search.greedy import looked_up
 from shardcore.types import OUTPUT_BYTES, Problem, Shard
 from shardcore.workload import Traffic
 
 _COLUMNS = 256
-
-
-def looked_up(shard: Shard) -> float:
-    """Elements of a shard that one sample looks up, its rows being hit evenly: the published planners' hotness × dim."""
-    return shard.table.pooling * shard.width * shard.rows / shard.table.rows
 
 
 def lookup_ms(problem: Problem, model: CostModel) -> float:

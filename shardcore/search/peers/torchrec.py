@@ -40,9 +40,9 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import shard_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.peers.plans import placed, priced
-from shardcore.search.peers.rates import column_bytes, exchange_ms, looked_up, lookup_ms
-from shardcore.search.pieces import Item, items
+from shardcore.search.greedy import looked_up
+from shardcore.search.peers.rates import column_bytes, exchange_ms, lookup_ms
+from shardcore.search.pieces import Item, items, placed, priced, to_plan
 from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table
 
@@ -105,8 +105,7 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                                         packed=False, swept=[all_types, min_partition]))
     if not plans:
         packing = pack_or_raise(problem)
-        plans = [priced((Placement(s, (d,)) for s, d in zip(packing.pieces, packing.devices, strict=True)), problem, model,
-                        algorithm="torchrec", seed=seed, packed=True)]
+        plans = [to_plan(packing.pieces, packing.devices, problem, model, algorithm="torchrec", seed=seed, packed=True)]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
