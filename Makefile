@@ -1,4 +1,5 @@
 # make run: everything, from nothing to published plans.  make test: the tests.  Both set up .venv themselves.
+# make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
@@ -11,13 +12,19 @@ export DVC_NO_ANALYTICS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
-.PHONY: run test setup lint
+.PHONY: run test up status down setup lint
 
 run: setup
 	python -m tasks.services python -m flows.refresh
 
 test: setup
 	python -m pytest
+
+up: setup
+	@python -m tasks.stack up
+
+status down:
+	@python -m tasks.stack $@
 
 lint: setup
 	ruff check .

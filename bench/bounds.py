@@ -86,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--tiny", type=int, default=40)
+    parser.add_argument("--skip", type=int, default=0, help="tiny problems to leave out first (0)")
     parser.add_argument("--problems", type=int, default=10)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--seed", type=int, default=2026, help="of the drawn problems (2026)")
@@ -93,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = neural.load(args.model)
     found, pool = [], [t for t in tables.generate_pool() if t.rows >= 100]
-    for seed in range(args.tiny):
+    for seed in range(args.skip, args.skip + args.tiny):
         problem = tiny_problem(pool, model, seed)
         optimum, n = optimum_ms(problem, model)
         b = bound(problem, model)

@@ -1,9 +1,12 @@
-"""evaluate: accuracy on held-out samples; the sharders on held-out problems."""
+"""evaluate: accuracy on held-out samples; the sharders on held-out problems; what plans of such problems really cost."""
+
+from contextlib import nullcontext
 
 from prefect import flow, get_run_logger
 
 from tasks import params, paths, services
-from tasks.evaluate import EvaluateConfig, compare_sharders, evaluate_model, write_metrics
+from tasks.evaluate import EvaluateConfig, compare_sharders, evaluate_model, replay_plans, write_metrics
+from tasks.ray_cluster import ray_cluster
 
 
 @flow(name="evaluate")
@@ -11,9 +14,14 @@ def evaluate() -> None:
     config = params.section("evaluate", EvaluateConfig)
     accuracy = evaluate_model(paths.MODEL, paths.MEASUREMENTS, paths.EVALUATION)
     sharders = compare_sharders(paths.MODEL, paths.POOL, config, paths.EVALUATION)
-    write_metrics(paths.EVALUATION, accuracy, sharders)
+    with ray_cluster() if config.replay_problems else nullcontext():
+        reality = replay_plans(paths.MODEL, paths.POOL, config, paths.REPLAYS)
+    write_metrics(paths.EVALUATION, accuracy, sharders, reality)
     get_run_logger().info("held-out groups: error %.1f%%, Kendall tau %.3f", accuracy["compute_mape"],
                           accuracy["compute_kendall_tau"])
+    if reality:
+        get_run_logger().info("replayed plans: %s", ", ".join(f"{k} {reality[k]:.3g}" for k in (
+            "mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost") if k in reality))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,43 @@
 """promote: register the trained model; champion if at least as good."""
 
+import argparse
+
 from prefect import flow
 
-from tasks import params, paths, services
-from tasks.promote import PromoteConfig, promote_model
+from shardcore import report
+from tasks import links, params, paths, services
+from tasks.artifacts import create_markdown_artifact
+from tasks.promote import PromoteConfig, Promotion, promote_model
 
 
 @flow(name="promote")
-def promote() -> str:
-    """The version that is champion afterwards."""
-    config = params.section("promote", PromoteConfig)
-    return promote_model(paths.MODEL, paths.MEASUREMENTS, config)
+def promote(approve: bool = False, will_publish: bool = False) -> str | None:
+    """Register the trained model, and make it champion if it is at least as good as the champion; the version that is champion
+    afterwards.
+
+    Args:
+        approve: Make a model that passes champion although promote.approval in params.yaml makes it wait for a person.
+        will_publish: The caller publishes the plans itself afterwards; leave it to the registry watch otherwise.
+    """
+    promotion = promote_model(paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig), approve, will_publish)
+    create_markdown_artifact(page(promotion), key="promotion", description=promotion.reason)
+    return promotion.champion
+
+
+def page(promotion: Promotion) -> str:
+    """Markdown: who is champion, who challenged, and what was decided."""
+    rows = [(role, links.model_version(promotion.model, version) if version else "none yet")
+            for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))]
+    return f"{promotion.reason}\n\n{report.markdown_table(('alias', 'version'), rows)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m flows.promote", description="Register the trained model, and make it "
+                                     "champion if it is at least as good as the champion on the same held-out data.")
+    parser.add_argument("--approve", action="store_true", help="also where promote.approval makes it wait for a person")
+    approve = parser.parse_args().approve
+    services.run_flow(lambda: promote(approve))
 
 
 if __name__ == "__main__":
-    services.run_flow(promote)
+    main()

@@ -10,12 +10,18 @@ from tasks.setting import SettingConfig
 
 
 @flow(name="publish")
-def publish(problems: list[str] | None = None, plans: str = str(paths.PLANS)) -> str:
-    """Publish a plan for each problem file (default: all of problems/); a table of the results."""
+def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
+    """Search plans under the champion and publish them; a table of the results.
+
+    Args:
+        problems: Problem files to publish plans for; by default all of problems/.
+        plans: Folder or object-store URL to publish in; by default publish.plans of params.yaml.
+    """
     setting = params.section("setting", SettingConfig)
     config = params.section("publish", PublishConfig)
     chosen = [Path(p) for p in problems] if problems else sorted(paths.PROBLEMS.glob("*.json"))
-    return publish_plans(chosen, Path(plans), setting, config)
+    everything = not problems and plans in (None, config.plans)
+    return publish_plans(chosen, plans or config.plans, setting, config, everything)
 
 
 if __name__ == "__main__":

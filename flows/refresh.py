@@ -1,17 +1,22 @@
 """refresh: bring everything up to date: dvc repro, then promote and publish."""
 
-import sys
+import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from prefect import flow
 
 from flows.promote import promote
 from flows.publish import publish
-from tasks import params, services
+from shardcore import report
+from shardcore.types import ShardCoreError
+from tasks import links, services
+from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig
-from tasks.refresh import repro
+from tasks.refresh import STAGES, Stage, StageRun, override_params, push_data, repro, require_pushable
 from tasks.setting import SettingConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
@@ -21,15 +26,37 @@ SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": Measure
 
 
 @flow(name="refresh")
-def refresh(target: str = "evaluate") -> str:
-    """Rebuild a stage and what it depends on; with the last one, promote and publish too. A table of the published plans."""
-    for section, config in SECTIONS.items():
-        params.section(section, config)
-    repro(target)
-    if target != "evaluate":
-        return f"stage {target} is up to date"
-    promote()
-    return publish()
+def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | None = None, push: bool = False) -> str:
+    """Rebuild a stage and what it depends on; with the last one, promote and publish too. A table of the published plans.
+
+    Args:
+        target: The stage to rebuild (dvc repro).
+        overrides: Parameters to write into params.yaml first, by section, such as {"measure": {"compute_samples": 1000}}.
+        push: Push the data to DVC's remote, and commit dvc.lock and params.yaml on the branch that is checked out.
+    """
+    if push:
+        require_pushable()
+    override_params(overrides or {}, SECTIONS)
+    stages = repro(target)
+    commit = push_data(target) if push else None
+    done = f"stage {target} is up to date"
+    if target == STAGES[-1]:
+        champion = promote(will_publish=True)
+        done = publish() if champion else "no model is champion yet: the challenger awaits approval"
+    create_markdown_artifact(page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}")
+    return done
+
+
+def page(stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str) -> str:
+    """Markdown: what every stage did, the parameters set, the commit, and what came of it."""
+    parts = [report.markdown_table(("stage", "ran", "seconds"),
+                                   [(s.stage, "yes" if s.ran else "nothing changed", f"{s.seconds:.0f}") for s in stages])]
+    if rows := [(f"{section}.{key}", value) for section, values in overrides.items() for key, value in values.items()]:
+        parts.append(report.markdown_table(("parameter", "set to"), rows))
+    if commit:
+        parts.append(f"dvc.lock and params.yaml are committed as `{commit}`; their data is at DVC's remote.")
+    parts += [dashboard] if (dashboard := links.ray_dashboard()) else []
+    return "\n\n".join([*parts, f"```\n{done}\n```"])
 
 
 LEGEND = """
@@ -38,7 +65,7 @@ extrapolated: the plan goes beyond what was measured (its cost.json says where);
 """
 WHERE_NEXT = """
 Where to look next (each from this folder, after `. .venv/bin/activate`):
-  plans        plans/report.md; plans/<problem>/current names the version in versions/: plan.json, problem.json, cost.json
+  plans        plans/report.md; `python -m shardcore history plans NAME`; plans/NAME/versions/VERSION/report.html
   accuracy     data/evaluation/: metrics.json, predictions.png, sharders.csv; `dvc metrics show`, `dvc plots show`
   models       data/card.md; mlflow ui --backend-store-uri sqlite:///mlflow.db     then http://127.0.0.1:5000
   flow runs    prefect server start                                  then http://127.0.0.1:4200
@@ -46,10 +73,36 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 """
 
 
+def setting_of(text: str) -> tuple[str, str, Any]:
+    """"measure.compute_samples=1000" as section, key and value (YAML)."""
+    import yaml
+
+    name, equals, value = text.partition("=")
+    section, dot, key = name.partition(".")
+    if not (equals and dot and section and key):
+        raise ShardCoreError(f"--set {text!r} needs the form SECTION.KEY=VALUE")
+    return section, key, yaml.safe_load(value)
+
+
 def main() -> None:
-    table = refresh(*sys.argv[1:2])
-    print(f"\nPredicted cost of one training step, embeddings only\n\n{table}\n{LEGEND}{WHERE_NEXT}")
+    parser = argparse.ArgumentParser(prog="python -m flows.refresh", description="Rebuild a stage and what it depends on; with "
+                                     "the last one, promote and publish too.")
+    parser.add_argument("target", nargs="?", choices=STAGES, default=STAGES[-1])
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="write a parameter into "
+                        "params.yaml first")
+    parser.add_argument("--push", action="store_true", help="push the data to DVC's remote, and commit dvc.lock and params.yaml")
+    args = parser.parse_args()
+
+    def run() -> None:
+        overrides: dict[str, dict[str, Any]] = {}
+        for section, key, value in map(setting_of, args.set):
+            overrides.setdefault(section, {})[key] = value
+        done = refresh(args.target, overrides, args.push)
+        table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
+        print(f"\n{table if args.target == STAGES[-1] else done}")
+
+    services.run_flow(run)
 
 
 if __name__ == "__main__":
-    services.run_flow(main)
+    main()

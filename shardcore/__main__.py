@@ -103,8 +103,9 @@ def _chosen(args: argparse.Namespace, problem: Problem, model: NeuralModel, budg
 
 def _resharded(args: argparse.Namespace, problem: Problem, model: CostModel, budget: Budget | None) -> tuple[Plan, str]:
     """The plan improved from the one to start from, and by how much, in words."""
-    from shardcore import files
+    from shardcore import files, plan_report
     from shardcore.cost.model import price
+    from shardcore.diff import diff, in_order, nearest
     from shardcore.search.local import local
     from shardcore.search.space import Reshard
     from shardcore.workload import lower
@@ -114,8 +115,9 @@ def _resharded(args: argparse.Namespace, problem: Problem, model: CostModel, bud
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     found = local(problem, model, seed=args.seed, budget=budget, space="all" if args.algorithm == "local_all" else "columns",
                   reshard=Reshard(old, args.max_moved_tables, most_bytes))
+    found = nearest(found, old, problem) if args.max_moved_tables is None and most_bytes is None else in_order(found, old)
     before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
-    return found, f", starting from {args.start}{before}"
+    return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
@@ -250,10 +252,34 @@ def problem(args: argparse.Namespace) -> None:
         shape = sampling.ProblemConfig(devices=args.devices, max_dim=args.max_dim)
         made = sampling.problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
     else:
-        devices = (Device(int(args.memory_gib * 2**30)),) * args.devices
-        made = Problem(f"{args.tables}-{args.devices}", tables.public_pool(args.tables), Topology(devices), args.batch)
+        devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
+        if Path(args.tables).is_dir():
+            from shardcore.export.fbgemm_statistics import reported_tables
+
+            found, name = reported_tables(args.tables), Path(args.tables).resolve().name
+        else:
+            found = tables.public_pool(args.tables)
+        made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch)
     files.write_problem(args.out, made)
     print(f"{args.out}: {len(made.tables)} tables, {sum(t.bytes for t in made.tables) / 2**30:.1f} GiB, {args.devices} devices")
+
+
+def history(args: argparse.Namespace) -> None:
+    from shardcore import plans_command
+
+    plans_command.history(args)
+
+
+def diff(args: argparse.Namespace) -> None:
+    from shardcore import plans_command
+
+    plans_command.diff(args)
+
+
+def drift(args: argparse.Namespace) -> None:
+    from shardcore import plans_command
+
+    plans_command.drift(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -370,15 +396,40 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("dataset", type=Path, metavar="DIR")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="write the plots there")
 
-    p = add(problem, "Make a problem file from a public list of tables, or by drawing from a pool.")
-    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...) or a POOL.json")
+    p = add(problem, "Make a problem file from a public list of tables, FBGEMM's reports of a job, or by drawing from a pool.")
+    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of FBGEMM's reports "
+                                  "(docs/torchrec.md) or a POOL.json")
     p.add_argument("--devices", type=_positive(int), default=4)
-    p.add_argument("--memory-gib", type=_positive(float), default=24.0, help="a device, for a public list")
+    p.add_argument("--memory-gib", type=_positive(float), default=24.0, help="a device, unless drawn from a pool")
     p.add_argument("--batch", type=_positive(int), default=2048, help="global batch")
     p.add_argument("--draw", type=_natural, metavar="INDEX", help="which problem to draw from a pool")
     p.add_argument("--max-dim", type=_positive(int), default=128, help="of the drawn tables")
     p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
+
+    p = add(history, "Say which versions of a problem's published plan were current, since when and why.")
+    p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
+    p.add_argument("name", help="of the problem")
+    p.add_argument("--last", type=_positive(int), default=20, metavar="N", help="decisions to show")
+
+    p = add(diff, "Say which tables move from one plan to another, and how many bytes of weights.")
+    p.add_argument("old", type=Path, metavar="OLD.json")
+    p.add_argument("new", type=Path, metavar="NEW.json")
+    p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: problem.json beside each, as in "
+                   "the folders of published versions")
+
+    p = add(drift, "Say how far a published plan is from the best, now that its tables are looked up otherwise, and what a "
+            "re-plan would bring.")
+    p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
+    p.add_argument("name", help="of the problem")
+    p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of tables with the "
+                   "pooling and access statistics of now")
+    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--max-moved-tables", type=_natural, metavar="N", help="so many tables may move for the re-plan (any)")
+    p.add_argument("--threshold", type=_amount, default=0.02, help="a re-plan pays that is cheaper by this share")
+    p.add_argument("--budget-evals", type=_positive(int), help="plans to price in each of the searches")
+    p.add_argument("--seed", type=_natural, default=0)
+    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of now")
     return parser
 
 

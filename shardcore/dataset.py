@@ -45,8 +45,8 @@ in ComputeSample."""
 COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
                   ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())), ("forward", pa.list_(_SPREAD)),
                   ("backward", pa.list_(_SPREAD)), ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
-                  ("oversubscribed", pa.bool_())])
-"""As in CommRequest and CommSample; lists have one entry a rank."""
+                  ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64())])
+"""As in CommRequest and CommSample; lists have one entry a rank. Parts from before there was busy_ms have none: it was 0."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -60,7 +60,10 @@ def compute_id(setting: Setting, request: ComputeRequest) -> str:
 
 
 def comm_id(setting: Setting, request: CommRequest) -> str:
-    return files.digest(["comm", MEASUREMENT_VERSION, files.setting_to_json(setting), dataclasses.asdict(request)])
+    described = dataclasses.asdict(request)
+    if not request.busy_ms:  # as before there was one
+        del described["busy_ms"]
+    return files.digest(["comm", MEASUREMENT_VERSION, files.setting_to_json(setting), described])
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
@@ -81,7 +84,7 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
 
 
 def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
-    rows = [{**_common(s, s.request.batch), **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts")},
+    rows = [{**_common(s, s.request.batch), **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms")},
              "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
              "forward": s.forward and [_spread_row(x) for x in s.forward],
              "backward": s.backward and [_spread_row(x) for x in s.backward],
@@ -187,7 +190,7 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CommSample]:
     samples = {}
     for row in _rows(folder, "comm", setting):
         request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"], row["payload"],
-                              row["hosts"])
+                              row["hosts"], row["busy_ms"])
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         samples[row["id"], row["measured_at"]] = CommSample(
             row["id"], _setting(row), request, both[0], both[1], row["waiting_ms"] and tuple(row["waiting_ms"]),
@@ -274,6 +277,8 @@ def _read_part(path: Path, schema: pa.Schema, columns: list[str] | None) -> list
     table = pq.read_table(pa.BufferReader(content))
     if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
         return []
+    if schema is COMM and "busy_ms" not in table.schema.names:
+        table = table.append_column("busy_ms", pa.array([0.0] * len(table)))
     missing = [f.name for f in schema if f.name not in table.schema.names]
     if missing:
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")

@@ -42,22 +42,28 @@ _SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, creating its folder."""
+    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that cannot be done."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -70,11 +76,12 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Raises ShardCoreError naming the file where it is missing or not whole JSON."""
+    """Raises ShardCoreError naming the file where it is missing or not whole JSON. What is no str and has `read_bytes` will do
+    for a path (store.py's remote ones)."""
     try:
-        return json.loads(Path(path).read_bytes(), object_pairs_hook=_no_duplicates)
+        return json.loads((Path(path) if isinstance(path, str) else path).read_bytes(), object_pairs_hook=_no_duplicates)
     except OSError as error:
-        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
+        raise ShardCoreError(f"cannot read {path}: {error.strerror or 'there is none'}") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ShardCoreError(f"{path} is not whole JSON: {error}; it was cut short or edited") from None
 
@@ -342,6 +349,7 @@ def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[st
 
 def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A model's meta and tensors; safetensors and JSON only, so reading one runs none of its code."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load
 
     meta = _unseal(_open_document(Path(folder) / MODEL_JSON, "model"), Path(folder) / MODEL_JSON)
@@ -350,9 +358,12 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
         weights = path.read_bytes()
     except OSError as error:
         raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
-    if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256"):
+    if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
         raise ShardCoreError(f"{path} does not match the digest in {MODEL_JSON}; it was cut short or edited")
-    return meta, load(weights)
+    try:
+        return meta, load(weights)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 
 def model_digest(folder: str | Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.cost import exchange, neural
+from shardcore.cost import exchange, neural, reality
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
@@ -135,6 +135,52 @@ def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) 
     axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
     axes.legend(frameon=False)
     return figure
+
+
+def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Figure:
+    """Plans of many problems, a colour for each algorithm and a line through those of a problem, on log axes with the line of
+    equality and ±10%; bars are 95% intervals of what was replayed."""
+    figure, (axes,) = _figure(title)
+    figure.set_figwidth(8)
+    predicted, replayed, noise = (np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms"))
+    both = np.concatenate([predicted, replayed])
+    line = np.array([both.min() * 0.9, both.max() * 1.1])
+    axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
+    axes.plot(line, line, color="0.4", linewidth=1)
+    for problem in dict.fromkeys(r.problem for r in rows):
+        own = sorted((r.replayed_ms, r.predicted_ms) for r in rows if r.problem == problem)
+        axes.plot(*np.array(own).T, color="0.7", linewidth=0.7, zorder=1)
+    for i, name in enumerate(dict.fromkeys(r.algorithm for r in rows)):
+        of = np.array([r.algorithm == name for r in rows])
+        axes.errorbar(replayed[of], predicted[of], xerr=np.minimum(noise[of], 0.9 * replayed[of]), fmt=_MARKERS[i // 10 % 3],
+                      color=f"C{i % 10}", markersize=4, linewidth=0, elinewidth=0.7, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="predicted ms", xlim=line, ylim=line)
+    _plain_ticks(axes)
+    found = reality.figures(rows)
+    tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
+    axes.text(0.97, 0.03, f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute error "
+              f"{found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%", transform=axes.transAxes, ha="right", va="bottom")
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    return figure
+
+
+def replayed_cost(rivals: Mapping[str, reality.Rival], ours: str, title: str) -> Figure:
+    """The mean replayed cost of each algorithm over ours, dearest above, with its 95% interval over problems."""
+    figure, (axes,) = _figure(title)
+    found = sorted(rivals.items(), key=lambda item: item[1].cost.mean)
+    for i, (_, rival) in enumerate(found):
+        ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
+        axes.plot(ends, [i, i], color="C0", linewidth=2)
+        axes.plot(rival.cost.mean, i, "o", color="C0")
+        axes.annotate(f"{rival.cost.mean:.3f}", (rival.cost.mean, i), xytext=(0, 6), textcoords="offset points", ha="center",
+                      fontsize=8)
+    axes.axvline(1, color="0.4", linewidth=1)
+    axes.set(yticks=range(len(found)), yticklabels=[name for name, _ in found], ylim=(-0.6, len(found) - 0.2),
+             xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} problems")
+    return figure
+
+
+_MARKERS = "osv"
 
 
 def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:

@@ -1,15 +1,24 @@
-"""What an explanation of a plan says to people; pure: data in, text out."""
+"""What is said of a plan to people: its explanation, its moves, its drift, the decisions on it; pure: data in, text out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 
+from shardcore.diff import Diff
+from shardcore.drift import Drift
 from shardcore.memory import gib
 from shardcore.report import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
+from shardcore.store import Decision
+from shardcore.types import Placement
+from shardcore.workload import device_names
 
 MOST_SHARDS = 8
-"""Shards of the bounding device that are shown."""
+"""Shards of the bounding device, and tables that move, that are shown."""
+
+
+# --- explanation -------------------------------------------------------------------------------------------------------
 
 
 def text(found: Explanation) -> str:
@@ -17,8 +26,13 @@ def text(found: Explanation) -> str:
     return "\n\n".join(_paragraphs(found))
 
 
+def sentences(x: Explanation) -> tuple[str, str, str, str]:
+    """Which device bounds the plan, what is exchanged, how memory is used, and how near a bound the plan is."""
+    return _bounding(x), _exchange(x), _memory(x), _bound(x)
+
+
 def _paragraphs(x: Explanation) -> Iterator[str]:
-    yield f"{_bounding(x)}\n{_exchange(x)}\n{_memory(x)}\n{_bound(x)}"
+    yield "\n".join(sentences(x))
     shown, rest = x.shards[:MOST_SHARDS], x.shards[MOST_SHARDS:]
     rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in shown]
     rows += [(f"{len(rest)} more", "", f"{sum(s.saves_ms for s in rest):.3f}", gib(sum(s.bytes for s in rest)))] if rest else []
@@ -69,3 +83,84 @@ def _bound(x: Explanation) -> str:
 def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[str, str, str]]:
     return [(a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, total_ms)) if a.total_ms is not None
             else (a.what, "none", (a.error or "")[:60]) for a in alternatives]
+
+
+# --- moves, drift ------------------------------------------------------------------------------------------------------
+
+
+def moves_text(found: Diff) -> str:
+    """What moves, is new and is gone, in a few words."""
+    said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
+    said += [f"{_count(len(names), 'table')} {words}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+             for names, words in ((found.added, "new"), (found.removed, "gone")) if names]
+    return "; ".join(said)
+
+
+def moved_words(found: Diff) -> str:
+    """How much moves."""
+    return f"{_count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
+
+
+def diff_text(found: Diff) -> str:
+    """What moves, table by table."""
+    rows = [(m.table, gib(m.bytes), where(m.old), where(m.new)) for m in found.moves]
+    return "\n\n".join([moves_text(found), *([text_table(("table", "moves", "was", "is"), rows)] if rows else [])])
+
+
+def where(placements: Iterable[Placement]) -> str:
+    """Where a table lives: its devices, each with its columns and rows where they are not all."""
+    return "; ".join(_where(p) for p in sorted(placements, key=lambda p: (p.shard.row_lo, p.shard.col_lo)))
+
+
+def _where(p: Placement) -> str:
+    shard = p.shard
+    columns = f" columns {shard.col_lo}:{shard.col_hi}" * (shard.width < shard.table.dim)
+    rows = f" rows {shard.row_lo}:{shard.row_hi}" * (not shard.full_rows)
+    return f"{device_names(p.devices)}{columns}{rows}"
+
+
+def drift_text(x: Drift) -> str:
+    """Several lines, for a terminal."""
+    moved = _count(len(x.moves.moves), "table")
+    limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
+    lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the {x.planned_ms:.3f} ms "
+             "with the statistics that it was made for.",
+             f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind."]
+    if x.moves:
+        lines.append(f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs {x.replan_ms:.3f} ms, "
+                     f"{percent_change(x.replan_ms, x.now_ms)}: that {'pays' if x.pays else 'does not pay'} "
+                     f"(threshold {x.threshold:.1%}).")
+    else:
+        lines.append(f"No better plan was found{' within that limit' * (x.most_tables is not None)}: keep it.")
+    return "\n".join(lines)
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------------
+
+DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "model", "reason")
+
+
+def decision_row(x: Decision) -> tuple[str, ...]:
+    """Under DECISION_HEADERS; its ms are those under the model of that time."""
+    model = x.provenance.get("model_version")
+    return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms), f"version {model}" if model else "-",
+            x.reason)
+
+
+def history_text(decisions: Iterable[Decision]) -> str:
+    rows = [DECISION_HEADERS, *(decision_row(x) for x in decisions)]
+    width = max(len(row[-1]) for row in rows)
+    headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # words are read from the left
+    return text_table(headers, rows)
+
+
+def when(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if unix_s else "at a time not known"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"

@@ -15,9 +15,7 @@ import numpy as np
 
 from shardcore.memory import shard_bytes
 from shardcore.types import (
-    COLLECTIVES,
     MIN_WIDTH,
-    PAYLOADS,
     PRECISION_BYTES,
     CommRequest,
     ComputeRequest,
@@ -46,8 +44,14 @@ _PLANNED_EVALS = 300
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 
-_PLAIN = 0.7
-"""Share of exchanges that are all-to-alls in FP32 at the full batch: the cost model is fitted to these."""
+_PLAIN = 0.5
+"""Share of exchanges that are all-to-alls in FP32 at the full batch."""
+BUSY_MS = 20.0
+"""What ranks compute before an exchange: of the order of a step."""
+_VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
+"""Collectives of the others: what divided rows and copies need is else known from too few samples."""
+_FP32 = 0.75
+"""Share of these in FP32, which is what the cost model prices."""
 
 
 Request = TypeVar("Request", ComputeRequest, CommRequest)
@@ -165,27 +169,29 @@ def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard
 def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0, hosts: int = 1) -> CommRequest:
     """Exchange `index` among ranks on so many hosts.
 
-    Loads: 1 to 30 tables a rank of random dims, each placed at random with probability p, else on the least loaded rank, p
-    uniform, so that the balance varies (NeuroShard); in every eighth draw some ranks own nothing. Every other draw has start
-    skews up to max_start_ms. 70% are all-to-alls in FP32 at the full batch, what plans of whole and column-wise tables do; the
-    rest vary in collective, payload and batch.
+    Loads: 1 to 30 tables a rank (half the draws log-uniform, for exchanges of plans are small) of random dims, each placed at
+    random with probability p, else on the least loaded rank, p uniform, so that the balance varies (NeuroShard); every eighth
+    draw leaves some ranks nothing.
+    Every other draw has start skews up to max_start_ms. Half are all-to-alls in FP32 at the full batch, what plans of whole and
+    column-wise tables do; the rest vary in collective, payload and batch.
     """
     rng = np.random.default_rng([2, seed, index, ranks])
     p, widths = rng.random(), [0] * ranks
     owners = rng.permutation(ranks)[: rng.integers(1, ranks) if rng.random() < 1 / 8 else ranks]
-    for _ in range(rng.integers(ranks, 30 * ranks + 1)):
+    many = rng.integers(ranks, 30 * ranks + 1)
+    for _ in range(many if rng.random() < 0.5 else round(ranks * 30 ** rng.random())):
         rank = rng.choice(owners) if rng.random() < p else min(owners, key=lambda r: widths[r])
         widths[rank] += int(rng.choice(DIMS))
     starts = rng.uniform(0, max_start_ms, ranks) * (index % 2)
     starts -= starts.min()
     collective, payload = "all_to_all", "fp32"
     if rng.random() >= _PLAIN:
-        collective, payload = str(rng.choice(COLLECTIVES)), str(rng.choice(PAYLOADS))
+        collective, payload = str(rng.choice(list(_VARIED), p=list(_VARIED.values()))), "fp32" if rng.random() < _FP32 else "bf16"
         for _ in range(rng.integers(4)):
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
     if collective == "all_reduce":
         widths = [max(widths)] * ranks
-    return CommRequest(tuple(widths), batch, tuple(round(float(s), 3) for s in starts), collective, payload, hosts)
+    return CommRequest(tuple(widths), batch, tuple(round(float(s), 3) for s in starts), collective, payload, hosts, BUSY_MS)
 
 
 def different(draw: Callable[[int], Request], identify: Callable[[Request], str], n: int | None) -> Iterator[tuple[str, Request]]:

@@ -1,60 +1,312 @@
-"""Published plans: a folder with immutable versions and one atomic pointer a problem.
+"""Published plans: for each problem its versions, the decisions between them, and one atomic pointer.
 
-  PLANS/<problem>/versions/<version>/{problem,plan,cost}.json
-  PLANS/<problem>/current            the version that training jobs load
+  PLANS/<problem>/versions/<version>/{problem,plan,cost}.json, report.html    a plan, named after its content; immutable
+  PLANS/<problem>/decisions/<id>.json     which version to use from then on, and why; each names its parent, as commits do
+  PLANS/<problem>/current                 the id of the last decision
 
-A version is named after its content, so publishing the same plan twice is one version.
+PLANS is a folder, or a URL that fsspec knows: s3://bucket/plans, with the package for it installed and configured as fsspec's
+documentation says. The pointer alone is ever written twice, and always last: a publisher that is killed leaves the old state or
+the new one, and at worst files that nothing names. Publishers that share a folder take turns (`turn`); on an object store, which
+has no locks, let one run at a time.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from shardcore import files
 from shardcore.types import Plan, Problem, ShardCoreError
 
-_POINTER = "current"
+OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
+FEWEST_KEPT = 2
+"""A reader may still be at the version before."""
+PAGE = "report.html"
+_POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
 
 
-def publish(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any]) -> str:
-    """Keep a plan with its problem and costs, then point to it; returns the version. Readers never see half of one."""
-    home = Path(root) / problem.name
-    body = files.plan_to_json(plan, problem)
-    version = files.digest(body)
-    folder = home / "versions" / version
-    if not folder.exists():
-        draft = home / f".{version}.{os.getpid()}.tmp"
-        shutil.rmtree(draft, ignore_errors=True)
-        files.write_problem(draft / "problem.json", problem)
-        files.write_json(draft / "plan.json", body)
-        files.write_json(draft / "cost.json", dict(cost))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.rename(draft, folder)
-        except OSError:  # another publisher was first with the same content
-            shutil.rmtree(draft, ignore_errors=True)
-            if not folder.exists():
-                raise
-    files.write_atomic(home / _POINTER, f"{version}\n".encode())
+@dataclass(frozen=True)
+class Decision:
+    """Which version of a problem's plan is current from `decided_at` (Unix s; 0: not known) on, and why.
+
+    outcome: one of OUTCOMES; "first", "better" and "no longer fits" (what the previous plan does not) take the candidate, "kept"
+    does not, and "restored" takes the version that was current under the same model before. reason: in a sentence. current,
+    candidate: the version chosen, and the one considered. candidate_ms, previous_ms: what the candidate, and the plan that was
+    current until then, cost under the model of now; None: there is no such plan, or it is none of the problem as it is now.
+    threshold: by what share of previous_ms a candidate has to be cheaper. problem_digest: of the problem as it is now.
+    provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed. parent: id of the
+    decision before.
+    """
+
+    problem: str
+    outcome: str
+    reason: str
+    current: str
+    candidate: str
+    problem_digest: str
+    candidate_ms: float | None = None
+    previous_ms: float | None = None
+    threshold: float = 0.0
+    decided_at: float = 0.0
+    parent: str | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.outcome not in OUTCOMES:
+            raise ShardCoreError(f"decision has outcome {self.outcome!r}; known are {', '.join(OUTCOMES)}")
+
+    @property
+    def id(self) -> str:
+        return files.digest(self._document())
+
+    @property
+    def total_ms(self) -> float | None:
+        """What the version that it chose costs under the model of that time."""
+        return self.candidate_ms if self.current == self.candidate else self.previous_ms
+
+    def repeats(self, other: Decision | None) -> bool:
+        """Whether it says nothing that the other one does not."""
+        return other is not None and dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
+
+    def _document(self) -> dict[str, Any]:
+        return {"schema": _SCHEMA, "version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+
+def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
+    """Whether a candidate takes the place of the previous plan, None of which is possible any more."""
+    return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
+    """A problem's current plan, or a version of it, and the problem that it is for. Raises ShardCoreError where there is none, or
+    its files are not whole."""
+    folder = _home(root, name) / "versions" / (version or current(root, name))
+    if version is not None and not _exists(folder / "plan.json"):
+        found = _names(_home(root, name) / "versions")
+        raise ShardCoreError(f"problem {name!r} has no version {version!r} in {root}; there are {', '.join(found) or 'none'}")
+    problem = files.read_problem(folder / "problem.json")
+    return files.read_plan(folder / "plan.json", problem), problem
+
+
+def load_cost(root: str | Path, name: str, version: str) -> dict[str, Any]:
+    """What a version cost under the model that it was searched with, and what others did."""
+    return files.read_json(_home(root, name) / "versions" / version / "cost.json")
+
+
+def load_page(root: str | Path, name: str, version: str) -> bytes | None:
+    """A version's report page, or None where it has none."""
+    try:
+        return (_home(root, name) / "versions" / version / PAGE).read_bytes()
+    except OSError:
+        return None
+
+
+def current(root: str | Path, name: str) -> str:
+    """A problem's current version; raises ShardCoreError where nothing was published for it."""
+    decision = last(root, name)
+    if decision is None:
+        raise ShardCoreError(f"no plan is published for problem {name!r} in {root}; there are {names(root) or 'none'}")
+    return decision.current
+
+
+def last(root: str | Path, name: str) -> Decision | None:
+    """The last decision on a problem's plan, or None."""
+    return next(history(root, name), None)
+
+
+def history(root: str | Path, name: str) -> Iterator[Decision]:
+    """The decisions on a problem's plan, the last one first. Raises ShardCoreError for one that is missing or was edited."""
+    home = _home(root, name)
+    try:
+        found = (home / _POINTER).read_bytes().decode().strip()
+    except FileNotFoundError:
+        return
+    while found:
+        decision = _read(home, name, found)
+        yield decision
+        found = decision.parent
+
+
+def names(root: str | Path) -> list[str]:
+    """The problems that have a plan."""
+    place = _place(root)
+    return [name for name in _names(place) if _exists(place / name / _POINTER)]
+
+
+def _read(home: Place, name: str, found: str) -> Decision:
+    path = home / "decisions" / f"{found}.json"
+    if not _exists(path) and _exists(home / "versions" / found / "plan.json"):
+        return _migrated(home, name, found)
+    data = files.read_json(path)
+    if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != (_SCHEMA, _SCHEMA_VERSION):
+        raise ShardCoreError(f"{path} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})")
+    decision = files.build(Decision, {k: v for k, v in data.items() if k != "provenance"}, str(path), also=("provenance",),
+                           provenance=data.get("provenance", {}))
+    if decision.id != found:
+        raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
+    return decision
+
+
+def _migrated(home: Place, name: str, version: str) -> Decision:
+    """What a pointer to a version says, as they were before there were decisions."""
+    plan = files.read_json(home / "versions" / version / "plan.json")
+    return Decision(name, "first", "published before decisions were kept", version, version, plan["problem_digest"],
+                    plan["provenance"].get("predicted_ms"), provenance=plan["provenance"])
+
+
+# --- writing -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def turn(root: str | Path, name: str) -> Iterator[None]:
+    """Wait until no other publisher in the same folder has its turn at a problem, and have it for as long as the
+    context lasts or the process lives: reading, deciding and writing are then one step. On an object store nobody waits."""
+    home = _home(root, name)
+    if not isinstance(home, Path):
+        yield
+        return
+    import fcntl
+
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / ".turn", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def version_of(plan: Plan, problem: Problem) -> str:
+    return files.digest(files.plan_to_json(plan, problem))
+
+
+def has(root: str | Path, name: str, version: str) -> bool:
+    return _exists(_home(root, name) / "versions" / version / "plan.json")
+
+
+def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
+    """Keep a plan with its problem, costs and report page as a version, which is returned; nobody uses it until a decision names
+    it. What is there already stays."""
+    version = version_of(plan, problem)
+    if not has(root, problem.name, version):
+        folder = _home(root, problem.name) / "versions" / version
+        contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)), "cost.json": files.json_bytes(dict(cost)),
+                    **({PAGE: page.encode()} if page else {}), "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
+        for name, content in contents.items():  # the plan last: with it the version is whole
+            _write(folder / name, content)
     return version
 
 
-def current(root: str | Path, name: str) -> Path:
-    """The folder of a problem's current version; raises ShardCoreError where nothing was published for it."""
-    pointer = Path(root) / name / _POINTER
+def record(root: str | Path, decision: Decision) -> None:
+    """Keep a decision and make it the last one, from when on its version is current. Raises ShardCoreError where its version is
+    not there, or another decision than its parent is the last one."""
+    home, name = _home(root, decision.problem), decision.problem
+    if not has(root, name, decision.current):
+        raise ShardCoreError(f"problem {name!r} has no version {decision.current!r} in {root} to make current")
+    before = last(root, name)
+    if decision.parent != (before.id if before else None):
+        raise ShardCoreError(f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is "
+                             f"the last one in {root}; another publisher was faster, so publish again")
+    if before and not _exists(home / "decisions" / f"{before.id}.json"):
+        _write(home / "decisions" / f"{before.id}.json", files.json_bytes(before._document()))
+    _write(home / "decisions" / f"{decision.id}.json", files.json_bytes(decision._document()))
+    _write(home / _POINTER, f"{decision.id}\n".encode())
+
+
+def prune(root: str | Path, name: str, keep: int) -> list[str]:
+    """Remove the versions that none of the last `keep` decisions names; they are returned. Decisions stay. To be called when no
+    other publisher is at work on the problem (in one's own `turn`)."""
+    if keep < FEWEST_KEPT:
+        raise ShardCoreError(f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader "
+                             "may still be at the one before")
+    named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
+    folder = _home(root, name) / "versions"
+    gone = [version for version in _names(folder) if version not in named]
+    for version in gone:
+        _remove(folder / version / "plan.json")  # first: without it there is no version
+        _remove(folder / version)
+    return gone
+
+
+def write(root: str | Path, name: str, content: bytes) -> None:
+    """A file for people beside the plans, whole or not at all."""
+    _write(_place(root) / name, content)
+
+
+# --- folders and URLs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A file or folder of a file system of fsspec: what of Path is used here."""
+
+    fs: Any
+    path: str
+
+    def __truediv__(self, name: str) -> _Remote:
+        return _Remote(self.fs, f"{self.path.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def read_bytes(self) -> bytes:
+        return self.fs.cat_file(self.path)
+
+
+Place = Path | _Remote
+
+
+def _place(root: str | Path) -> Place:
+    """Raises ShardCoreError for a URL that fsspec does not know or lacks a package for."""
+    if isinstance(root, Path) or "://" not in root:
+        return Path(root)
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
     try:
-        return Path(root) / name / "versions" / pointer.read_text().strip()
-    except OSError:
-        published = sorted(p.parent.name for p in Path(root).glob(f"*/{_POINTER}"))
-        raise ShardCoreError(f"no plan is published for problem {name!r} in {root}; there are {published or 'none'}") from None
+        fs, path = url_to_fs(root)
+    except (ValueError, ImportError) as error:
+        raise ShardCoreError(f"plans are at {root}, which cannot be opened: {error}") from None
+    return Path(path) if isinstance(fs, LocalFileSystem) else _Remote(fs, path)
 
 
-def load_plan(root: str | Path, name: str) -> tuple[Plan, Problem]:
-    """The current plan of a problem, and the problem."""
-    folder = current(root, name)
-    problem = files.read_problem(folder / "problem.json")
-    return files.read_plan(folder / "plan.json", problem), problem
+def _home(root: str | Path, name: str) -> Place:
+    return _place(root) / name
+
+
+def _exists(place: Place) -> bool:
+    return place.exists() if isinstance(place, Path) else place.fs.exists(place.path)
+
+
+def _names(place: Place) -> list[str]:
+    """Names of what is in a folder, sorted; none where there is no folder."""
+    if isinstance(place, Path):
+        return sorted(p.name for p in place.iterdir() if not p.name.startswith(".")) if place.is_dir() else []
+    place.fs.invalidate_cache()
+    try:
+        return sorted({found.rstrip("/").rsplit("/", 1)[-1] for found in place.fs.ls(place.path, detail=False)})
+    except FileNotFoundError:
+        return []
+
+
+def _write(place: Place, content: bytes) -> None:
+    if isinstance(place, Path):
+        files.write_atomic(place, content)
+    else:
+        place.fs.pipe_file(place.path, content)
+
+
+def _remove(place: Place) -> None:
+    """A file, or a folder with all in it; what is not there is gone already."""
+    if isinstance(place, Path) and place.is_dir():
+        shutil.rmtree(place)
+    elif isinstance(place, Path):
+        place.unlink(missing_ok=True)
+    elif _exists(place):
+        place.fs.rm(place.path, recursive=True)

@@ -446,7 +446,8 @@ class CommRequest:
       all_reduce       backward alone: the sum of dense gradients [B, width], all widths being equal
 
     payload: "fp32", or "bf16" to which FP32 tensors are cast to travel. hosts: how many the ranks are spread over, evenly.
-    start_ms: how much later than the first each rank enters the first exchange (forward, or the all-reduce).
+    start_ms: how much later than the first each rank enters the first exchange (forward, or the all-reduce). busy_ms: how long
+    each rank computes before an exchange, as in a step; between ranks that did not, CPUs exchange up to three times as fast.
     """
 
     widths: tuple[int, ...]
@@ -455,6 +456,7 @@ class CommRequest:
     collective: str = "all_to_all"
     payload: str = "fp32"
     hosts: int = 1
+    busy_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
@@ -473,6 +475,7 @@ class CommRequest:
                  f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} ranks")
         _require(self.hosts >= 1 and ranks % self.hosts == 0,
                  f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each")
+        _require(0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or more")
 
 
 @dataclass(frozen=True)

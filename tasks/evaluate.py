@@ -1,9 +1,12 @@
-"""How good the cost models are on held-out samples, and the sharders on held-out problems."""
+"""How good the cost models are on held-out samples, the sharders on held-out problems, and both where plans run."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +14,28 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import files, model_report, sampling
-from shardcore.cost import accuracy, neural, settle
+from shardcore import files, model_report, replays, sampling
+from shardcore.cost import accuracy, neural, reality, settle
+from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
-from shardcore.types import ShardCoreError
+from shardcore.types import Problem, Setting, ShardCoreError, Table
+from tasks.measure import cluster_setting
+from tasks.replay import devices_of_a_host, replaying
+from tasks.setting import SettingConfig
 
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
-"""Where TorchRec is installed its planner is a sharder too, but takes seconds to minutes a problem: bench/search.py has it."""
+"""Where TorchRec is installed its planner is a sharder too, but takes up to minutes a problem: bench/search.py has it."""
+ARENA_BYTES = 512 << 20
+"""Weights of a rank that replays: what problems have of larger tables is left out there."""
+MOST_TABLES = 24
+"""Of a problem that is replayed: each plan of it runs replay_repeats times."""
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Held-out problems to compare the sharders on, drawn as in sampling.ProblemConfig; budget_evals: of the searches."""
+    """Held-out problems to compare the sharders on, drawn as in sampling.ProblemConfig; budget_evals: of the searches.
+    replay_problems: whose plans also run, on at most `devices` devices of a host (0: none); replay_repeats: steps of each."""
 
     problems: int = 6
     seed: int = 1
@@ -32,10 +44,13 @@ class EvaluateConfig:
     max_tables: int = 60
     max_dim: int = 128
     budget_evals: int = 20_000
+    replay_problems: int = 5
+    replay_repeats: int = 20
 
     def __post_init__(self) -> None:
-        if self.problems < 1 or self.budget_evals < 1:
-            raise ShardCoreError(f"evaluate config {self} needs at least 1 problem and 1 evaluation")
+        if min(self.problems, self.budget_evals, self.replay_repeats) < 1 or self.replay_problems < 0:
+            raise ShardCoreError(f"evaluate config {self} needs at least 1 problem, 1 evaluation and 1 repeat of a replay, and "
+                                 "replay_problems of 0 or more")
 
 
 @task(task_run_name="evaluate-model")
@@ -85,9 +100,78 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
+@task(task_run_name="replay-plans")
+def replay_plans(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
+    """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected cluster: figures as
+    reality.figures, and in `out` what replays.keep keeps of each problem, replays.csv and replays.png. What is kept is not run
+    again while the plans are the same. {} where the parameters want none or the cluster cannot: a line says why."""
+    logger = get_run_logger()
+    if not config.replay_problems:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("replays.csv", "replays.png"):  # of another model
+        (out / name).unlink(missing_ok=True)
+    if not config.replay_problems:
+        logger.info("no plans are replayed: evaluate.replay_problems is 0")
+        return {}
+    model, pool = neural.load(folder), files.read_pool(pool_path)
+    devices = devices_of_a_host(config.devices, model.setting.batch)
+    problems = _to_replay(pool, model.setting, devices, config)
+    if reason := _why_not(model.setting, devices, problems):
+        logger.warning("no plans are replayed: %s", reason)
+        return {}
+    rows = replays.judge(_replayed(model, problems, config, out), model)
+    files.write_csv(out / "replays.csv", replays.csv_rows(rows))
+    _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"))
+    return reality.figures(rows)
+
+
+def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
+    """Why the connected cluster cannot replay problems that a model of `setting` prices, or None."""
+    asked = {k: v for k, v in dataclasses.asdict(setting).items() if k != "hardware"}
+    here = cluster_setting(SettingConfig(**asked))
+    if here != setting:
+        return f"the model is for ({setting}), the cluster's devices are {here.hardware}"
+    if devices < 2:
+        return "no host has two devices (cores or GPUs) that plans could run on, as many as divide the batch"
+    return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
+
+
+def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig) -> list[Problem]:
+    """Held-out problems, without their tables that no rank could hold; one with none left is left out."""
+    most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
+    shape = sampling.ProblemConfig(devices, config.min_tables, most, config.max_dim)
+    drawn = [sampling.problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
+    fitting = [tuple(t for t in p.tables if t.bytes <= ARENA_BYTES) for p in drawn]
+    return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
+
+
+def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], config: EvaluateConfig, out: Path) -> list[replays.Kept]:
+    """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
+    made = [replays.candidates(p, model, config.seed, Budget(evals=config.budget_evals)) for p in problems]
+    for path in set(out.iterdir()) - {out / p.name for p in problems}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
+    with ExitStack() as stack:
+        replay = None
+        for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
+            where, again = out / problem.name, "as kept"
+            if not replays.is_kept(where, problem, plans, model.setting, steps):
+                replay = replay or stack.enter_context(replaying(len(problem.topology), model.setting, steps))
+                again = "replayed"
+            kept.append(replays.keep(where, problem, plans, model.setting, steps, replay))
+            found = reality.figures(replays.judge(kept[-1:], model))
+            get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%", i + 1,
+                                  len(problems), again, found["plans"], len(problem.tables), len(problem.topology),
+                                  found["mape"], found["regret"])
+    return kept
+
+
 @task
-def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float]) -> None:
-    files.write_json(out / "metrics.json", {"accuracy": accuracy, "sharders": sharders})
+def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float], reality: dict[str, float]) -> None:
+    """metrics.json; without replays it has no section "reality"."""
+    sections = {"accuracy": accuracy, "sharders": sharders} | ({"reality": reality} if reality else {})
+    files.write_json(out / "metrics.json", sections)
 
 
 def _write_figure(path: Path, figure: Any) -> None:

@@ -38,7 +38,7 @@ class MeasureConfig:
     CommConfig."""
 
     compute_samples: int = 400
-    comm_samples: int = 200
+    comm_samples: int = 150
     seed: int = 0
     actors: int = 0
     ranks: int = 0
@@ -51,7 +51,7 @@ class MeasureConfig:
     max_repeats: int = 24
     interleave: int = 16
     max_shards: int = 30
-    comm_repeats: int = 9
+    comm_repeats: int = 7
 
     def __post_init__(self) -> None:
         counts = (self.compute_samples, self.comm_samples, self.actors, self.ranks, self.seed)

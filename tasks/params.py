@@ -6,7 +6,7 @@ from shardcore import files
 from tasks import paths
 
 T = TypeVar("T")
-SECTIONS = ("setting", "tables", "measure", "train", "evaluate", "promote", "publish")
+SECTIONS = ("setting", "tables", "measure", "train", "evaluate", "promote", "publish", "stack")
 
 
 def section(name: str, cls: type[T]) -> T:

@@ -8,5 +8,6 @@ MEASUREMENTS = Path("data/measurements")
 DATASETS = Path("datasets")
 MODEL = Path("data/model")
 EVALUATION = Path("data/evaluation")
+REPLAYS = EVALUATION / "replays"
 PROBLEMS = Path("problems")
 PLANS = Path("plans")

@@ -1,17 +1,17 @@
 """Progress of measuring: in the log, as a Prefect progress artifact, and as Ray metrics.
 
 Ray serves the metrics for Prometheus at the metrics port of the node that runs the flow, under these names with "ray_" before
-them.
+them, with the flow run's name as label `run`. monitoring/grafana.json shows them.
 """
 
 from __future__ import annotations
 
 import time
-from uuid import UUID
 
-from prefect import get_run_logger
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect import get_run_logger, runtime
 from ray.util.metrics import Counter, Gauge
+
+from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _EVERY_S = 5.0
 
@@ -23,19 +23,20 @@ class Progress:
         self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
         self._began, self._said = time.monotonic(), 0.0
         self._logger = get_run_logger()
-        self._artifact: UUID = create_progress_artifact(0.0, key=f"measure-{kind}", description=f"{total} {kind} samples")
-        device = {"tag_keys": ("kind", "device")}
-        self._samples_total = Counter("shardcore_measure_samples_total", "Samples measured or failed", **device)
-        self._kernel_share = Gauge("shardcore_measure_kernel_share", "Share of a device's time in kernels", **device)
-        self._wanted = Gauge("shardcore_measure_wanted", "Samples that the run has to measure", tag_keys=("kind",))
-        self._rate = Gauge("shardcore_measure_samples_per_s", "Samples a second, all devices together", tag_keys=("kind",))
-        self._left_s = Gauge("shardcore_measure_left_s", "Estimated seconds to the end", tag_keys=("kind",))
-        self._wanted.set(total, {"kind": kind})
+        self._artifact = create_progress_artifact(0.0, key=f"measure-{kind}", description=f"{total} {kind} samples")
+        self._tags = {"run": runtime.flow_run.name or "", "kind": kind}
+        of_run, of_device = {"tag_keys": ("run", "kind")}, {"tag_keys": ("run", "kind", "device")}
+        self._samples_total = Counter("shardcore_measure_samples_total", "Samples measured or failed", **of_device)
+        self._kernel_share = Gauge("shardcore_measure_kernel_share", "Share of a device's time in kernels", **of_device)
+        self._wanted = Gauge("shardcore_measure_wanted", "Samples that the run has to measure", **of_run)
+        self._rate = Gauge("shardcore_measure_samples_per_s", "Samples a second, all devices together", **of_run)
+        self._left_s = Gauge("shardcore_measure_left_s", "Estimated seconds to the end", **of_run)
+        self._wanted.set(total, self._tags)
 
     def add(self, device: str, samples: int, kernel_s: float | None = None) -> None:
         """Count what a device did: samples, and the seconds of it in kernels where that is known."""
         self._done += samples
-        tags = {"kind": self._kind, "device": device}
+        tags = {**self._tags, "device": device}
         if samples:
             self._samples_total.inc(samples, tags)
         if kernel_s is not None:
@@ -55,9 +56,9 @@ class Progress:
             line += f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% of the time in kernels"
         self._logger.info("%s", line)
         update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
-        self._rate.set(rate, {"kind": self._kind})
+        self._rate.set(rate, self._tags)
         if rate:
-            self._left_s.set((self._total - self._done) / rate, {"kind": self._kind})
+            self._left_s.set((self._total - self._done) / rate, self._tags)
 
     @property
     def _elapsed_s(self) -> float:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow
+from mlflow.entities import Metric
+from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files
-from shardcore.cost import accuracy, neural, settle
+from shardcore import files, model_report, replays
+from shardcore.cost import accuracy, neural, reality, settle
 from shardcore.types import ShardCoreError
-from tasks import registry
+from tasks import paths, publication, registry
+
+_REPLAYS_TAG = "shardcore.replays_digest"
 
 
 @dataclass(frozen=True)
 class PromoteConfig:
-    """may_lose: how many points of score a challenger may lose and still be called at least as good."""
+    """may_lose: how many points of score a challenger may lose and still be called at least as good. approval: whether one that
+    passed waits until a person approves."""
 
     may_lose: float = 0.0
+    approval: bool = False
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """What came of a challenger: the version that is champion afterwards (None: none is yet), and why, in words."""
+
+    model: str
+    challenger: str
+    champion: str | None
+    reason: str
 
 
 def score(metrics: dict[str, float]) -> float:
@@ -28,42 +46,76 @@ def score(metrics: dict[str, float]) -> float:
 
 
 @task(task_run_name="promote-model")
-def promote_model(folder: Path, measurements: Path, config: PromoteConfig) -> str:
-    """Register the model's files as challenger, and make it champion unless the champion is better on the same held-out data;
-    the version that is champion afterwards."""
+@registry.plain_errors()
+def promote_model(folder: Path, measurements: Path, config: PromoteConfig, approve: bool = False,
+                  will_publish: bool = False, replayed: Path = paths.REPLAYS) -> Promotion:
+    """Register the model's files as challenger, and make it champion unless the champion is better on the same held-out data, or
+    surely better at choosing among plans that `evaluate` replayed (kept in `replayed`). With config.approval a challenger that
+    passed becomes champion only when `approve` says so. will_publish: the caller goes on to publish, so nobody else has to."""
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
-    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
-    data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
-    if not any(s.error is None for s in data[0]):
-        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge {folder} by; measure more")
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list")
     tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(model.setting)}
     challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags)
-    name = challenger.name
+    name, version = challenger.name, str(challenger.version)
     before = registry.find(client, name, registry.CHAMPION)
-    if before is not None and str(before.version) == str(challenger.version):
-        logger.info("%s: version %s is champion already", name, before.version)
-        return str(before.version)
+    champion = None if before is None else str(before.version)
+    kept = replays.read_all(replayed, model.setting)
+    if kept:
+        _log_reality(client, challenger, replays.judge(kept, model))
+
+    def end(champion: str | None, reason: str) -> Promotion:
+        logger.info("%s: %s", name, reason)
+        return Promotion(name, version, champion, reason)
+
+    if champion == version:
+        return end(champion, f"version {version} is champion already")
+    passed, reason = _judge(client, model, measurements, kept, challenger, before, config)
+    client.set_model_version_tag(name, version, "gate", ("passed, " if passed else "") + reason)
+    if not passed:
+        return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
+    if config.approval and not approve:
+        return end(champion, f"challenger {version} awaits approval; {reason}")
+    if will_publish:
+        publication.claim(client, name, version)
+    client.set_registered_model_alias(name, registry.CHAMPION, version)
+    return end(version, f"version {version} is champion, {reason}")
+
+
+def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[reality.Judged]) -> None:
+    """What replays say of a version's model: metrics reality_* and a plot in the run that made it; once for the same replays."""
+    known = files.digest(replays.csv_rows(rows))
+    if version.tags.get(_REPLAYS_TAG) == known:
+        return
+    now_ms = int(1000 * time.time())
+    client.log_batch(version.run_id, [Metric(f"reality_{k}", v, now_ms, 0) for k, v in reality.figures(rows).items()])
+    client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png")
+    client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
+
+
+def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, kept: Sequence[replays.Kept],
+           challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
+    """Whether a challenger passes the gate, and why."""
+    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
+    if not any(s.error is None for s in data[0]):
+        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge version "
+                             f"{challenger.version} by; measure more")
     new = score(accuracy.evaluate(model, *data))
-    client.set_model_version_tag(name, challenger.version, "score", f"{new:.4f}")
-    if before is not None:
-        try:
-            old_model = registry.download(client, before)
-        except ShardCoreError as error:  # registered by a ShardCore that computed other features
-            old_model = None
-            logger.warning("%s: champion %s cannot be read any more and is replaced: %s", name, before.version, error)
-        if old_model is not None and old_model.setting == model.setting:
-            old = score(accuracy.evaluate(old_model, *data))
-            if new > old + config.may_lose:
-                logger.warning("%s: version %s stays champion; challenger %s lost by %.2f points of held-out error (%.2f%% "
-                               "against %.2f%%)", name, before.version, challenger.version, new - old, new, old)
-                return str(before.version)
-            logger.info("%s: challenger %s at %.2f%% against champion %s at %.2f%%", name, challenger.version, new,
-                        before.version, old)
-        elif old_model is not None:
-            logger.info("%s: champion %s is for another setting (%s)", name, before.version, old_model.setting)
-    client.set_registered_model_alias(name, registry.CHAMPION, challenger.version)
-    logger.info("%s: version %s is champion, held-out error %.2f%%", name, challenger.version, new)
-    return str(challenger.version)
+    client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
+    said = f"held-out error {new:.2f}%"
+    if before is None:
+        return True, f"{said}, the first"
+    try:
+        old_model = registry.download(client, before)
+    except ShardCoreError as error:  # registered by a ShardCore that computed other features
+        return True, f"{said}; champion {before.version} cannot be read any more: {error}"
+    if old_model.setting != model.setting:
+        return True, f"{said}; champion {before.version} is for another setting ({old_model.setting})"
+    old = score(accuracy.evaluate(old_model, *data))
+    if new > old + config.may_lose:
+        return False, f"lost by {new - old:.2f} points of held-out error ({new:.2f}% against {old:.2f}%)"
+    if lost := kept and reality.lost(*(replays.judge(kept, m) for m in (model, old_model))):
+        return False, f"lost by replayed plans: {lost}"
+    return True, f"{said} against {old:.2f}% of champion {before.version}"

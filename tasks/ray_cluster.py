@@ -1,4 +1,5 @@
-"""A connection to Ray: RAY_ADDRESS, or a local Ray for as long as the context lasts."""
+"""A connection to Ray: RAY_ADDRESS, or a local Ray for as long as the context lasts. Actors are in a namespace named after the
+flow run, which the dashboard and `ray list actors` show beside their names."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 def ray_cluster() -> Iterator[None]:
     """Connect to Ray; raises ShardCoreError where RAY_ADDRESS does not answer."""
     import ray
+    from prefect import runtime
 
     address = os.environ.get("RAY_ADDRESS")
-    options = {"log_to_driver": False, "logging_level": logging.WARNING}
+    options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": runtime.flow_run.name or None}
     try:
         if address and address != "local":
             if address != "auto":

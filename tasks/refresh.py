@@ -1,31 +1,89 @@
-"""DVC from Prefect: rebuild what changed."""
+"""DVC from Prefect: change parameters, rebuild what changed, keep the result for others."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from prefect import get_run_logger, task
 
+from shardcore import files
 from shardcore.types import ShardCoreError
-from tasks import services
+from tasks import cache, params, paths, services
+from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
-STAGES = ("tables", "measure", "train", "evaluate")
+_DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
+Stage = Literal["tables", "measure", "train", "evaluate"]
+STAGES = get_args(Stage)
+LOCK = Path("dvc.lock")
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What `dvc repro` did with a stage: whether it ran, and for how many seconds."""
+
+    stage: str
+    ran: bool
+    seconds: float
+
+
+# --- parameters --------------------------------------------------------------------------------------------------------
+
+
+def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
+    """Write overrides ({section: {key: value}}) into params.yaml, comments kept, once all sections are right with them; whether
+    that changed it. sections: each section's config dataclass. Raises ShardCoreError naming what is unknown or wrong."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.preserve_quotes, yaml.width = True, 130
+    for name, cls in sections.items():
+        params.section(name, cls)
+    document = yaml.load(paths.PARAMS) or {}
+    unknown = sorted(set(overrides) - set(sections))
+    if unknown:
+        raise ShardCoreError(f"overrides have an unknown section {unknown[0]!r}; known are {', '.join(sections)}")
+    changed = False
+    for name, values in overrides.items():
+        section = document.get(name) or {}
+        if not isinstance(values, Mapping):
+            raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with keys")
+        files.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
+        for key, value in values.items():
+            if key not in section or section[key] != value:
+                section[key], changed = value, True
+        document[name] = section
+    if changed:
+        text = io.StringIO()
+        yaml.dump(document, text)
+        files.write_atomic(paths.PARAMS, text.getvalue().encode())
+    return changed
+
+
+# --- dvc ---------------------------------------------------------------------------------------------------------------
 
 
 @task(task_run_name="dvc-repro-{target}")
-def repro(target: str) -> None:
-    """`dvc repro` of a stage and what it depends on, its lines in the run's log; raises ShardCoreError where a stage fails."""
+def repro(target: Stage) -> list[StageRun]:
+    """`dvc repro` of a stage and what it depends on, its lines in the run's log and its progress on the run's page; raises
+    ShardCoreError where a stage fails."""
     if target not in STAGES:
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(STAGES)}")
     logger = get_run_logger()
-    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
-    process = subprocess.Popen([sys.executable, "-m", "dvc", "repro", target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, env={**os.environ, "PATH": here}, preexec_fn=services.die_with_parent)
+    stages = STAGES[:STAGES.index(target) + 1]
+    progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
+    cache.remove_damaged(logger)
+    process = _dvc("repro", target)
+    begun: dict[str, tuple[bool, float]] = {}  # stage -> whether it runs, since when
     reason = ""
     for line in process.stdout:
         message = _PREFECT_PREFIX.sub("", line.rstrip())
@@ -33,5 +91,63 @@ def repro(target: str) -> None:
             logger.info("%s", message)
         if message.lower().startswith("error: ") and not reason:
             reason = message.split(": ", 1)[1]
+        if (found := _DVC_STAGE.match(message)) and found[2] in stages:
+            begun[found[2]] = (found[1] == "Running stage", time.monotonic())
+            update_progress_artifact(progress, 100.0 * stages.index(found[2]) / len(stages), description=f"stage {found[2]}")
     if process.wait():
         raise ShardCoreError(reason or f"dvc repro {target} ended with exit code {process.returncode}")
+    update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
+    ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
+    return [StageRun(stage, ran, end - since if ran else 0.0)
+            for (stage, (ran, since)), end in zip(begun.items(), ends, strict=True)]
+
+
+def require_pushable() -> None:
+    """Raises ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
+    if _git("symbolic-ref", "--quiet", "HEAD").returncode:
+        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {LOCK} cannot be committed; check one "
+                             "out, or refresh without push")
+    process = _dvc("config", "core.remote")
+    found = process.stdout.read().strip()
+    if process.wait() or not found:
+        raise ShardCoreError("DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push")
+
+
+@task(task_run_name="push-{target}")
+def push_data(target: Stage) -> str | None:
+    """Push a stage's data and what it depends on to DVC's remote, then commit dvc.lock and params.yaml, and nothing else, on the
+    branch that is checked out; the commit, None where both were committed already. Git itself is pushed by whoever owns the
+    branch."""
+    process = _dvc("push", "--with-deps", target)
+    said = process.stdout.read().strip().splitlines() or ["it said nothing"]
+    if process.wait():
+        raise ShardCoreError(f"dvc push ended with exit code {process.returncode}: {said[-1]}")
+    kept = [str(LOCK), str(paths.PARAMS)]
+    _require(_git("add", "--", *kept))
+    if _git("diff", "--cached", "--quiet", "HEAD", "--", *kept).returncode == 0:
+        get_run_logger().info("%s are committed already", " and ".join(kept))
+        return None
+    _require(_git("commit", "--quiet", "--only", "-m", f"Refresh of stage {target}", "--", *kept))
+    commit = _require(_git("rev-parse", "HEAD")).strip()
+    get_run_logger().info("pushed the data, and committed %s as %s", " and ".join(kept), commit)
+    return commit
+
+
+def _dvc(*arguments: str) -> subprocess.Popen:
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
+    return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, env={**os.environ, "PATH": here}, preexec_fn=services.die_with_parent)
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(["git", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    except OSError as error:
+        raise ShardCoreError(f"git cannot be run: {error.strerror}") from None
+
+
+def _require(done: subprocess.CompletedProcess) -> str:
+    if done.returncode:
+        said = done.stdout.strip().splitlines() or ["it said nothing"]
+        raise ShardCoreError(f"git {done.args[1]} ended with exit code {done.returncode}: {said[-1]}")
+    return done.stdout

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlflow
+import numpy as np
+import psutil
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from requests import RequestException
 
 from shardcore import files
 from shardcore.cost import neural
-from shardcore.types import ShardCoreError
+from shardcore.types import Shard, ShardCoreError, Table, Zipf
 from tasks import services
 
 CHALLENGER, CHAMPION = "challenger", "champion"
@@ -23,12 +30,16 @@ CARD = "card.md"
 """Beside a model's folder."""
 _ARTIFACT = "cost-model"
 DIGEST_TAG = "shardcore.model_digest"
+_PROCESS_TAG = "shardcore.process"
+_ANY_SHARD = Shard.whole(Table("any", 1000, 16, 1.0, Zipf(1.0)))
 
 
 def connect() -> mlflow.MlflowClient:
-    """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder); raises ShardCoreError where it does not answer."""
+    """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder), runs of processes that were killed ended there; raises
+    ShardCoreError where it does not answer."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")  # a server away for less than a minute costs only time
     for name in ("mlflow.store.db.utils", "mlflow.tracking.fluent", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     uri = mlflow.get_tracking_uri()
@@ -36,9 +47,36 @@ def connect() -> mlflow.MlflowClient:
         services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")
     try:
         mlflow.set_experiment(EXPERIMENT)
+        client = mlflow.MlflowClient()
+        _end_left_runs(client)
     except (MlflowException, OSError) as error:
         raise ShardCoreError(f"MLflow cannot be used at {uri}: {' '.join(str(error).split())[:200]}") from None
-    return mlflow.MlflowClient()
+    return client
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise what MLflow's client raises (its server went away meanwhile, a full disk there) as a ShardCoreError in one line."""
+    try:
+        yield
+    except (MlflowException, RequestException) as error:
+        raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: {' '.join(str(error).split())[:200]}; what was "
+                             "finished is kept, and a rerun goes on from there") from None
+
+
+@contextmanager
+def run(**options: Any) -> Iterator[mlflow.ActiveRun]:
+    """mlflow.start_run, tagged with this process."""
+    with mlflow.start_run(**options, tags={_PROCESS_TAG: f"{socket.gethostname()} {os.getpid()}"}) as begun:
+        yield begun
+
+
+def _end_left_runs(client: mlflow.MlflowClient) -> None:
+    """End the runs of this host whose process is gone as killed; they would count as running for ever."""
+    left = f"attributes.status = 'RUNNING' AND tags.`{_PROCESS_TAG}` LIKE '{socket.gethostname()} %'"
+    for found in mlflow.search_runs(filter_string=left, output_format="list"):
+        if not psutil.pid_exists(int(found.data.tags[_PROCESS_TAG].split()[1])):
+            client.set_terminated(found.info.run_id, "KILLED")
 
 
 def model_name(hardware: str) -> str:
@@ -71,7 +109,7 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags
 
 
 def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
-    with mlflow.start_run(run_id=run_id, run_name=None if run_id else "register"), warnings.catch_warnings(action="ignore"):
+    with run(run_id=run_id, run_name=None if run_id else "register"), warnings.catch_warnings(action="ignore"):
         info = mlflow.pyfunc.log_model(
             name=_ARTIFACT,
             python_model=str(Path(__file__).with_name("served_model.py")),
@@ -90,7 +128,15 @@ def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.Neura
         if not folders:
             raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; it was not "
                                  "registered by ShardCore")
-        return neural.load(folders[0])
+        model = neural.load(folders[0])
+    try:
+        fine = "provenance" in model.meta and np.isfinite(model.head(model.encode((_ANY_SHARD,), 1).sum(0)))
+    except (KeyError, IndexError, ValueError, TypeError):
+        fine = False
+    if not fine:
+        raise ShardCoreError(f"version {version.version} of {version.name} holds a model that gives no costs; its files were not "
+                             "made by ShardCore")
+    return model
 
 
 def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralModel, ModelVersion]:

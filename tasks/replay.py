@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import ray
@@ -33,6 +34,7 @@ class ReplayRank:
 
     def run(self, rank: int, address: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
             device: str) -> list[np.ndarray]:
+        self._progress()
         return replay_rank(rank, address, workloads, setting, config, device, self._progress)
 
     @ray.method(concurrency_group="watch")  # so that it answers while the rank works
@@ -43,6 +45,21 @@ class ReplayRank:
         self._heard = time.monotonic()
 
 
+@contextmanager
+def replaying(ranks: int, setting: Setting, config: ReplayConfig) -> Iterator[Callable[[Sequence[Workload]], list[Replayed]]]:
+    """A gang that replays plans of one problem after those of another, each call as `replay`; it ends with the context."""
+    device = cluster_device()
+    shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
+    with actors.gang(ReplayRank, "replay", ranks, device) as members:
+        def run(workloads: Sequence[Workload]) -> list[Replayed]:
+            for workload in workloads:
+                require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
+            marks = _marks(members, workloads, setting, config, device)
+            return [dataclasses.replace(combine(seen), oversubscribed=shared) for seen in zip(*marks, strict=True)]
+
+        yield run
+
+
 @task(task_run_name="replay")
 def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None) -> list[Replayed]:
     """Replay plans of one problem, as shardcore.measure.replay.replay_all, on one host of the connected cluster: its GPUs where
@@ -50,24 +67,34 @@ def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig
 
     Raises as replay_all, and ShardCoreError where the devices find no room.
     """
-    config, device = config or ReplayConfig(), cluster_device()
     if not workloads:
         return []
-    for workload in workloads:
-        require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
-    ranks = len(workloads[0].ops)
-    shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
-    with actors.gang(ReplayRank, "replay", ranks, device) as members:
-        [address] = actors.when_started([members[0].address.remote()])
-        given = ray.put(list(workloads))
-        calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device)
-                 for rank, m in enumerate(members)]
-        heard = [time.monotonic()] * ranks
+    for workload in workloads:  # before devices are taken
+        require_replayable(workload, workloads[0], setting, "cpu")
+    with replaying(len(workloads[0].ops), setting, config or ReplayConfig()) as run:
+        return run(workloads)
 
-        def silent_s(rank: int) -> float:
-            with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
-                heard[rank] = time.monotonic() - ray.get(members[rank].silent_s.remote(), timeout=_PROBE_S)
-            return time.monotonic() - heard[rank]
 
-        marks = actors.answers("replay", calls, config.timeout_s + _PROBE_S, silent_s)
-    return [dataclasses.replace(combine(seen), oversubscribed=shared) for seen in zip(*marks, strict=True)]
+def devices_of_a_host(most: int, batch: int) -> int:
+    """How many devices of one host of the connected cluster can replay plans without sharing a core, `most` at most; they divide
+    the batch."""
+    kind = "GPU" if cluster_device() == "cuda" else "CPU"
+    there = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
+    return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
+
+
+def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
+           device: str) -> list[list[np.ndarray]]:
+    """Each rank's marks of each workload."""
+    [address] = actors.when_started([members[0].address.remote()])
+    given = ray.put(list(workloads))
+    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device)
+             for rank, m in enumerate(members)]
+    heard = [time.monotonic()] * len(members)
+
+    def silent_s(rank: int) -> float:
+        with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
+            heard[rank] = time.monotonic() - ray.get(members[rank].silent_s.remote(), timeout=_PROBE_S)
+        return time.monotonic() - heard[rank]
+
+    return actors.answers("replay", calls, config.timeout_s + _PROBE_S, silent_s)

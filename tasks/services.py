@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlparse
 
+import httpx
+
 from shardcore.types import ShardCoreError
 from tasks import paths
 
@@ -86,6 +88,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def away(error: httpx.HTTPError) -> str:
+    """What an error of Prefect's client means, in one line."""
+    return f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: {error or type(error).__name__}"
+
+
 class _NoTracebackForUserErrors(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and isinstance(record.exc_info[1], ShardCoreError):
@@ -114,6 +121,9 @@ def run_flow(flow: Callable[[], object]) -> None:
         flow()
     except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except httpx.HTTPError as error:
+        print(f"error: {away(error)}; what was finished is kept, and a rerun goes on from there", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("stopped; what was finished is kept, and a rerun goes on from there", file=sys.stderr)

@@ -73,6 +73,7 @@ def git_commit() -> str:
 
 
 @task(task_run_name="train-model")
+@registry.plain_errors()
 def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path) -> dict[str, float]:
     """Train on the measurements, write the model's files, its curves.csv and its card.md beside them, log the run; the metrics on
     the test split."""
@@ -91,7 +92,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
         if epoch % 10 == 0:
             logger.info("%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
-    with mlflow.start_run(run_name=f"train-{setting.hardware}") as run:
+    with registry.run(run_name=f"train-{setting.hardware}") as run:
         version, commit = data_version(), git_commit()
         versions = {measurements: version, **{path: parts_digest(path) for path in shipped}}
         mlflow.log_params({**dataclasses.asdict(config), **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +101,7 @@ class Workers:
         self._chunk, self._hang_s = chunk, hang_s
         self._waiting: deque[ComputeRequest] = deque()
         self._suspects: deque[ComputeRequest] = deque()
+        self._starts: Counter[str] = Counter()
         self._devices = [_Device(f"device {i}", self._actor(f"device {i}")) for i in range(count)]
 
     def __enter__(self) -> Workers:
@@ -124,17 +125,20 @@ class Workers:
         the mean of what each finds, all running at once."""
         if self.control_ms is not None:
             return
-        few, found = list(requests[: self._config.interleave]), []
+        few, found, ended = list(requests[: self._config.interleave]), [], []
         calls = [d.actor.calibrate.options(name="measure[compute] calibrate").remote(few) for d in self._devices]
         for device, call in zip(self._devices, calls, strict=True):
             try:
                 found.append(ray.get(call, timeout=actors.START_S))
-            except ray.exceptions.RayError:  # one of the few ends or hangs its worker: measuring will find which
-                ray.kill(device.actor)
-                device.actor = self._actor(device.name)
-                found += actors.when_started([device.actor.calibrate.remote([])])
+            except ray.exceptions.RayError:  # its host is gone, or one of the few ends or hangs its worker
+                ended.append(device)
+        if not found:  # one of the few ends every worker: measuring will find which
+            self._start_again(self._devices[0])
+            found = actors.when_started([self._devices[0].actor.calibrate.remote([])])
         self.control_ms = sum(found) / len(found)
-        actors.when_started([d.actor.use_control.remote(self.control_ms) for d in self._devices])
+        for device in ended:
+            self._start_again(device)
+        actors.when_started([d.actor.use_control.remote(self.control_ms) for d in self._devices if d not in ended])
 
     def measure(self, requests: Sequence[ComputeRequest]) -> Iterator[list[Finished]]:
         """Measure requests (of different ids), all devices at once; yields what came back, until all is. A request that ends or
@@ -155,7 +159,10 @@ class Workers:
             finished = self._collect()
 
     def _actor(self, name: str) -> Any:
-        return DeviceWorker.options(name=f"measure[compute] {name}", num_gpus=int(self._kind == "cuda"), num_cpus=1).remote(
+        self._starts[name] += 1  # Ray may take a while to free the name of one that died
+        again = f", start {self._starts[name]}" if self._starts[name] > 1 else ""
+        name = f"measure[compute] {name}{again}"
+        return DeviceWorker.options(name=name, num_gpus=int(self._kind == "cuda"), num_cpus=1).remote(
             self._setting, self._kind, self._config, self._control, self.control_ms)
 
     def _hand_out(self, device: _Device) -> None:
@@ -223,10 +230,14 @@ class Workers:
         else:
             self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
             self._suspects.extend(failed)
+        self._start_again(device)
+        return finished
+
+    def _start_again(self, device: _Device) -> None:
+        """A fresh actor; whether it starts, the others need not wait to see."""
         ray.kill(device.actor)
         device.actor, device.handed, device.starting = self._actor(device.name), {}, True
         device.call, device.due = device.actor.hardware.remote(), time.monotonic() + actors.START_S
-        return finished
 
     def _retire(self, device: _Device, reason: str) -> list[Finished]:
         ray.kill(device.actor)

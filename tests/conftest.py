@@ -1,8 +1,11 @@
 """Shared by the tests: small tables and problems with known statistics."""
 
 import os
+import random
 import signal
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,31 @@ def tables() -> tuple[Table, ...]:
 @pytest.fixture
 def problem(tables) -> Problem:
     return Problem("small", tables, Topology((Device(16 * MIB),) * 4), 256)
+
+
+@dataclass
+class Outcome:
+    """What a failure came to: whether the work still ran when it struck, the line that tells of it, what was lost, and whether
+    the next run completed."""
+
+    hit: bool = False
+    said: str = ""
+    lost: int | None = None
+    completed: bool = False
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of the instants at which tests strike (bench/failures.py gives them); said where a test fails."""
+    return time.time_ns() % 10**6
+
+
+@pytest.fixture
+def rng(seed) -> random.Random:
+    print("seed", seed)
+    return random.Random(seed)
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    return Outcome()

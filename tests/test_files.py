@@ -134,8 +134,8 @@ def test_parameters_name_an_unknown_key(tmp_path):
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     files.write_atomic(path, b"old")
-    monkeypatch.setattr(files.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError):
+    monkeypatch.setattr(files.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "no space left")))
+    with pytest.raises(ShardCoreError, match="cannot write .*: no space left"):
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 

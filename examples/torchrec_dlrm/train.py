@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=2 train.py
 
 Tables, multi-hot sizes and skew are those of MLPerf DLRM-DCNv2 (Criteo 1TB, multi-hot), with rows and columns scaled down; the
-clicks are synthetic: each id has a hidden score, which the model has to learn. --check trains an unsharded copy on every rank too
-and compares losses and parameters at the end.
+clicks are synthetic: each id has a hidden score, which the model has to learn. Step times are compared. --check trains an
+unsharded copy on every rank too, with the batches of all ranks, and compares parameters at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import statistics
 import time
 import warnings
 from dataclasses import replace
@@ -136,6 +135,21 @@ def largest_difference(model: torch.nn.Module, whole: torch.nn.Module) -> float:
     return worst.item()
 
 
+def slowest_ms(trainer: Trainer) -> np.ndarray:
+    """[steps] ms of the slowest rank, without the first quarter."""
+    times = torch.tensor(trainer.times[len(trainer.times) // 4:])
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return 1e3 * times.numpy()
+
+
+def ratio(times: np.ndarray, of: np.ndarray, seed: int = 0) -> str:
+    """Median of one step's time over another's, step by step, with the 95% interval of a bootstrap over steps."""
+    each = times / of
+    drawn = np.median(np.random.default_rng(seed).choice(each, (2000, len(each))), axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return f"{np.median(each):.2f} (95% interval {low:.2f} to {high:.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
@@ -160,20 +174,21 @@ def main() -> None:
         if unsharded:
             unsharded.step(batches)
 
+    times = {name: slowest_ms(trainer) for name, trainer in [*trainers.items(), ("unsharded", unsharded)] if trainer}
     for name, trainer in trainers.items():
         kinds = [s.sharding_type for module in trainer.plan.plan.values() for s in module.values()]
         losses = torch.tensor(trainer.losses)
         dist.all_reduce(losses)
         losses /= world
-        times = torch.tensor(trainer.times)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        say = (f"{name:10} loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}   step "
-               f"{statistics.median(times[len(times) // 4:].tolist()) * 1e3:.1f} ms   "
+        say = (f"{name:10} loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}   step {np.median(times[name]):.1f} ms   "
                + ", ".join(f"{kinds.count(k)} {k}" for k in sorted(set(kinds))))
         if unsharded:
             say += f"   differs from unsharded by {largest_difference(trainer.model, unsharded.model):.1e}"
         if rank == 0:
             print(say, flush=True)
+    if rank == 0:
+        print("step time  " + ",   ".join(f"{name} over shardcore {ratio(ms, times['shardcore'])}"
+                                          for name, ms in times.items() if name != "shardcore"))
     dist.destroy_process_group()
 
 

@@ -19,6 +19,14 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     return float(agree / np.sqrt(untied_x * untied_y)) if untied_x * untied_y else 0.0
 
 
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's rank correlation of two [S] arrays, ties at their mean rank; 0 where either has no order."""
+    from scipy.stats import rankdata
+
+    ranks = [rankdata(v) for v in (x, y)]
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
+
+
 def coverage(low: np.ndarray, high: np.ndarray, measured: np.ndarray) -> float:
     """Percent of the measurements that lie in their intervals; all [S]."""
     return 100 * float(np.mean((low <= measured) & (measured <= high)))

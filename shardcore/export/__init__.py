@@ -1,1 +1,1 @@
-"""Export: plans in the form that training systems take, and theirs as ours."""
+"""Export: plans in the form that training systems take, theirs as ours, and what they report of their tables."""

@@ -29,6 +29,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.search.peers.torchrec import placements_of
 from shardcore.search.pieces import column_runs, consolidate, even_rows
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
@@ -107,8 +108,8 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     """The plan of a model's tables as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
 
     module: the model; or the path in it of its only EmbeddingBagCollection. compute_device: "cuda" or "cpu". like: a TorchRec
-    plan of the same model, whose kernels, cache settings, output types and the rest are kept. uneven_rows: allow row ranges that
-    only the sharder of `torchrec_rows` trains.
+    plan of the same model, whose kernels, cache settings, output types and the rest are kept; without it, those that a plan of
+    `from_torchrec` has in its provenance. uneven_rows: allow row ranges that only the sharder of `torchrec_rows` trains.
     Raises ShardCoreError for what TorchRec cannot run, naming the table and why, and where the problem's tables are not the
     model's.
     """
@@ -122,13 +123,18 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
         placed[placement.shard.table.name].append(placement)
     ranks = Ranks.of(problem.topology)
     layouts = {name: layout(placed[name], ranks, uneven_rows) for name in theirs}
+    kept = {} if like else {name: with_settings(settings, f"table {name!r} of the plan's provenance")
+                            for name, settings in plan.provenance.get("torchrec", {}).items()}
+    if unknown := sorted(set(kept) - set(theirs)):
+        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}")
     cut = {theirs[name].path for name, found in layouts.items() if found.sharding_type == "column_wise" and theirs[name].pooled}
     modules: dict[str, Any] = {}
     for name, table in theirs.items():
         found = layouts[name]
         if found.sharding_type == "table_wise" and table.path in cut:
             found = replace(found, sharding_type="column_wise")
-        old = like.plan.get(table.path, {}).get(table.name) if like else None
+        old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
+        _require_replicable(found, old, name)
         modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = _sharding(
             found, ranks, compute_device, old)
     _require_sequences(layouts, theirs, compute_device)
@@ -154,16 +160,14 @@ def layout(placements: Sequence[Placement], ranks: Ranks, uneven_rows: bool = Fa
         return Layout("table_wise" if len(parts) == 1 else "column_wise", parts)
     slices = _slices(joined, rank_of)
     if len(slices) == 1 and [rank for rank, _ in slices[0]] == list(range(n_devices)):
-        if not uneven_rows:
-            _require_even(table, slices[0])
-        return Layout("row_wise", tuple(slices[0]))
+        return Layout("row_wise", tuple(slices[0] if uneven_rows else _evened(table, slices[0])))
     widths: dict[int, int] = defaultdict(int)
     for held in slices:
         if (on := tuple(rank for rank, _ in held)) not in ranks.hosts:
             raise ShardCoreError(f"plan cuts {_columns(held[0][1])} by rows over {device_names([ranks.devices[r] for r in on])}; "
                                  f"TorchRec needs one row range on each of the {n_devices} devices, or on each of one host "
                                  + (f"({ranks.per_host} each)" if ranks.hosts else "(where hosts are equal; these are not)"))
-        _require_even(table, held)
+        _evened(table, held)
         widths[ranks.hosts.index(on)] += held[0][1].width
     return _grid(table, widths, ranks.hosts)
 
@@ -196,6 +200,12 @@ def _require_sequences(layouts: Mapping[str, Layout], theirs: Mapping[str, Model
                                      "there needs all parts of tables cut by columns equally wide")
 
 
+def _require_replicable(found: Layout, old: ParameterSharding | None, name: str) -> None:
+    if found.sharding_type == "data_parallel" and old is not None and old.compute_kernel not in PLAIN_KERNELS:
+        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
+                             "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan")
+
+
 def _joined(shards: Iterable[Shard]) -> list[Shard]:
     """What one device holds of a table, neighbours in columns and then in rows as one."""
     found: list[Shard] = []
@@ -220,22 +230,23 @@ def _rising(held: list[tuple[int, Shard]]) -> list[tuple[int, Shard]]:
     table, sizes = held[0][1].table, [shard.rows for _, shard in held]
     if table.ordered or sum(sizes) < table.rows:
         return held
-    even = [hi - lo for lo, hi in even_rows(table.rows, len(held)) or ()]
-    if sorted(sizes) == sorted(even):  # the last of the devices, which has the fewest, need not be the last of the ranks
-        sizes = even
     ends = list(accumulate(sizes))
     return [(rank, replace(shard, row_lo=end - n, row_hi=end)) for (rank, shard), n, end in zip(held, sizes, ends, strict=True)]
 
 
-def _require_even(table: Table, held: Sequence[tuple[int, Shard]]) -> None:
+def _evened(table: Table, held: Sequence[tuple[int, Shard]]) -> list[tuple[int, Shard]]:
+    """The parts with TorchRec's row ranges, where they have these or their sizes in another order: the last of the devices, which
+    has the fewest, need not be the last of the ranks. Raises ShardCoreError where they differ otherwise."""
     wanted, n = even_rows(table.rows, len(held)), len(held)
     if wanted is None:
         raise ShardCoreError(f"plan cuts table {table.name!r} of {table.rows} rows over {n} devices; TorchRec would give each "
                              f"{math.ceil(table.rows / n)} and the last none, with which its kernels fail")
     found = [(shard.row_lo, shard.row_hi) for _, shard in held]
-    if found != wanted:
+    dealt = not table.ordered and sorted(hi - lo for lo, hi in found) == sorted(hi - lo for lo, hi in wanted)
+    if found != wanted and not dealt:
         raise ShardCoreError(f"plan cuts {_columns(held[0][1])} by rows at {[lo for lo, _ in found[1:]][:8]}; TorchRec cuts at "
                              f"{[lo for lo, _ in wanted[1:]][:8]}; uneven_rows, with its sharder, allows others over all devices")
+    return [(rank, replace(shard, row_lo=lo, row_hi=hi)) for (rank, shard), (lo, hi) in zip(held, wanted, strict=True)]
 
 
 def _columns(shard: Shard) -> str:
@@ -277,7 +288,8 @@ def _sharding(found: Layout, on: Ranks, compute_device: str, old: ParameterShard
 
 
 def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Module) -> Plan:
-    """A TorchRec plan of a model, its planner's or a user's, as ours, consolidated: to price, replay, improve.
+    """A TorchRec plan of a model, its planner's or a user's, as ours, consolidated: to price, replay, improve. Settings of tables
+    that it has beside their placement are in provenance["torchrec"], by our names: `to_torchrec` writes them again.
 
     Raises ShardCoreError where the plan, the problem and the model do not have the same tables, and as `placements_of` does.
     """
@@ -291,6 +303,8 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
         if path not in sharding_plan.plan:
             raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(sharding_plan.plan)[:5]}")
         found += placements_of(sharding_plan.plan[path], tables, devices)
-    plan = Plan(consolidate(found), {"algorithm": "torchrec plan"})
+    kept = {name: settings for name, table in theirs.items()
+            if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}
+    plan = Plan(consolidate(found), {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {}))
     require_cover(plan, problem)
     return plan

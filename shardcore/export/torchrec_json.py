@@ -17,32 +17,47 @@ from shardcore import files
 from shardcore.types import ShardCoreError
 
 if TYPE_CHECKING:
+    from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
     from torchrec.distributed.types import ShardingPlan
 
-SCHEMA, VERSION = "shardcore/torchrec-plan", 1
+SCHEMA, VERSION = "shardcore/torchrec-plan", 2
+"""Version 1 had no qcomms, and a digest of the modules alone."""
 
 
-def write_torchrec(path: str | Path, plan: ShardingPlan) -> None:
-    body = to_json(plan)
-    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), "modules": body})
+def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | None = None) -> None:
+    """qcomms: of the job's collectives, which TorchRec's sharders have and its plan does not, to be kept with it."""
+    body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
+    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_torchrec(path: str | Path) -> ShardingPlan:
     """A plan to pass to DistributedModelParallel. Raises ShardCoreError naming a file that is none, cut short or edited."""
+    return from_json(_read(path)["modules"], str(path))
+
+
+def read_qcomms(path: str | Path) -> QCommsConfig | None:
+    """The QCommsConfig that the plan's file was written with, for get_qcomm_codecs_registry. Raises as `read_torchrec`."""
+    from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
+
+    return decode(QCommsConfig, _read(path).get("qcomms"), f"{path}, qcomms")
+
+
+def _read(path: str | Path) -> dict[str, Any]:
     data = files.read_json(path)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or "modules" not in data:
         raise ShardCoreError(f"{path} has schema {data.get('schema') if isinstance(data, dict) else type(data).__name__!r}; "
                              f"expected {SCHEMA!r}")
-    if data.get("version") != VERSION:
-        raise ShardCoreError(f"{path} has version {data.get('version')!r} of {SCHEMA}; this ShardCore reads {VERSION}")
-    if data.get("digest") != files.digest(data["modules"]):
+    if data.get("version") not in (1, VERSION):
+        raise ShardCoreError(f"{path} has version {data.get('version')!r} of {SCHEMA}; this ShardCore reads up to {VERSION}")
+    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
+    if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
         raise ShardCoreError(f"{path} does not match its digest {data.get('digest')!r}; it was edited after ShardCore wrote it")
-    return from_json(data["modules"], str(path))
+    return body
 
 
 def to_json(plan: ShardingPlan) -> dict[str, Any]:
     """By module path, by table: plain JSON. Raises ShardCoreError naming a setting that has no form in it."""
-    return {path: {name: _encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()}
+    return {path: {name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()}
             for path, module in plan.plan.items()}
 
 
@@ -50,27 +65,28 @@ def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") 
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
     return ShardingPlan({path: EmbeddingModuleShardingPlan(
-        {name: _decode(ParameterSharding, value, f"{what}, table {name!r} of module {path!r}") for name, value in tables.items()})
+        {name: decode(ParameterSharding, value, f"{what}, table {name!r} of module {path!r}") for name, value in tables.items()})
         for path, tables in modules.items()})
 
 
-def _encode(value: Any, what: str) -> Any:
+def encode(value: Any, what: str) -> Any:
+    """A setting of TorchRec's as JSON. Raises ShardCoreError naming one that has no form in it."""
     if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
         return value
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
-        return [_encode(v, what) for v in value]
+        return [encode(v, what) for v in value]
     if type(value).__name__ == "EnumerableShardingSpec":
         return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes), "placement": str(s.placement)}
                 for s in value.shards]
     if dataclasses.is_dataclass(value) and not type(value).__name__.endswith("ShardingSpec"):
-        return {f.name: _encode(v, f"{what}, {f.name}") for f in dataclasses.fields(value)
+        return {f.name: encode(v, f"{what}, {f.name}") for f in dataclasses.fields(value)
                 if (v := getattr(value, f.name)) is not None}
     raise ShardCoreError(f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and plain settings")
 
 
-def _decode(kind: Any, value: Any, what: str) -> Any:
+def decode(kind: Any, value: Any, what: str) -> Any:
     """A value of the annotated kind, strictly."""
     options = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) in (Union, UnionType) else [kind]
     kind = options[0]
@@ -79,7 +95,7 @@ def _decode(kind: Any, value: Any, what: str) -> Any:
     if get_origin(kind) in (list, tuple):
         inner = [k for k in get_args(kind) if k is not Ellipsis]
         kinds = inner if len(inner) == len(value) and get_origin(kind) is tuple else [inner[0]] * len(value)
-        return get_origin(kind)(_decode(k, v, what) for k, v in zip(kinds, value, strict=True))
+        return get_origin(kind)(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if value not in kind.__members__:
             raise ShardCoreError(f"{what} is {value!r}; known are {', '.join(kind.__members__)}")
@@ -90,7 +106,7 @@ def _decode(kind: Any, value: Any, what: str) -> Any:
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
             raise ShardCoreError(f"{what} has {unknown[0]!r}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}")
-        return kind(**{k: _decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
+        return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
     return value
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardcore import streams
 from shardcore.cost.model import CostModel
+from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, Ranks, layout, tables_of, to_torchrec
+from shardcore.export.torchrec_settings import unpriced
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables import DEFAULT_ACCESS
 from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
@@ -33,19 +36,21 @@ WHOLE_TYPES = {"table_wise", "data_parallel"}
 
 
 def problem_for(module: nn.Module, topology: Topology, global_batch: int,
-                lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor], optimizer: str = "exact_sgd",
+                lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor] | str | Path, optimizer: str = "exact_sgd",
                 constraints: Constraints | None = None, name: str = "model") -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
     lookups: by feature, its mean lookups per sample, ids being drawn by DEFAULT_ACCESS; or batches of the model's own data, a
-    global batch or more together, from which pooling and reuse are read. A table of several features looks up for all of them,
+    global batch or more together, from which pooling and reuse are read; or the path of FBGEMM's own reports of a job (a folder,
+    or one file), in which reuse is an estimate: see `fbgemm_statistics`. A table of several features looks up for all of them,
     though what it exchanges counts once; so does a sequence of an EmbeddingCollection, which is priced as if it were pooled.
     Raises ShardCoreError naming a feature without lookups, and a table's data type that no cost model is for.
     """
     theirs = tables_of(module)
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place")
-    statistics = _given(theirs, lookups) if isinstance(lookups, Mapping) else _measured(theirs, lookups)
+    statistics = (_reported(theirs, lookups) if isinstance(lookups, (str, Path)) else
+                  _given(theirs, lookups) if isinstance(lookups, Mapping) else _measured(theirs, lookups))
     precision = {"FP32": "fp32", "FP16": "fp16"}
     for key, table in theirs.items():
         if table.config.data_type.name not in precision:
@@ -56,7 +61,7 @@ def problem_for(module: nn.Module, topology: Topology, global_batch: int,
 
 
 def plan_for(module: nn.Module, topology: Topology, model: CostModel,
-             lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor], algorithm: str = "local", seed: int = 0,
+             lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor] | str | Path, algorithm: str = "local", seed: int = 0,
              budget: Budget | None = None, constraints: Constraints | None = None) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
     `problem_for` and all sharders do."""
@@ -74,13 +79,14 @@ class ShardCorePlanner:
     them, instead of pooling_factors. reserved: the share of HBM that is kept free of embeddings. uneven_rows: allow row ranges
     that need `torchrec_rows`' sharder.
 
-    After a plan, `problem` and `found` are what was solved and how, in our terms.
+    After a plan, `problem` and `found` are what was solved and how, in our terms, and `unpriced` what its price leaves out of the
+    settings of its kernels and collectives, a line each.
     """
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int = 512,
                  constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel, algorithm: str = "local",
                  seed: int = 0, budget: Budget | None = None,
-                 lookups: Mapping[str, float] | Sequence[KeyedJaggedTensor] | None = None, reserved: float = 0.15,
+                 lookups: Mapping[str, float] | Sequence[KeyedJaggedTensor] | str | Path | None = None, reserved: float = 0.15,
                  uneven_rows: bool = False) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
@@ -91,6 +97,7 @@ class ShardCorePlanner:
         self.model, self.algorithm, self.seed, self.budget, self.uneven_rows = model, algorithm, seed, budget, uneven_rows
         self.problem: Problem | None = None
         self.found: Plan | None = None
+        self.unpriced: list[str] = []
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
         """A plan for the module's collections; raises as `plan_for` and `to_torchrec` do."""
@@ -104,7 +111,9 @@ class ShardCorePlanner:
         self.found, self.problem = plan_for(module, self.topology, self.model, lookups, self.algorithm, self.seed, self.budget,
                                             Constraints(unsplit=whole))
         self._require_asked(theirs)
-        return to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs), self.uneven_rows)
+        made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs), self.uneven_rows)
+        self.unpriced = unpriced(made, sharders or ())
+        return made
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:
@@ -179,6 +188,11 @@ def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> di
             if feature not in lookups:
                 raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(lookups)[:5]}")
     return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS) for name, t in theirs.items()}
+
+
+def _reported(theirs: Mapping[str, ModelTable], path: str | Path) -> dict[str, tuple[float, Reuse]]:
+    return fbgemm_statistics.matched(fbgemm_statistics.read_statistics(path), {
+        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim) for name, t in theirs.items()})
 
 
 def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor]) -> dict[str, tuple[float, Reuse]]:

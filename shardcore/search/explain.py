@@ -8,7 +8,7 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,10 +72,11 @@ class Explanation:
     searched: str
 
 
-def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None = None) -> Explanation:
+def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None = None,
+            known: Mapping[str, compare.Outcome] | None = None) -> Explanation:
     """What bounds a plan, how near it is to a bound, and what alternatives cost. They are searched with the plan's own algorithm
     and seed (where SHARDERS does not have it, with OTHERWISE), each within `budget` (none: as many evaluations as the plan took,
-    or 20,000). Raises what `lower` raises."""
+    or 20,000). known: what other algorithms found, if that is known: then none of them is run. Raises what `lower` raises."""
     budget = budget or Budget(evals=plan.provenance.get("evals") or DEFAULT_EVALS)
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
     searcher = algorithm if algorithm in SHARDERS else OTHERWISE
@@ -85,8 +86,9 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
     sent = workload.traffic.all_to_all + workload.traffic.reduce_scatter + workload.traffic.all_reduce
-    others = [name for name in (*BASELINES, "neuroshard") if name != algorithm]
-    baselines = tuple(_alternative(name, compare.run(name, problem, model, seed, budget)) for name in others)
+    if known is None:
+        known = {name: compare.run(name, problem, model, seed, budget) for name in (*BASELINES, "neuroshard")}
+    baselines = tuple(_alternative(name, outcome) for name, outcome in known.items() if name != algorithm)
     changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
                     for what, changed, keeps in _changes(problem))
     return Explanation(

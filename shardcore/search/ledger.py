@@ -1,8 +1,9 @@
 """Ledger: what parts of tables cost, looked up instead of computed again.
 
-A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns. A *part*
-is what a device holds of a strip; part 0 is nothing. The ledger keeps the encoding, the bytes, the width and the single cost of
-every part in use, so that moving columns between devices is adding and subtracting rows of arrays.
+A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns; tables
+that are kept together are one strip of one unit. A *part* is what a device holds of a strip; part 0 is nothing. The ledger keeps
+the encoding, the bytes, the width and the single cost of every part in use, so that moving columns between devices is adding and
+subtracting rows of arrays.
 
 Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0, a row range: 1); ... leading dimensions.
 """
@@ -14,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.search.pieces import column_runs, row_range
-from shardcore.search.room import piece_bytes
+from shardcore.search.pieces import Item, column_runs, items, row_range
+from shardcore.search.room import item_bytes
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard, Table
 from shardcore.workload import Traffic
 
@@ -26,20 +27,27 @@ Piece = tuple[int, int]
 class Ledger:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
-    speed [D]; kind, size [S]: the kind of op, and units in all. codes [R, F]; bytes [R]; width [R]: in units of MIN_WIDTH
-    columns; single_ms [R]: the cost of a part alone at speed 1. Parts are made by `add` and `need`.
+    speed [D]; allowed [S, D]: where constraints let a strip be; freedom [S]: on how many devices; kind, size [S]: the kind of op,
+    and units in all. codes [R, F]; bytes [R]; width [R]: in multiples of MIN_WIDTH columns; single_ms [R]: the cost of a part
+    alone at speed 1. Parts are made by `add` and `need`.
     """
 
     def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard]) -> None:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
-        self._strips = column_runs(pieces)
-        self._strip_of = {(row_range(run), c): i for i, run in enumerate(self._strips) for c in _units_of(run)}
-        self.kind = np.array([0 if run.full_rows else 1 for run in self._strips])
-        self.size = np.array([run.width // MIN_WIDTH for run in self._strips])
+        self._strips = items(column_runs(pieces), problem)
+        self._strip_of = {(row_range(run), c): i for i, runs in enumerate(self._strips) for run in runs for c in _units_of(run)}
+        self.kind = np.array([0 if runs[0].full_rows else 1 for runs in self._strips])
+        self.size = np.array([self._units(i, runs[0]) for i, runs in enumerate(self._strips)])
+        self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
+        for i, name in enumerate(runs[0].table.name for runs in self._strips):
+            if name in problem.pinned:
+                self.allowed[i] = False
+                self.allowed[i, list(problem.pinned[name])] = True
+        self.freedom = self.allowed.sum(1)
         self._parts = np.full((len(self._strips), self.size.max() + 1), -1)
         self._parts[:, 0] = 0
-        n_features = model.encode([self._strips[0]]).shape[1]
+        n_features = model.encode(self._strips[0][:1]).shape[1]
         self.codes, self.single_ms = np.zeros((1, n_features)), np.zeros(1)
         self.bytes, self.width = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
@@ -47,30 +55,40 @@ class Ledger:
         return len(self._strips)
 
     def table(self, strip: int) -> Table:
-        return self._strips[strip].table
-
-    def rows(self, strip: int) -> int:
-        return self._strips[strip].rows
+        """Its table, or the first of those that are kept together."""
+        return self._strips[strip][0].table
 
     def piece(self, shard: Shard) -> Piece:
-        return self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH], shard.width // MIN_WIDTH
+        """The piece that a shard is or, kept together with others, belongs to."""
+        strip = self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH]
+        return strip, self._units(strip, shard)
 
-    def shards(self, pieces: Sequence[Piece]) -> list[Shard]:
+    def pieces(self, shards: Iterable[Shard]) -> list[Piece]:
+        """Tables that are kept together, all or none of which are among the shards, are one piece."""
+        return [self.piece(item[0]) for item in items(shards, self.problem)]
+
+    def items(self, pieces: Sequence[Piece]) -> list[Item]:
         """The pieces as rectangles, columns dealt out in the order given. They must not take more than a strip has."""
-        taken, shards = [0] * len(self._strips), []
+        taken, found = [0] * len(self._strips), []
         for strip, units in pieces:
-            shards.append(self._shard(strip, taken[strip], taken[strip] + units))
+            found.append(self._item(strip, taken[strip], taken[strip] + units))
             taken[strip] += units
-        return shards
+        return found
 
-    def _shard(self, strip: int, low: int, high: int) -> Shard:
+    def _units(self, strip: int, shard: Shard) -> int:
+        return shard.width // MIN_WIDTH if len(self._strips[strip]) == 1 else 1
+
+    def _item(self, strip: int, low: int, high: int) -> Item:
         """Units low to high of a strip."""
-        run = self._strips[strip]
-        return Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH)
+        runs = self._strips[strip]
+        if len(runs) > 1:
+            return runs
+        run = runs[0]
+        return (Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH),)
 
     def may_split(self, piece: Piece) -> bool:
         strip, units = piece
-        return units > 1 and self._strips[strip].table.name not in self.problem.whole
+        return units > 1 and self.table(strip).name not in self.problem.whole
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Make the parts that the pieces of one plan can come to on a device: the sums of any of a strip's units."""
@@ -86,20 +104,17 @@ class Ledger:
         if missing.any():
             self._make(list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True))))
 
-    def whole_pieces(self) -> list[Piece]:
-        """All strips, each in one piece."""
-        return list(enumerate(self.size.tolist()))
-
     def _make(self, new: list[Piece]) -> None:
         if not new:
             return
-        shards = [self._shard(s, 0, u) for s, u in new]
-        codes = np.asarray(self.model.encode(shards), dtype=float)
+        made = [self._item(s, 0, u) for s, u in new]
+        codes = np.asarray(self.model.encode([s for item in made for s in item]), dtype=float)
+        codes = np.add.reduceat(codes, np.cumsum([0, *map(len, made[:-1])]))
         first = len(self.codes)
         self.codes = np.concatenate([self.codes, codes])
         self.single_ms = np.concatenate([self.single_ms, self.model.head(codes)])
-        self.bytes = np.concatenate([self.bytes, [piece_bytes(s, self.problem) for s in shards]])
-        self.width = np.concatenate([self.width, [s.width // MIN_WIDTH for s in shards]])
+        self.bytes = np.concatenate([self.bytes, [item_bytes(item, self.problem) for item in made]])
+        self.width = np.concatenate([self.width, [sum(s.width for s in item) // MIN_WIDTH for item in made]])
         for i, (s, u) in enumerate(new):
             self._parts[s, u] = first + i
 

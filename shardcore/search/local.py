@@ -20,7 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
-from shardcore.search.pieces import to_plan
+from shardcore.search.pieces import priced
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Plan, Problem, Shard, ShardCoreError
 from shardcore.workload import Traffic
 
@@ -66,9 +66,9 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
         raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
     search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed, space)
     best = search.run(search.resharded(reshard) if reshard else search.starts())
-    pieces, devices = best.space.placed(best.state.held, best.state.way)
+    placements = best.space.placements(best.state.held, best.state.way)
     name = "local_all" if space == "all" else "local"
-    return to_plan(pieces, devices, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
+    return priced(placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 
 
 def local_all(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -147,7 +147,7 @@ class Search:
         if space.fixed.every.any():
             whole = np.flatnonzero(space.fixed.every[self.spaces.ROWS])
             single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
-            all_ms = self._single_ms(space.fixed, np.arange(len(space.members)), space.fixed.size)
+            all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
             mean_ms = all_ms.sum() / space.fixed.speed.sum()
             large = [whole[single > share * mean_ms] for share in _DIVIDED]
             found.append(self._cheapest(space, [(1.0, ((strips, self.spaces.ROWS),)) for strips in large if len(strips)]))
@@ -167,7 +167,7 @@ class Search:
         return _SPLITS[2:5:2] if self._is_large(space) else _SPLITS
 
     def _is_large(self, space: Space) -> bool:
-        return len(space.members) * len(self.problem.topology) > _LARGE
+        return len(space.fixed.size) * len(self.problem.topology) > _LARGE
 
     def _cheapest(self, space: Space, ways: Sequence[tuple[float, Everywhere]]) -> Start | None:
         """The cheapest of some greedy plans that cut what is above a share of a device's mean load and have strips everywhere;
@@ -216,7 +216,7 @@ class Search:
 
     def _cuts(self, space: Space, share: float, everywhere: Everywhere) -> np.ndarray:
         """[S] parts of each strip by columns, none of which costs more than a share of a device's mean load; 0 if everywhere."""
-        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.members)), space.fixed.size)
+        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
         n = np.ones(len(single), dtype=np.int64)
         for strips, _ in everywhere:
             n[strips] = 0

@@ -4,11 +4,11 @@ Inner: pieces by falling single cost, each to the device whose fused cost is low
 columns, scale × the mean; one pass for each of several scales, the best by total cost stays. Outer: from each of a few states
 halve each of the largest and of the costliest pieces, run the inner search, keep the best few.
 
-Against the released code: a pass without cap, and `packing` where no pass fits, so that what fits gets a plan; states that
-differ only in the order of their cuts count once; halves that meet on a device count as the one shard they become; slots
-of the candidates go to pieces that can be cut. On unequal devices the cost of a device is taken at its speed and with the
-piece's own, which on equal ones changes nothing. Tables that are kept together go as one; pinned ones go first, whatever the
-cap.
+Against the released code: a pass without cap; where no pass fits, states that exceed memory by less come first, and where none
+ever fits, a second beam from a `packing`; states that differ only in the order of their cuts count once; halves that meet on a
+device count as the one shard they become; slots of the candidates go to pieces that can be cut. On unequal devices the cost of a
+device is taken at its speed and with the piece's own, which on equal ones changes nothing. Tables that are kept together go as
+one; pinned ones go first, whatever the cap.
 
 Shapes: C states searched at once, P their pieces, K passes, S strips, D devices, F features, 2 the kinds of op.
 """
@@ -22,10 +22,10 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes
-from shardcore.search.budget import Budget
+from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.ledger import Ledger, Piece
-from shardcore.search.pieces import to_plan
+from shardcore.search.pieces import items, placed, priced
 from shardcore.types import Plan, Problem, ShardCoreError
 
 State = tuple[Piece, ...]
@@ -58,11 +58,12 @@ class NeuroShardConfig:
 
 @dataclass(frozen=True)
 class _Found:
-    """The best plan of a state; infinite ms and no devices where no pass fits."""
+    """The best plan of a state. Where no pass fits: infinite ms, no devices, and by how much the best one exceeds memory."""
 
     ms: float
     pieces: State
     devices: tuple[int, ...]
+    over_bytes: int = 0
 
 
 def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
@@ -75,17 +76,31 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
     meter = (budget or Budget()).start()
     pieces = feasible_pieces(problem)
     ledger = Ledger(problem, model, pieces)
-    [best] = _search(ledger, [tuple(sorted(map(ledger.piece, pieces)))], config)
+    [first] = _search(ledger, [tuple(sorted(ledger.pieces(pieces)))], config)
     meter.evals += len(config.caps)
-    fallback = None
+    of_packing, packing = (ledger, first) if first.devices else _packed(problem, model)
+    best = _beam(ledger, first, config, meter)
     if not best.devices:
-        packing = pack_or_raise(problem)
-        ledger = Ledger(problem, model, packing.pieces)
-        pairs = sorted(zip(map(ledger.piece, packing.pieces), packing.devices, strict=True))
-        state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
-        best = fallback = _Found(ledger.plan_ms(state, devices), state, devices)
-    chunk = max(1, _ROWS_AT_ONCE // (len(config.caps) * len(problem.topology)))
-    beam = [best.pieces]
+        ledger, best = of_packing, _beam(of_packing, packing, config, meter)
+    elif packing.ms < best.ms:
+        ledger, best = of_packing, packing
+    return priced(placed(ledger.items(best.pieces), best.devices), problem, model, algorithm="neuroshard", seed=seed,
+                  packed=best is packing and packing is not first, evals=meter.evals, config=asdict(config))
+
+
+def _packed(problem: Problem, model: CostModel) -> tuple[Ledger, _Found]:
+    """Some plan that fits, with its ledger, as row ranges may be others. Raises Infeasible where none is found."""
+    packing = pack_or_raise(problem)
+    ledger, device_of = Ledger(problem, model, packing.pieces), dict(zip(packing.pieces, packing.devices, strict=True))
+    pairs = sorted((ledger.piece(item[0]), device_of[item[0]]) for item in items(packing.pieces, problem))
+    state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
+    return ledger, _Found(ledger.plan_ms(state, devices), state, devices)
+
+
+def _beam(ledger: Ledger, start: _Found, config: NeuroShardConfig, meter: Meter) -> _Found:
+    """The best plan of the beam that begins with the state of `start`, or its own."""
+    chunk = max(1, _ROWS_AT_ONCE // (len(config.caps) * len(ledger.speed)))
+    best, beam = start, [start.pieces]
     for _ in range(config.steps):
         states = list(dict.fromkeys(s for state in beam for s in _halvings(ledger, state, config.candidates)))
         found: list[_Found] = []
@@ -95,12 +110,11 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
                 break
             found += _search(ledger, states[len(found):len(found) + n], config)
             meter.evals += n * len(config.caps)
-        beam = [f.pieces for f in sorted(found, key=lambda f: f.ms)[:config.beam]]
+        beam = [f.pieces for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:config.beam]]
         best = min([best, *found], key=lambda f: f.ms)
         if len(found) < len(states) or not found:
             break
-    return to_plan(ledger.shards(best.pieces), best.devices, problem, model, algorithm="neuroshard", seed=seed,
-                   packed=best is fallback, evals=meter.evals, config=asdict(config))
+    return best
 
 
 def _halvings(ledger: Ledger, state: State, n: int) -> list[State]:
@@ -121,99 +135,42 @@ def _halve(state: State, piece: Piece) -> State:
     return tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)]))
 
 
-@dataclass(frozen=True)
-class _Bonds:
-    """What constraints ask of strips. allowed [S, D]: the devices they may go to; group [S]: their group, -1 for none."""
-
-    allowed: np.ndarray
-    group: np.ndarray
-
-    @classmethod
-    def of(cls, ledger: Ledger) -> _Bonds | None:
-        """None where there are no such constraints."""
-        problem = ledger.problem
-        if not problem.pinned and not problem.bundle_of:
-            return None
-        names = [ledger.table(strip).name for strip in range(len(ledger))]
-        allowed = np.ones((len(names), len(problem.topology)), dtype=bool)
-        for strip, name in enumerate(names):
-            if name in problem.pinned:
-                allowed[strip] = False
-                allowed[strip, list(problem.pinned[name])] = True
-        numbers = {group: i for i, group in enumerate(problem.constraints.together)}
-        return cls(allowed, np.array([numbers[problem.bundle_of[n]] if n in problem.bundle_of else -1 for n in names]))
-
-    def summed(self, strips: np.ndarray, of: np.ndarray) -> np.ndarray:
-        """[C, P] of each piece, or of all of its group. strips, of [C, P]: the pieces, all tables of a group among them."""
-        group = self.group[strips]
-        sums = np.zeros((len(group), group.max() + 2), dtype=of.dtype)
-        np.add.at(sums, (np.arange(len(group))[:, None], group), of)  # group -1 is the last, which nothing reads
-        return np.where(group >= 0, np.take_along_axis(sums, group, 1), of)
-
-
-class _Asked:
-    """Constraints on pieces [C, P, 2] in the order of placing. more_bytes, more_units, more_ms [C, P]: what the others of a
-    piece's group add; follows [C, P]: the piece goes where the one before it, of its group, went."""
-
-    def __init__(self, ledger: Ledger, pieces: np.ndarray, bonds: _Bonds) -> None:
-        strips, units = pieces[..., 0], pieces[..., 1]
-        parts, group = ledger.parts(strips, units), bonds.group[strips]
-        self.more_bytes, self.more_units, self.more_ms = (
-            bonds.summed(strips, own) - own for own in (ledger.bytes[parts], units, ledger.single_ms[parts]))
-        self.follows = np.zeros(strips.shape, dtype=bool)
-        self.follows[:, 1:] = (group[:, 1:] == group[:, :-1]) & (group[:, 1:] >= 0)
-        self.strips, self.allowed, self.pinned = strips, bonds.allowed, ~bonds.allowed.all(1)
-
-    def fits(self, p: int, used: np.ndarray, free: np.ndarray, columns: np.ndarray, cap: np.ndarray,
-             devices: np.ndarray) -> np.ndarray:
-        """[C, K, D]: where the pieces p may go. used, columns [C, K, D] with them; devices [C, K, P]: where those before went."""
-        strip = self.strips[:, p]
-        narrow = (columns + self.more_units[:, p, None, None] <= cap) | self.pinned[strip, None, None]
-        fits = (used + self.more_bytes[:, p, None, None] <= free) & narrow & self.allowed[strip, None]
-        beside = devices[:, :, p - 1, None] == np.arange(used.shape[-1])
-        return np.where(self.follows[:, p, None, None], beside, fits)
-
-
 def _search(ledger: Ledger, states: Sequence[State], config: NeuroShardConfig) -> list[_Found]:
     """The inner search from each of several states with the same number of pieces."""
     for state in states:
         ledger.add(state)
     pieces = np.array(states)  # [C, P, 2]
     parts = ledger.parts(pieces[..., 0], pieces[..., 1])
-    n_bytes, single_ms, first = ledger.bytes[parts], ledger.single_ms[parts], ()
-    bonds = _Bonds.of(ledger)
-    if bonds:
-        strips = pieces[..., 0]
-        n_bytes, single_ms = bonds.summed(strips, n_bytes), bonds.summed(strips, single_ms)
-        first = (bonds.allowed.sum(1)[strips],)
-    order = np.lexsort((*((bonds.group[strips],) if bonds else ()), -n_bytes, -single_ms, *first))  # [C, P]
-    total_ms, devices = greedy_grid(ledger, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps), bonds)
+    order = np.lexsort((-ledger.bytes[parts], -ledger.single_ms[parts], ledger.freedom[pieces[..., 0]]))  # [C, P]
+    total_ms, over_bytes, devices = greedy_grid(ledger, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps))
     found = []
     for c, state in enumerate(states):
         k = int(np.argmin(total_ms[c]))
-        placed = np.empty(len(state), dtype=int)
-        placed[order[c]] = devices[c, k]
+        where = np.empty(len(state), dtype=int)
+        where[order[c]] = devices[c, k]
         fits = np.isfinite(total_ms[c, k])
-        found.append(_Found(float(total_ms[c, k]), state, tuple(map(int, placed)) if fits else ()))
+        at = tuple(map(int, where)) if fits else ()
+        found.append(_Found(float(total_ms[c, k]), state, at, int(over_bytes[c].min())))
     return found
 
 
-def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray,
-                bonds: _Bonds | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """All greedy passes in lockstep. pieces [C, P, 2]: strip and units in the order of placing, groups side by side; caps [K]: on
-    a device's columns, relative to the mean.
+def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All greedy passes in lockstep. pieces [C, P, 2]: strip and units in the order of placing; caps [K]: on a device's columns,
+    relative to the mean.
 
-    Returns total_ms [C, K], inf where a piece found no device, and devices [C, K, P].
+    Returns total_ms [C, K], inf where a piece found no device and went to the least used; over_bytes [C, K]: what devices then
+    hold more than they may; and devices [C, K, P].
     """
     (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(ledger.speed)
     shape = (n_states, n_passes, n_devices)
     c, k = np.ogrid[:n_states, :n_passes]
     free = np.array(free_bytes(ledger.problem))
-    cap = pieces[..., 1].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
+    parts = ledger.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
+    cap = ledger.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
     held = np.zeros((n_states, n_passes, len(ledger), n_devices), dtype=np.int32)
     used, columns = np.zeros(shape, dtype=np.int64), np.zeros((*shape, 2), dtype=np.int64)
     sums, group_ms = np.zeros((*shape, 2, ledger.codes.shape[1])), np.zeros((*shape, 2))
-    asked = bonds and _Asked(ledger, pieces, bonds)
+    pinned = ledger.freedom < n_devices
     fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
 
     for p in range(n_pieces):
@@ -222,26 +179,23 @@ def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray,
         was = ledger.parts(strip[..., None], before)
         becomes = ledger.parts(strip[..., None], before + units[..., None])
         extra = ledger.bytes[becomes] - ledger.bytes[was]
-        single_ms = ledger.single_ms[ledger.parts(strip, units)][..., None] / ledger.speed
-        if asked is None:
-            fits = (used + extra <= free) & (columns.sum(-1) + units[..., None] <= cap)
-        else:
-            fits = asked.fits(p, used + extra, free, columns.sum(-1) + units[..., None], cap, devices)
-            single_ms = single_ms + asked.more_ms[:, p, None, None] / ledger.speed
+        width, single_ms = ledger.width[parts[:, p, None]], ledger.single_ms[parts[:, p, None]][..., None] / ledger.speed
+        narrow = (columns.sum(-1) + width[..., None] <= cap) | pinned[strip][..., None]
+        fits = (used + extra <= free) & narrow & ledger.allowed[strip]
         d = _least(np.where(fits, group_ms.sum(-1) / ledger.speed + single_ms, np.inf), used)  # [C, K]
         fits_all &= fits.any(-1)
         kind = np.broadcast_to(ledger.kind[strip], d.shape)
         sums[c, k, d, kind] += ledger.codes[becomes[c, k, d]] - ledger.codes[was[c, k, d]]
         group_ms[c, k, d, kind] = ledger.model.head(sums[c, k, d, kind].reshape(-1, sums.shape[-1])).reshape(d.shape)
         used[c, k, d] += extra[c, k, d]
-        columns[c, k, d, kind] += units
+        columns[c, k, d, kind] += width
         held[c, k, strip, d] += units
         devices[:, :, p] = d
 
     total_ms = np.full(fits_all.shape, np.inf)
     if fits_all.any():
         total_ms[fits_all] = ledger.total_ms(group_ms[fits_all].sum(-1) / ledger.speed, columns[fits_all])
-    return total_ms, devices
+    return total_ms, np.maximum(used - np.maximum(free, 0), 0).sum(-1), devices
 
 
 def _least(costs: np.ndarray, used: np.ndarray) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Space: what a local search may do with a problem's tables, as arrays.
 
-A strip of the search is a strip of the ledger, or a group of tables that are kept together, as one unit. It lives on devices that
-share its columns; or it is everywhere: its rows divided evenly over all devices, in their order, which is how TorchRec runs a
-row-wise table (each rank looks up all of them), or copied to each (data-parallel).
+A strip of the ledger lives on devices that share its columns; or it is everywhere: its rows divided evenly over all devices, in
+their order, which is how TorchRec runs a row-wise table (each rank looks up all of them), or copied to each (data-parallel).
 
 Shapes: N probes, S strips, D devices, F features; 2 the kinds of op, or the ways to be everywhere (rows, copies).
 """
@@ -19,8 +18,8 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search.anneal import Fixed
 from shardcore.search.ledger import Ledger
-from shardcore.search.pieces import even_rows
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.search.pieces import even_rows, placed
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Plan, Problem, Shard, ShardCoreError, Table
 from shardcore.workload import Traffic
 
 ROWS, COPIES = 0, 1
@@ -115,11 +114,8 @@ def _divided(placements: Sequence[Placement], everywhere: Sequence[int]) -> bool
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """members [S]: the strips of the ledger that a strip stands for."""
-
     problem: Problem
     ledger: Ledger
-    members: Sequence[tuple[int, ...]]
     fixed: Fixed
 
     @property
@@ -129,39 +125,25 @@ class Space:
 
     def numbers(self, tables: Iterable[Table]) -> np.ndarray:
         """[N] the strips of whole tables, none of a group."""
-        of = {self.ledger.table(m[0]).name: s for s, m in enumerate(self.members)}
+        of = {self.ledger.table(s).name: s for s in range(len(self.ledger))}
         return np.array([of[t.name] for t in tables], dtype=np.int64)
 
-    def strips(self, pieces: Sequence[Shard]) -> np.ndarray:
-        """[N, 2] strips and units of pieces; a group, whose tables are all among them, counts once."""
-        of = {m: s for s, members in enumerate(self.members) for m in members}
-        found: dict[int, None] = {}
-        single = []
-        for strip, units in map(self.ledger.piece, pieces):
-            s = of[strip]
-            if len(self.members[s]) == 1:
-                single.append((s, units))
-            else:
-                found[s] = None
-        return np.array([*single, *((s, 1) for s in found)], dtype=np.int64).reshape(-1, 2)
+    def strips(self, shards: Sequence[Shard]) -> np.ndarray:
+        """[N, 2] strips and units of shards; of tables that are kept together all are among them, or none."""
+        return np.array(self.ledger.pieces(shards), dtype=np.int64).reshape(-1, 2)
 
-    def placed(self, held: np.ndarray, way: np.ndarray) -> tuple[list[Shard], list[tuple[int, ...]]]:
-        """The shards of held [S, D] units, and of the strips that are everywhere in some way [S], each with its devices."""
+    def placements(self, held: np.ndarray, way: np.ndarray) -> list[Placement]:
+        """Of held [S, D] units, and of the strips that are everywhere in some way [S]."""
         strips, devices = np.nonzero(held)
-        pieces, where = [], []
-        for s, d in zip(strips.tolist(), devices.tolist(), strict=True):
-            members = self.members[s]
-            pieces += [(m, int(held[s, d]) if len(members) == 1 else int(self.ledger.size[m])) for m in members]
-            where += [(d,)] * len(members)
-        shards, n = self.ledger.shards(pieces), held.shape[1]
+        pieces = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
+        found, n = placed(self.ledger.items(pieces), devices.tolist()), held.shape[1]
         for s in np.flatnonzero(way == COPIES):
-            shards.append(Shard.whole(self.ledger.table(self.members[s][0])))
-            where.append(tuple(range(n)))
+            found.append(Placement(Shard.whole(self.ledger.table(s)), tuple(range(n))))
         for s in np.flatnonzero(way == ROWS):
-            table = self.ledger.table(self.members[s][0])
-            shards += [Shard(table, low, high, 0, table.dim) for low, high in even_rows(table.rows, n)]
-            where += [(d,) for d in range(n)]
-        return shards, where
+            table = self.ledger.table(s)
+            ranges = even_rows(table.rows, n)
+            found += [Placement(Shard(table, low, high, 0, table.dim), (d,)) for d, (low, high) in enumerate(ranges)]
+        return found
 
 
 def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywhere: bool, halves: bool = False) -> Space:
@@ -172,49 +154,20 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywher
     units = np.concatenate([np.arange(1, n + 1) for n in ledger.size])
     used = may_split[strips] | (units == ledger.size[strips])
     ledger.need(strips[used], units[used])
-    members = _members(problem, ledger)
-    first = np.array([m[0] for m in members])
-    alone = np.array([len(m) == 1 for m in members])
-    part = ledger.parts(first[:, None], np.arange(ledger.size.max() + 1))
-    codes, n_bytes, width = ledger.codes, ledger.bytes, ledger.width
-    groups = [ledger.parts(np.array(m), ledger.size[list(m)]) for m in members if len(m) > 1]
-    part[~alone, 1] = len(codes) + np.arange(len(groups))
-    codes, n_bytes, width = (np.concatenate([x, *(x[g].sum(0, keepdims=True) for g in groups)]) for x in (codes, n_bytes, width))
-    added_ms = np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))  # without an op's launch
+    part = ledger.parts(np.arange(len(ledger))[:, None], np.arange(ledger.size.max() + 1))
+    added_ms = np.maximum(0.0, np.asarray(model.head(2 * ledger.codes)) - model.head(ledger.codes))  # without an op's launch
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
-    number = {ledger.table(s).name: i for i, s in enumerate(first)}
+    number = {ledger.table(s).name: s for s in range(len(ledger))}
     fixed = Fixed(
-        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(codes), added_ms=added_ms, part_bytes=n_bytes,
-        part_width=width, kind=ledger.kind[first].astype(np.int64), size=np.where(alone, ledger.size[first], 1).astype(np.int64),
-        table=np.array([number[ledger.table(s).name] for s in first]), may_split=may_split[first],
-        allowed=_allowed(problem, ledger, first), free=np.array(free_bytes(problem), np.int64), speed=ledger.speed,
-        host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
-        **_everywhere(problem, model, ledger, first, exchange, everywhere), kept=np.zeros((0, n_devices), np.int16),
+        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(ledger.codes), added_ms=added_ms,
+        part_bytes=ledger.bytes, part_width=ledger.width, kind=ledger.kind.astype(np.int64), size=ledger.size.astype(np.int64),
+        table=np.array([number[ledger.table(s).name] for s in range(len(ledger))]), may_split=may_split,
+        allowed=ledger.allowed if problem.pinned else ledger.allowed[:0], free=np.array(free_bytes(problem), np.int64),
+        speed=ledger.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
+        **_everywhere(problem, model, ledger, exchange, everywhere), kept=np.zeros((0, n_devices), np.int16),
         weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
-    return Space(problem, ledger, members, fixed)
-
-
-def _members(problem: Problem, ledger: Ledger) -> list[tuple[int, ...]]:
-    if not problem.bundle_of:
-        return [(s,) for s in range(len(ledger))]
-    found: dict[tuple[str, ...] | int, list[int]] = {}
-    for s in range(len(ledger)):
-        found.setdefault(problem.bundle_of.get(ledger.table(s).name, s), []).append(s)
-    return [tuple(m) for m in found.values()]
-
-
-def _allowed(problem: Problem, ledger: Ledger, strips: np.ndarray) -> np.ndarray:
-    """[S, D], or without rows where no table is pinned."""
-    if not problem.pinned:
-        return np.zeros((0, len(problem.topology)), dtype=bool)
-    allowed = np.ones((len(strips), len(problem.topology)), dtype=bool)
-    for i, s in enumerate(strips):
-        devices = problem.pinned.get(ledger.table(s).name)
-        if devices is not None:
-            allowed[i] = False
-            allowed[i, list(devices)] = True
-    return allowed
+    return Space(problem, ledger, fixed)
 
 
 def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> Space:
@@ -222,16 +175,13 @@ def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table])
     runs on all devices alone, stay where they are."""
     free, ledger = {t.name for t in new}, of.ledger
 
-    def unit_bytes(members: tuple[int, ...]) -> int:
-        if ledger.table(members[0]).name in free:
-            return 0
-        columns = [MIN_WIDTH * (1 if len(members) == 1 else int(ledger.size[m])) for m in members]
-        return sum(ledger.rows(m) * c * PRECISION_BYTES[ledger.table(m).precision] for m, c in zip(members, columns, strict=True))
+    def unit_bytes(strip: int) -> int:
+        return 0 if ledger.table(strip).name in free else sum(s.bytes for s in ledger.items([(strip, 1)])[0])
 
     fixed, limits = of.fixed, {}
     if reshard.limited:
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
-        limits = {"kept": held.copy(), "weight": np.array([unit_bytes(m) for m in of.members], np.int64),
+        limits = {"kept": held.copy(), "weight": np.array([unit_bytes(s) for s in range(len(ledger))], np.int64),
                   "most_moved": np.array(most, np.int64), "every": np.zeros_like(fixed.every)}
     if fixed.kind.any():
         allowed = fixed.allowed.copy() if len(fixed.allowed) else np.ones(held.shape, dtype=bool)
@@ -275,20 +225,20 @@ def exchange_rates(problem: Problem, model: CostModel) -> dict[str, np.ndarray]:
 # --- tables everywhere -------------------------------------------------------------------------------------------------
 
 
-def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, strips: np.ndarray, exchange: Mapping[str, np.ndarray],
+def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, exchange: Mapping[str, np.ndarray],
                 wanted: bool) -> dict[str, np.ndarray]:
     """every, every_codes, every_bytes, every_size, every_rate, every_once, see anneal.Fixed. Whole tables that lookups hit and no
     constraint concerns may be copied; and their rows divided, where these are not ordered, all devices get some, and no other
     table had to be cut by rows (such ones would run in the same op)."""
     n, topology, batch = len(problem.topology), problem.topology, problem.global_batch
-    whole = [Shard.whole(ledger.table(s)) for s in strips]
+    whole = [Shard.whole(ledger.table(s)) for s in range(len(ledger))]
     free = np.array([wanted and n > 1 and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
                      and w.table.name not in problem.pinned and w.table.name not in problem.whole
-                     for s, w in zip(strips, whole, strict=True)], dtype=bool)
+                     for s, w in enumerate(whole)], dtype=bool)
     ranges = [even_rows(w.rows, n) for w in whole]
     divides = np.array([not w.table.ordered and r is not None for w, r in zip(whole, ranges, strict=True)], dtype=bool)
     every = np.stack([free & divides & (not ledger.kind.any()), free])
-    codes, size = np.zeros((2, len(strips), ledger.codes.shape[1])), np.zeros(every.shape)
+    codes, size = np.zeros((2, len(whole), ledger.codes.shape[1])), np.zeros(every.shape)
     n_bytes = np.zeros(every.shape, np.int64)
     if wanted and n > 1:
         shares = [w if r is None else replace(w, row_hi=r[0][1]) for w, r in zip(whole, ranges, strict=True)]

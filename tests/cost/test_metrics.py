@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from shardcore.cost.metrics import coverage, kendall_tau
+from shardcore.cost.metrics import coverage, kendall_tau, spearman
 
 
 def test_kendall_tau():
@@ -13,6 +13,14 @@ def test_kendall_tau():
     assert kendall_tau(x, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4 / 6)
     assert kendall_tau(x, np.array([1.0, 1.0, 2.0, 3.0])) == pytest.approx(5 / math.sqrt(30))  # tau-b
     assert kendall_tau(x, np.ones(4)) == 0
+
+
+def test_spearman():
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    assert spearman(x, np.exp(x)) == pytest.approx(1) and spearman(x, -x) == pytest.approx(-1)
+    assert spearman(x, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(0.8)
+    assert spearman(x, np.array([1.0, 1.0, 2.0, 3.0])) == pytest.approx(0.9486833)  # ties at their mean rank
+    assert spearman(x, np.ones(4)) == 0
 
 
 def test_coverage_counts_the_ends():

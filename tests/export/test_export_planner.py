@@ -1,5 +1,6 @@
 """Planning from a TorchRec model: its tables as a problem, and the planner in the place of TorchRec's."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,5 @@ def test_example_trains_as_unsharded():
         first, last, apart = float(line[2]), float(line[4]), float(line[-1])
         assert last < 0.97 * first
         assert apart < 1e-5
+    times = next(x for x in ran.stdout.splitlines() if x.startswith("step time"))
+    assert re.findall(r"(\w+) over shardcore \d", times) == ["torchrec", "unsharded"]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,10 @@ from shardcore import files  # noqa: E402
 from shardcore.__main__ import main  # noqa: E402
 from shardcore.export.torchrec import Ranks, from_torchrec, layout, tables_of, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
-from shardcore.search.pieces import (
-    consolidate,  # noqa: E402
-    even_rows,  # noqa: E402
-)
+from shardcore.search.pieces import even_rows  # noqa: E402
 from shardcore.types import Device, Placement, Plan, Shard, ShardCoreError, Table, Topology  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 MODULE = training.Model(sequence=True)
 TABLE = Table("t", 24, 16, 2.0)
 FOUR = Ranks.of(Topology((Device(10**9),) * 4))
@@ -34,31 +33,14 @@ def rows(*parts, table=TABLE, columns=(0, 16)):
     return [Placement(Shard(table, lo, hi, *columns), (device,)) for device, lo, hi in parts]
 
 
-def held(plan: Plan, n_devices: int) -> list:
-    """What a plan means for each device: per table rows and columns, whichever they are, and where it is replicated."""
-    found = [{} for _ in range(n_devices)]
-    for p in plan.placements:
-        for d in p.devices:
-            count, cells = found[d].get(p.shard.table.name, (0, 0))
-            found[d][p.shard.table.name] = (len(p.devices), cells + p.shard.rows * p.shard.width)
-    return found
-
-
 @pytest.mark.parametrize("uneven", [False, True])
 def test_random_plans_come_back(uneven):
+    """So do a thousand in bench/torchrec.py."""
     rng = np.random.default_rng(5)
     for hosts, per_host in ((1, 4), (2, 2), (2, 4), (3, 2), (1, 1)):
         given = training.problem(hosts, per_host, sequence=True)
-        for _ in range(100):
-            plan = training.draw(given, rng, uneven)
-            theirs = to_torchrec(plan, given, MODULE, uneven_rows=uneven)
-            ours = from_torchrec(theirs, given, MODULE)
-            assert held(ours, len(given.topology)) == held(plan, len(given.topology))
-            assert ours.placements == consolidate(ours.placements)
-            again = to_torchrec(ours, given, MODULE, uneven_rows=uneven)
-            assert again == theirs
-            assert from_torchrec(again, given, MODULE) == ours
-            assert from_json(to_json(theirs)) == theirs
+        for _ in range(20):
+            assert not training.lost(training.draw(given, rng, uneven), given, MODULE, rng, uneven)
 
 
 def test_columns_and_whole_tables_are_one_op():
@@ -101,9 +83,12 @@ def test_rows_are_dealt_in_the_order_of_ranks_unless_ordered():
 
 
 def test_the_last_device_need_not_be_the_last_rank():
+    """But where uneven rows are allowed, each device keeps as many as the plan gives it."""
     table = Table("t", 23, 16, 2.0)
-    found = layout(rows((0, 0, 6), (1, 6, 12), (3, 12, 18), (2, 18, 23), table=table), HOSTS)
-    assert [(r, s.row_lo, s.row_hi) for r, s in found.parts] == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 23)]
+    parts = rows((0, 0, 6), (2, 6, 11), (1, 11, 17), (3, 17, 23), table=table)
+    assert [(r, s.row_lo, s.row_hi) for r, s in layout(parts, HOSTS).parts] == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 23)]
+    found = layout(parts, HOSTS, uneven_rows=True)
+    assert [(r, s.row_lo, s.row_hi) for r, s in found.parts] == [(0, 0, 6), (1, 6, 11), (2, 11, 17), (3, 17, 23)]
 
 
 def test_grid_has_one_part_per_device():
@@ -180,7 +165,7 @@ def test_files_are_checked(tmp_path):
     whole = path.read_text()
     for text, said in ((whole.replace('"ranks": [\n', '"ranks": [ 1,\n', 1), "edited"), (whole[:-40], "not whole JSON"),
                        (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
-                       (whole.replace('"version": 1', '"version": 9'), "version 9")):
+                       (whole.replace('"version": 2', '"version": 9'), "version 9")):
         path.write_text(text)
         with pytest.raises(ShardCoreError, match=said):
             read_torchrec(path)
@@ -212,9 +197,17 @@ def test_even_rows():
     assert even_rows(7, 1) == [(0, 7)]
 
 
-def test_plans_train_as_the_whole_model_does():
-    """Six of all kinds, on four processes; half of them with row ranges that need our sharder."""
-    ran = subprocess.run([sys.executable, training.__file__, "--plans", "6", "--uneven", "--sequence"], capture_output=True,
-                         text=True, timeout=150)
+def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
+    """Six of all kinds, on four processes, half of them with row ranges that need our sharder; asked again, none trains twice."""
+    from bench import torchrec as bench
+
+    out = tmp_path / "trained.json"
+    command = [sys.executable, "-m", "bench.torchrec", "--round-trips", "0", "--plans", "6", "--sequence", "--out", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
-    assert ran.stdout.startswith("6 plans")
+    assert ran.stdout.startswith("6 plans trained, 0 failed")
+    again = dict(plans=6, seed=0, hosts=2, per_host=2, sequence=True, out=out)
+    assert bench.trained(Namespace(**again)) == dict.fromkeys(range(6), "")
+    assert not capsys.readouterr().err
+    with pytest.raises(ShardCoreError, match="has plans of seed 0, not 1"):
+        bench.trained(Namespace(**again | {"seed": 1}))

@@ -1,19 +1,16 @@
-"""Trains random plans with DistributedModelParallel on gloo processes and compares with an unsharded run, and ops with `lower`:
-
-    python tests/export/training.py --plans 200
-
-Prints a line per plan that does not run, or not the same, and exits 1. `draw` and `MODEL` serve the tests too.
+"""Random plans that TorchRec trains: drawn, taken there and back, and trained with DistributedModelParallel on gloo processes, to
+compare with an unsharded run, and ops with `lower`. For the tests and for bench/torchrec.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import sys
 import tempfile
 import warnings
-from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +19,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from shardcore.export.torchrec import Ranks, from_torchrec, tables_of, to_torchrec
-from shardcore.search.pieces import even_rows
+from shardcore.export.torchrec_json import from_json, to_json
+from shardcore.search.pieces import consolidate, even_rows
 from shardcore.types import Device, Placement, Plan, Problem, Shard, Table, Topology
 from shardcore.workload import COLUMN, REPLICATED, ROW, lower
 
@@ -97,15 +95,57 @@ def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:], strict=False))
 
 
+# --- there and back ----------------------------------------------------------------------------------------------------------
+
+
+def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[int, int]]]:
+    """What a plan means for each device: per table its copies and cells, whichever they are."""
+    found = [{} for _ in range(n_devices)]
+    for p in plan.placements:
+        for d in p.devices:
+            _, cells = found[d].get(p.shard.table.name, (0, 0))
+            found[d][p.shard.table.name] = (len(p.devices), cells + p.shard.rows * p.shard.width)
+    return found
+
+
+def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator, uneven: bool = False) -> str:
+    """What of a plan is lost on its way to TorchRec and its file, with random settings of its tables, and back; "" is nothing."""
+    theirs = to_torchrec(plan, given, module, uneven_rows=uneven)
+    for sharded in theirs.plan.values():
+        for name, sharding in sharded.items():
+            if sharding.sharding_type != "data_parallel":
+                sharded[name] = replace(sharding, **_settings(rng))
+    ours = from_torchrec(theirs, given, module)
+    n = len(given.topology)
+    checks = {"what a device holds": held(ours, n) == held(plan, n), "the file": from_json(to_json(theirs)) == theirs,
+              "consolidation": ours.placements == consolidate(ours.placements),
+              "TorchRec's plan": to_torchrec(ours, given, module, uneven_rows=uneven) == theirs,
+              "our plan": from_torchrec(to_torchrec(ours, given, module, uneven_rows=uneven), given, module) == ours}
+    return ", ".join(name for name, same in checks.items() if not same)
+
+
+def _settings(rng: np.random.Generator) -> dict[str, Any]:
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
+    from torchrec.distributed.types import CacheParams, DataType
+
+    kernel = str(rng.choice(["fused", "fused_uvm", "fused_uvm_caching"]))
+    cache = CacheParams(CacheAlgorithm.LRU, float(rng.random()), precision=DataType.FP16)
+    return {"compute_kernel": kernel, "cache_params": cache if kernel == "fused_uvm_caching" else None,
+            "stochastic_rounding": [None, True, False][rng.integers(3)],
+            "bounds_check_mode": [None, BoundsCheckMode.NONE][rng.integers(2)],
+            "output_dtype": [None, DataType.BF16][rng.integers(2)]}
+
+
 # --- training ----------------------------------------------------------------------------------------------------------------
 
 
-def train(given: Problem, plans: list[Plan], uneven: bool = False, sequence: bool = False, limit_s: float = 120) -> list[str]:
-    """What differed or failed, in words: of each plan on each rank, or of processes that died; nothing if all is well."""
+def train(given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool = False, limit_s: float = 120) -> dict[int, str]:
+    """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is its seed, its flag
+    says whether its row ranges are uneven. It ends with the first that fails, or for which a process dies."""
     context = mp.get_context("fork")
     found = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        workers = [context.Process(target=_work, args=(rank, given, plans, uneven, sequence, f"{folder}/rendezvous", found))
+        workers = [context.Process(target=_work, args=(rank, given, plans, sequence, f"{folder}/rendezvous", found))
                    for rank in range(len(given.topology))]
         for worker in workers:
             worker.start()
@@ -114,24 +154,31 @@ def train(given: Problem, plans: list[Plan], uneven: bool = False, sequence: boo
             if worker.is_alive():
                 worker.kill()
                 worker.join()
-    said = []
+    said: dict[int, list[str]] = {}
     while not found.empty():
-        said.append(found.get())
-    return said + [f"rank {r} ended with {w.exitcode}" for r, w in enumerate(workers) if w.exitcode]
+        i, words = found.get()
+        said.setdefault(i, []).append(words)
+    result = {i: "; ".join(filter(None, words)) for i, words in said.items() if any(words) or len(words) == len(workers)}
+    died = [f"rank {r} ended with {w.exitcode}" for r, w in enumerate(workers) if w.exitcode]
+    if died and not any(result.values()) and (missing := [i for i in plans if i not in result]):
+        result[missing[0]] = "; ".join(died)
+    return result
 
 
-def _work(rank: int, given: Problem, plans: list[Plan], uneven: bool, sequence: bool, path: str, found) -> None:
+def _work(rank: int, given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool, path: str, found) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=n)
-    for i, plan in enumerate(plans):
+    for i, (plan, uneven) in plans.items():
         try:
-            worst = _differs(rank, given, plan, uneven and i % 2 == 1, sequence, seed=i)
+            worst = _differs(rank, given, plan, uneven, sequence, seed=i)
         except Exception as error:  # whatever TorchRec raises; the other ranks then lose this one
             worst = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        found.put((i, f"rank {rank}: {worst}" if worst else ""))
         if worst:
-            found.put(f"plan {i}, rank {rank}: {worst}\n    {kinds_of(plan, given, sequence)}")
             break
     found.close()
     found.join_thread()
@@ -236,26 +283,3 @@ def _batch(seed: int):
     lengths = rng.integers(0, 4, (len(keys), BATCH))
     values = np.concatenate([rng.integers(0, r, n) for r, n in zip(rows, lengths.sum(1), strict=True)])
     return KeyedJaggedTensor(keys=keys, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.ravel()))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=12)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--per-host", type=int, default=2)
-    parser.add_argument("--uneven", action="store_true", help="every second plan has row ranges of any size")
-    parser.add_argument("--sequence", action="store_true", help="an EmbeddingCollection too")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    given, rng = problem(args.hosts, args.per_host, args.sequence), np.random.default_rng(args.seed)
-    plans = [draw(given, rng, args.uneven and i % 2 == 1) for i in range(args.plans)]
-    said = train(given, plans, args.uneven, args.sequence, limit_s=60 + 2 * args.plans)
-    kinds = Counter(kind.split()[0] for p in plans for kind in kinds_of(p, given, args.sequence).values())
-    print("\n".join([f"{len(plans)} plans, tables {dict(kinds)}: {len(said)} failures", *said]))
-    return 1 if said else 0
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    sys.exit(main())

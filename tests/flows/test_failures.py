@@ -1,17 +1,50 @@
-"""Bad input ends within seconds in one clear line; a kill loses nothing."""
+"""Bad input ends within seconds in one clear line; what is killed or damaged loses nothing, and the next run completes.
 
-import os
+The tests with `outcome` do what they are named after to real processes, at an instant drawn from `seed`, and bench/failures.py
+repeats them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pickle
 import random
-import signal
-import subprocess
+import re
+import shutil
 import sys
 import time
+import urllib.request
+from pathlib import Path
 
+import mlflow
 import pytest
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from scratch import Project, Server, copy_project, kill_group, timings, until
 
-from shardcore import dataset
+from shardcore import dataset, files, store
+from shardcore.cost import fit, neural
+from shardcore.types import Device, Problem, Topology
+from tasks import registry
 
 NOWHERE = "127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory):
+    with Server.of_prefect(tmp_path_factory.mktemp("prefect")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tracking(tmp_path_factory):
+    with Server.of_mlflow(tmp_path_factory.mktemp("mlflow")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def new_project(tmp_path_factory, prefect):
+    """Makes scratch projects in which nothing was run yet."""
+    return lambda: copy_project(tmp_path_factory.mktemp("project"), f"{prefect.url}/api", prefect.folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +74,199 @@ def test_an_unknown_parameter_is_named_before_anything_runs(empty):
     assert not (empty.folder / "data/pool.json").exists()
 
 
-def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_project):
+def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_project, rng, outcome):
     project = new_project()
     project.set_params("measure", compute_samples=60, comm_samples=12, chunk=5)
-    seed = time.time_ns()
-    print("seed", seed)
-    rng = random.Random(seed)
-    command = [sys.executable, "-m", "tasks.services", sys.executable, "-m", "flows.refresh", "measure"]
-    started = subprocess.Popen(command, cwd=project.folder, env=project.env,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    time.sleep(rng.uniform(8, 25))
-    os.kill(started.pid, signal.SIGKILL)
-    started.wait()
-    log = project.run("flows.refresh", "measure").stdout
-    assert "up to date" in log
+    with project.started("tasks.services", sys.executable, "-m", "flows.refresh", "measure") as run:
+        time.sleep(rng.uniform(5, 20))
+        outcome.hit = run.process.poll() is None
+        run.process.kill()  # what it had started ends by itself, and is waited for by nobody
+        run.process.wait()
+        before = timings(project)
+        log = project.run("flows.refresh", "measure").stdout
+    [outcome.said] = re.findall(r"stage measure is up to date", log)
     folder = project.folder / "data/measurements"
+    outcome.lost = len(before - timings(project))
     samples = dataset.read_compute(folder)
-    assert len(samples) == len({s.id for s in samples}) == 61 and len(dataset.read_comm(folder)) == 12  # and the control group
+    outcome.completed = len(samples) == len({s.id for s in samples}) == 61 and len(dataset.read_comm(folder)) == 12
+    assert outcome.lost == 0 and outcome.completed  # 61 with the control group
+
+
+# --- services killed, disks full, files damaged ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measuring(new_project):
+    """A project with a pool, whose measurements take some seconds."""
+    project = new_project()
+    files.write_pool(project.folder / "data/pool.json", pool())
+    project.set_params("measure", compute_samples=60, comm_samples=6, chunk=4)
+    return project
+
+
+@pytest.fixture(scope="module")
+def trained(new_project, tracking):
+    """A project with measurements (of a known law), a model trained on them, and a problem."""
+    project = new_project()
+    project.env["MLFLOW_TRACKING_URI"] = tracking.url
+    project.set_params("setting", hardware=SETTING.hardware, batch=SETTING.batch)
+    project.set_params("train", epochs=2)
+    measured, compute, comm = project.folder / "data/measurements", compute_samples(linear_law, 120), comm_samples(20)
+    dataset.write_compute(measured, compute, dataset.write_pool(measured, pool()))
+    dataset.write_comm(measured, comm)
+    neural.save(fit.train(compute, comm, SETTING, fit.FitConfig(epochs=2)).model, project.folder / "data/model")
+    problem = Problem("small", tuple(pool()[:8]), Topology((Device(1 << 30),) * 2), SETTING.batch)
+    files.write_problem(project.folder / "problems/small.json", problem)
+    return project
+
+
+@pytest.fixture(scope="module")
+def promoted(trained):
+    """`trained`, its model champion."""
+    trained.run("flows.promote")
+    return trained
+
+
+def other_model(project: Project, rng: random.Random) -> None:
+    """A model a little different from the project's, as a training would leave it."""
+    model = neural.load(project.folder / "data/model")
+    weights = {**model.weights, "rates": model.weights["rates"] * rng.uniform(0.99, 1.01)}
+    neural.save(dataclasses.replace(model, weights=weights), project.folder / "data/model")
+
+
+def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, prefect, rng, outcome):
+    shutil.rmtree(measuring.folder / "data/measurements", ignore_errors=True)
+    with measuring.started("flows.measure") as run:
+        until(lambda: "Beginning flow run" in run.log())
+        time.sleep(rng.uniform(0, 8))
+        prefect.kill()
+        outcome.hit = run.process.poll() is None
+        prefect.start()
+        code = run.process.wait(120)
+    assert code == 0 and "Traceback" not in run.log(), run.log()
+    query = json.dumps({"sort": "START_TIME_DESC", "limit": 1, "flows": {"name": {"any_": ["measure"]}}}).encode()
+    asked = urllib.request.Request(f"{prefect.url}/api/flow_runs/filter", query, {"Content-Type": "application/json"})
+    [last] = json.load(urllib.request.urlopen(asked, timeout=10))
+    outcome.said = last["state"]["type"]
+    assert outcome.said == "COMPLETED"
+    outcome.lost = 61 - len({key for key, _ in timings(measuring)})  # with the control group
+    outcome.completed = True
+    assert outcome.lost == 0
+
+
+def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, rng, outcome):
+    client = mlflow.MlflowClient(tracking.url, tracking.url)
+
+    def versions() -> set[str]:
+        return {v.tags.get(registry.DIGEST_TAG) for v in client.search_model_versions()}
+
+    stage = rng.choice(("train", "promote"))
+    other_model(trained, rng)
+    before = versions()
+    with trained.started(f"flows.{stage}", MLFLOW_HTTP_REQUEST_MAX_RETRIES="1") as run:
+        until(lambda: "Beginning flow run" in run.log())
+        time.sleep(rng.uniform(0, {"train": 6, "promote": 3}[stage]))
+        tracking.kill()
+        outcome.hit = run.process.poll() is None
+        code = run.process.wait(120)
+    tracking.start()
+    assert "Traceback" not in run.log(), run.log()
+    if code:
+        outcome.said = run.error()
+        assert "MLflow" in outcome.said and tracking.url in outcome.said
+    else:
+        outcome.said = "it had ended"
+    if stage == "train":
+        trained.run("flows.train")
+    log = trained.run("flows.promote").stdout
+    outcome.lost = len(before - versions())
+    outcome.completed = "is champion" in log or "stays champion" in log
+    assert outcome.lost == 0 and outcome.completed
+    assert not client.search_runs([e.experiment_id for e in client.search_experiments()], "attributes.status = 'RUNNING'")
+    assert versions() - before == {files.model_digest(trained.folder / "data/model")}
+
+
+def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
+    plans = promoted.folder / "plans"
+    before = [d.id for d in store.history(plans, "small")]
+    with promoted.started("flows.publish") as one, promoted.started("flows.publish") as other:
+        until(lambda: "Beginning flow run" in one.log())
+        time.sleep(rng.uniform(0, 5))
+        outcome.hit = one.process.poll() is None
+        kill_group(one.process)
+        assert list(store.history(plans, "small")) or not before  # whole, whatever it was at
+        assert other.process.wait(120) == 0, other.log()
+    said = promoted.run("flows.publish").stdout
+    [outcome.said] = re.findall(r"small: (?:kept|better), .*", said)
+    after = [d.id for d in store.history(plans, "small")]
+    outcome.lost = len(set(before) - set(after))
+    outcome.completed = bool(store.load_plan(plans, "small")[0].placements)
+    assert outcome.lost == 0 and outcome.completed
+
+
+def test_a_damaged_entry_of_dvcs_cache_is_made_anew(measuring, rng, outcome):
+    pool_file = measuring.folder / "data/pool.json"
+    measuring.run("dvc", "repro", "tables")
+    good = pool_file.read_bytes()
+    md5 = hashlib.md5(good).hexdigest()
+    entry = measuring.folder / ".dvc/cache/files/md5" / md5[:2] / md5[2:]
+    damaged = bytearray(good)
+    damaged[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
+    entry.chmod(0o644)
+    entry.write_bytes(damaged)
+    entry.chmod(0o444)  # which DVC takes as a sign that nobody has written there
+    pool_file.unlink()
+    measuring.run("dvc", "checkout", "data/pool.json")
+    outcome.hit = pool_file.read_bytes() == damaged
+    log = measuring.run("flows.refresh", "tables").stdout
+    [outcome.said] = re.findall(r"DVC's cache entry \S+ of data/pool.json was damaged and is removed", log)
+    outcome.lost = int(pool_file.read_bytes() != good) + int(entry.read_bytes() != good)
+    outcome.completed = "stage tables is up to date" in log
+    assert outcome.hit and outcome.lost == 0 and outcome.completed
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self._path, "ran")
+
+
+def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(promoted, tracking, tmp_path, rng, outcome):
+    ran, evil = tmp_path / "ran", tmp_path / "evil"
+    shutil.copytree(promoted.folder / "data/model", evil / "artifacts/model")
+    weights = pickle.dumps(Payload(ran)) + rng.randbytes(8)  # after its end
+    pickle.loads(weights)
+    assert ran.read_text() == "ran"
+    ran.unlink()
+    (evil / "artifacts/model/weights.safetensors").write_bytes(weights)
+    meta = files.read_json(evil / "artifacts/model/model.json") | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
+    files.write_json(evil / "artifacts/model/model.json", meta)
+    (evil / "code").mkdir()
+    (evil / "code/evil.py").write_text(f"open({str(ran)!r}, 'w').write('ran')\n")
+    (evil / "python_model.pkl").write_bytes(weights)
+    (evil / "MLmodel").write_text("flavors:\n  python_function:\n    loader_module: evil\n    code: code\n"
+                                  "    python_model: python_model.pkl\n")
+    name, client = registry.model_name(SETTING.hardware), mlflow.MlflowClient(tracking.url, tracking.url)
+    before = store.last(promoted.folder / "plans", "small")
+    good = client.get_model_version_by_alias(name, registry.CHAMPION)
+    run = client.create_run("0")
+    client.log_artifacts(run.info.run_id, str(evil), "model")
+    client.set_terminated(run.info.run_id)
+    bad = client.create_model_version(name, f"{run.info.artifact_uri}/model", run.info.run_id)
+    client.set_registered_model_alias(name, registry.CHAMPION, bad.version)
+    try:
+        outcome.said = promoted.error_of("flows.publish")
+        outcome.hit = True
+        assert "weights.safetensors is not safetensors" in outcome.said
+    finally:
+        client.set_registered_model_alias(name, registry.CHAMPION, good.version)
+    assert not ran.exists()
+    outcome.lost = int(store.last(promoted.folder / "plans", "small") != before)
+    promoted.run("flows.publish")
+    outcome.completed = store.last(promoted.folder / "plans", "small").provenance["model_version"] == str(good.version)
+    assert outcome.lost == 0 and outcome.completed

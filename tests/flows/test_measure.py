@@ -1,16 +1,17 @@
 """The measure flow on a Ray cluster of two raylets: its estimate, its metrics, the loss of a host, and cancelling."""
 
+import contextlib
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
+from scratch import timings, until
 
 from shardcore import dataset
 
@@ -38,23 +39,8 @@ def toy(new_project, cluster):
     return project
 
 
-def start(project):
-    """The flow as a program, its output in the project's file `log`."""
-    with open(project.folder / "log", "w") as log:
-        return subprocess.Popen([sys.executable, "-m", "flows.measure"], cwd=project.folder, env=project.env, stdout=log,
-                                stderr=subprocess.STDOUT)
-
-
 def measured(project):
     return len(dataset.read_ids(project.folder / "data/measurements", "compute"))
-
-
-def until(condition, timeout_s=60, every_s=0.2):
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(every_s)
-    return found
 
 
 def raylet(node):
@@ -89,31 +75,61 @@ def test_a_dry_run_estimates_and_takes_nothing(toy, cluster):
 
 
 def test_a_cancelled_run_frees_the_devices(toy, cluster):
-    run = start(toy)
-    until(lambda: len(workers(cluster)) == 2)
-    time.sleep(1)
-    run.send_signal(signal.SIGTERM)  # as `prefect flow-run cancel` does
-    run.wait(15)
-    until(lambda: not workers(cluster), timeout_s=15)
-    assert run.returncode != 0
+    with toy.started("flows.measure") as run:
+        until(lambda: len(workers(cluster)) == 2)
+        time.sleep(1)
+        run.process.send_signal(signal.SIGTERM)  # as `prefect flow-run cancel` does
+        run.process.wait(15)
+        until(lambda: not workers(cluster), timeout_s=15)
+    assert run.process.returncode != 0
 
 
-def test_a_lost_host_costs_what_it_had_in_hand_and_every_sample_is_there_once(toy, cluster):
+def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, outcome):
+    folder = toy.folder / "data/measurements"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", f"size={rng.randrange(16, 120, 4)}k", "tmpfs", str(folder)]
+    if subprocess.run(small, capture_output=True).returncode:
+        pytest.skip("no small file system can be mounted here (that takes root)")
+    try:
+        outcome.said = toy.error_of("flows.measure")
+        assert re.search(r"cannot write data/measurements/\S+: No space left on device", outcome.said)
+        outcome.hit = True
+        assert not list(folder.glob(".*.tmp"))
+        before = timings(toy)
+        subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
+        toy.run("flows.measure")
+        outcome.lost = len(before - timings(toy))
+        outcome.completed = measured(toy) == SAMPLES + 1  # and the control group
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    assert outcome.lost == 0 and outcome.completed
+
+
+def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, rng, outcome):
     shutil.rmtree(toy.folder / "data/measurements", ignore_errors=True)
-    run = start(toy)
+    toy.set_params("measure", compute_samples=SAMPLES)
+    if len(cluster.list_all_nodes()) < 2:
+        cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
     head, other = cluster.list_all_nodes()
-    until(lambda: measured(toy) > SAMPLES // 3)
-    killed = raylet(other)
-    killed.kill()
-    killed.wait()  # its worker ends when that pid is gone
-    found = until(lambda: (m := served(head)) and METRICS <= set(m) and m, timeout_s=60)
-    for name in ("samples_total", "kernel_share"):
-        assert 'device="device 0",kind="compute"' in found[name]
-    assert run.wait(90) == 0, (toy.folder / "log").read_text()[-3000:]
-    log = (toy.folder / "log").read_text()
-    again = int(re.search(r"(\d+) samples are measured again one by one", log)[1])
-    assert 1 <= again <= 4 + 4  # a chunk, and the window of ops that run in turn
-    assert measured(toy) == SAMPLES + 1  # and the control group
+    there = rng.randrange(SAMPLES // 3)
+    with toy.started("flows.measure") as run:
+        until(lambda: measured(toy) > there, every_s=0.02)
+        killed, outcome.hit = raylet(other), run.process.poll() is None
+        for process in (*(p for p in workers(cluster) if p.info["ppid"] == killed.pid), killed):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed.wait()
+        cluster.remove_node(other, allow_graceful=False)
+        found = until(lambda: (m := served(head)) and METRICS <= set(m) and m, timeout_s=60)
+        for name in ("samples_total", "kernel_share"):
+            assert 'device="device 0",kind="compute"' in found[name]
+        assert run.process.wait(90) == 0, run.log()[-3000:]
+    [(outcome.said, again)] = re.findall(r"(its process died.*; (\d+) samples are measured again one by one)", run.log())
+    assert 1 <= int(again) <= 4 + 4  # a chunk, and the window of ops that run in turn
+    outcome.lost = SAMPLES + 1 - measured(toy)  # with the control group
+    outcome.completed = outcome.lost == 0
+    assert outcome.completed
     control, *disturbed = dataset.read_repeats(toy.folder / "data/measurements")
     assert len(control) > 2 and all(g[0].known_to > 0.9 for g in disturbed)  # nothing else was measured several times
     assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6  # by two ranks that share what is left

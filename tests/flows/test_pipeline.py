@@ -4,8 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import yaml
 
@@ -28,7 +26,9 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the control group
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["local_solved"] == 1
-    for name in ("predictions.csv", "predictions.png", "sharders.csv"):
+    assert metrics["reality"]["mape"] > 0 and metrics["reality"]["random_relative_cost"] > 0
+    assert "problem 1 of 1 replayed" in log
+    for name in ("predictions.csv", "predictions.png", "sharders.csv", "replays/replays.csv", "replays/replays.png"):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100
     for i in range(2):
         plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
@@ -48,28 +48,12 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
     assert {"card.md", "calibration.png", "error_by_size.png", "predicted_against_measured.png", "training_curves.png"} <= {
         a.path for a in client.list_artifacts(run.info.run_id)}
     assert any(len(client.get_metric_history(run.info.run_id, k)) > 5 for k in run.data.metrics)
+    [published, *_] = client.search_runs([run.info.experiment_id], "tags.stage = 'publish'")
+    pages = {a.path for a in client.list_artifacts(published.info.run_id, "plans")}
+    assert pages == {f"plans/pool-0-0{i}.html" for i in range(2)}
     [model] = client.search_registered_models()
     assert re.match(r"shardcore-cost-", model.name) and set(model.aliases) == {"challenger", "champion"}
     assert client.get_model_version(model.name, "1").description == (project.folder / "data/card.md").read_text()
-
-
-def test_publish_runs_as_a_deployment(project):
-    """Server, process work pool, worker, `prefect deployment run … --watch`."""
-    project.run("prefect", "work-pool", "create", "local", "--type", "process", "--overwrite")
-    project.run("prefect", "--no-prompt", "deploy", "--all")
-    worker = subprocess.Popen([sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"], cwd=project.folder,
-                              env={**project.env, "PREFECT_WORKER_QUERY_SECONDS": "1"}, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL)
-    try:
-        done = project.run("prefect", "deployment", "run", "publish/local", "-p", "plans=from-deployment", "--watch")
-        assert "Completed" in done.stdout
-        assert store.load_plan(project.folder / "from-deployment", "pool-0-00")[0].placements
-        failed = project.run("prefect", "deployment", "run", "publish/local", "-p", 'problems=["none.json"]', "--watch",
-                             check=False)
-        assert failed.returncode == 1 and "Failed" in failed.stdout
-    finally:
-        worker.terminate()
-        worker.wait(30)
 
 
 def test_a_damaged_part_stops_the_stage_by_name_and_loses_nothing(project):
@@ -115,7 +99,8 @@ def test_comment_edits_rerun_exactly_their_stages_and_measure_nothing(project):
     before = measured_at(project)
     project.edit("shardcore/measure/kernels.py")
     log = project.run("dvc", "repro").stdout
-    assert stages_run(log) == {"measure"} and ", 0 of them to measure" in log
+    assert stages_run(log) == {"measure", "evaluate"} and ", 0 of them to measure" in log
+    assert "problem 1 of 1 as kept" in log
     assert measured_at(project) == before
     project.edit("shardcore/search/greedy.py")
     stale = project.run("dvc", "status").stdout
@@ -150,8 +135,8 @@ def test_a_champion_set_by_hand_is_what_publish_uses(project):
     [model] = client.search_registered_models()
     client.set_registered_model_alias(model.name, "champion", "2")
     project.run("flows.publish")
-    plan, _ = store.load_plan(project.folder / "plans", "pool-0-00")
-    assert plan.provenance["model_version"] == "2"
+    decision = store.last(project.folder / "plans", "pool-0-00")
+    assert decision.provenance["model_version"] == "2" and decision.previous_ms > 0  # the old plan under this model
     client.set_registered_model_alias(model.name, "champion", "1")
     project.run("dvc", "checkout", "--force", "data/model")
 

@@ -65,7 +65,22 @@ def test_the_ledgers_total_is_the_price_of_the_plan(seed, rows):
     devices = rng.integers(3, size=len(shards))
     expected = total_ms(shards, devices, problem)
     assert ledger.plan_ms(pieces, devices) == pytest.approx(expected, rel=1e-9)
-    assert total_ms(ledger.shards(pieces), devices, problem) == pytest.approx(expected, rel=1e-9)
+    assert total_ms([s for item in ledger.items(pieces) for s in item], devices, problem) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_tables_kept_together_are_one_piece_that_costs_what_they_cost_fused(seed):
+    rng = np.random.default_rng(seed)
+    constraints = Constraints(together=(("t1", "t4", "t5"), ("t0", "t3")), pinned=(("t4", (0, 2)), ("t2", (1,))))
+    problem = replace(draw_problem(seed, n_tables=6, n_devices=3), constraints=constraints)
+    ledger = Ledger(problem, MODEL, [Shard.whole(t) for t in problem.tables])
+    pieces = ledger.pieces([Shard.whole(t) for t in problem.tables])
+    items = ledger.items(pieces)
+    assert {frozenset(s.table.name for s in item) for item in items} == {*map(frozenset, constraints.together), frozenset({"t2"})}
+    devices = [int(rng.choice(np.flatnonzero(ledger.allowed[strip]))) for strip, _ in pieces]
+    shards, where = zip(*((s, d) for item, d in zip(items, devices, strict=True) for s in item), strict=True)
+    assert ledger.plan_ms(pieces, devices) == pytest.approx(total_ms(shards, where, problem), rel=1e-9)  # price checks the pins
 
 
 @settings(max_examples=15, deadline=None)
@@ -79,8 +94,8 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     ledger.add(pieces)
     orders = [rng.permutation(len(pieces)) for _ in range(3)]
     scales = np.array([1.0, 1.2, np.inf])
-    totals, devices = greedy_grid(ledger, np.array([[pieces[i] for i in order] for order in orders]), scales)
-    assert totals.shape == (3, 3) and devices.shape == (3, 3, len(pieces))
+    totals, over_bytes, devices = greedy_grid(ledger, np.array([[pieces[i] for i in order] for order in orders]), scales)
+    assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(pieces))
     for c, k in np.argwhere(np.isfinite(totals)):  # price also checks that what is called feasible fits
         assert totals[c, k] == pytest.approx(total_ms([shards[i] for i in orders[c]], devices[c, k], problem), rel=1e-9)
         columns = np.bincount(devices[c, k], weights=[shards[i].width for i in orders[c]], minlength=3)
@@ -139,6 +154,15 @@ def test_a_pass_without_cap_solves_what_the_caps_forbid():
     assert not neuroshard(problem, MODEL).provenance["packed"]
     capped = NeuroShardConfig(uncapped=False)
     assert neuroshard(problem, MODEL, config=capped).provenance["packed"]
+
+
+def test_where_no_pass_fits_cuts_go_where_memory_is_short():
+    """Six tables on four devices that hold one and a half each: two are to be cut, though many others cost more."""
+    tables = (*(Table(f"t{i}", 5000, 32, 20.0) for i in range(6)), *(Table(f"small{i}", 50, 8, 90.0) for i in range(30)))
+    problem = Problem("short", tables, Topology((Device(int(1.7 * tables[0].bytes)),) * 4), BATCH)
+    plan = neuroshard(problem, MODEL, config=NeuroShardConfig(candidates=4))
+    assert not plan.provenance["packed"]
+    assert plan.provenance["predicted_ms"] < 1.02 * SHARDERS["local"](problem, MODEL).provenance["predicted_ms"]
 
 
 @pytest.mark.parametrize("evals", [1, 12, 13, 100, 600])

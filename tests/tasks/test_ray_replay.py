@@ -21,7 +21,7 @@ from shardcore.types import (
     Topology,
 )
 from shardcore.workload import lower
-from tasks.replay import replay
+from tasks.replay import devices_of_a_host, replay, replaying
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
@@ -48,6 +48,20 @@ def test_plans_are_replayed_by_a_gang_of_actors_that_ends(workload, actor_proces
     while actor_processes("ReplayRank", "ray::replay") and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not actor_processes("ReplayRank", "ray::replay")
+
+
+def test_one_gang_replays_problem_after_problem(tables, actor_processes):
+    found = []
+    with replaying(2, SETTING, CONFIG) as run:
+        for some in (tables[:2], tables[2:4]):
+            problem = Problem("replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch)
+            found += run([lower(Plan(tuple(Placement(Shard.whole(t), (i,)) for i, t in enumerate(some))), problem)])
+            assert len(actor_processes("ReplayRank")) == 2
+    assert len(found) == 2 and all(cost.total_ms > 0 for cost in found)
+
+
+def test_devices_of_a_host_share_no_core_and_divide_the_batch():
+    assert devices_of_a_host(4, SETTING.batch) == 1  # each host of this cluster has one CPU
 
 
 def test_a_workload_of_another_setting_is_refused(workload):

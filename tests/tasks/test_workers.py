@@ -72,6 +72,15 @@ def test_calibrating_gives_one_figure_to_all(requests):
         assert 0 < fleet.control_ms < 1000
 
 
+def test_a_worker_killed_before_calibrating_is_replaced_and_nothing_is_lost(requests, actor_processes):
+    with workers(requests) as fleet:
+        fleet.control_ms = None
+        os.kill(actor_processes("DeviceWorker")[0].pid, signal.SIGKILL)
+        fleet.calibrate(requests)
+        _, samples = measure(fleet, requests)
+    assert not any(s.error for s in samples.values())
+
+
 @pytest.mark.parametrize("kind, hang_s, said", [(Poison, 60, "its process died: Worker unexpectedly exits"),
                                                 (Sleep, 1, "it hung: no op ended for 1 s")])
 def test_the_one_request_that_ends_its_worker_is_found_and_costs_no_other(requests, caplog, kind, hang_s, said):

@@ -1,0 +1,141 @@
+"""Plans of the search, of its peers and random ones, predicted and replayed on two processes: do predictions hold, does the
+search exploit the model's errors, and what is it worth?
+
+    python -m shardcore measure --samples 700 --exchanges 120 --tolerance 0.05 --max-repeats 8 --minutes 10 --out DATA
+    python -m shardcore train DATA --out MODEL
+    python -m bench.replays MODEL --problems 30 --out FOLDER
+
+MODEL must be of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB
+at dims up to 16. All plans of a problem are replayed in alternation. `local` is the default; `chosen` is of several of its plans
+the one that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the measured
+bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
+
+FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments goes on after the
+problems done; one with another MODEL or other arguments replays again where plans differ. What figures mean: cost/reality.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardcore import files, model_report, replays, report, sampling, tables
+from shardcore.cost import neural, reality
+from shardcore.cost.model import at_confidence, price
+from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.search import SHARDERS, Budget, choose, greedy
+from shardcore.search.local import local
+from shardcore.types import Plan, Problem
+from shardcore.workload import lower
+
+SMALLEST, LARGEST = 1 << 20, 512 << 20
+BUDGET = Budget(evals=100_000)
+LOSS = 0.03
+"""What ours may take longer on a problem without being called a loss that matters."""
+
+
+def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) -> list[Problem]:
+    pool = [dataclasses.replace(t, dim=max_dim) for t in tables.generate_pool()]
+    small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
+    return [sampling.problem(small, i, model.setting, seed, sampling.ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
+
+
+def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
+    models = [model, neural.physical(model)]
+    sure = at_confidence(model, 0.9)
+    found = {"local": local(problem, model, budget=BUDGET), "local, 90% confidence": local(problem, sure, budget=BUDGET),
+             "local_all": local(problem, model, budget=BUDGET, space="all"),
+             "local_all, 90% confidence": local(problem, sure, budget=BUDGET, space="all"),
+             "chosen": choose.choose(choose.candidates(problem, models, "local", range(3), BUDGET), problem, models).plan}
+    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS) if n in SHARDERS}
+    found["best greedy"] = min((found[n] for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
+    return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
+
+
+def text(rows: Sequence[reality.Judged], head: str) -> str:
+    """The report: Markdown with two tables and the plots that lie beside it."""
+    found = reality.by_problem(rows, reality.OURS)
+    kinds = [(name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)]
+    held = [(name, len(own), *(form.format(x) for form, x in zip(("{:.1f}%", "{:+.1f}%"), reality.errors(own), strict=True)))
+            for name, own in [("all plans", reality.distinct(rows)), *kinds]]
+    return "\n\n".join([
+        "# Replays", head,
+        "## Do predictions hold, and does the search exploit the model's errors?",
+        report.markdown_table(("plans of", "replays", "predicted against replayed", "bias"), held),
+        "![predicted against replayed](predicted.png)",
+        "Among the plans of a problem (mean over problems, 95% interval): " + "; ".join(
+            f"{words} {_interval(reality.bootstrap(found[name]), form)}" for name, words, form in (
+                ("kendall_tau", "Kendall's tau", "{:.3f}"), ("spearman", "Spearman's rho", "{:.3f}"),
+                ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
+                ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
+                ("ours_regret", f"of {reality.OURS}'s", "{:.1f}%"))) + ".",
+        f"## Replayed cost against {reality.OURS}'s", _rivals_table(reality.rivals(rows)), "![replayed cost](cost.png)",
+        f"Losses: problems on which {reality.OURS}'s plan took longer, beyond the noise of the two replays (95%: one in 40 is by "
+        f"chance); of them, those by more than {LOSS:.0%}.\n"])
+
+
+def _rivals_table(rivals: dict[str, reality.Rival]) -> str:
+    rows = []
+    for name, r in rivals.items():
+        worst = max(r.losses.values(), default=0.0)
+        rows.append((name, _interval(r.cost, "{:.3f}"), _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
+                     f"{len(r.losses)} of {r.problems}", sum(loss > LOSS for loss in r.losses.values()),
+                     f"{worst:.1%}" if worst else "-"))
+    return report.markdown_table(("plans of", f"replayed cost over {reality.OURS}'s", "its gap to the best, closed",
+                                  "losses beyond noise", f"above {LOSS:.0%}", "worst"), rows)
+
+
+def _interval(found: reality.Interval, form: str) -> str:
+    return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
+
+
+def write(folder: Path, kept: Sequence[replays.Kept], model: neural.NeuralModel, head: str) -> str:
+    """Everything that FOLDER holds beside the problems' own; the report."""
+    rows = replays.judge(kept, model)
+    files.write_csv(folder / "replays.csv", replays.csv_rows(rows))
+    for name, figure in (("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
+                         ("cost", model_report.replayed_cost(reality.rivals(rows), reality.OURS, "Replayed cost"))):
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=120)
+        files.write_atomic(folder / f"{name}.png", content.getvalue())
+    page = text(rows, head)
+    files.write_atomic(folder / "report.md", page.encode())
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a model of this machine")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
+    parser.add_argument("--problems", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
+    parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
+    parser.add_argument("--seed", type=int, default=31, help="of the problems (31)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
+    for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim)):
+        kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting, config,
+                                 lambda workloads: replay_all(workloads, model.setting, config, "cpu")))
+        [mine] = (r for r in replays.judge(kept[-1:], model) if r.algorithm == reality.OURS)
+        print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {reality.OURS} {mine.replayed_ms:.2f} ms "
+              f"replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted", file=sys.stderr, flush=True)
+    print(write(args.out, kept, model, _head(args, kept, model)))
+
+
+def _head(args: argparse.Namespace, kept: Sequence[replays.Kept], model: neural.NeuralModel) -> str:
+    noise = np.median([r.noise_ms / r.replayed_ms for r in replays.judge(kept, model)])
+    shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
+    return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} steps of each plan "
+            f"in alternation, seed {args.seed}, dims up to {args.max_dim}; a replay is known to ±{noise:.1%} (median, 95%).")
+
+
+if __name__ == "__main__":
+    main()

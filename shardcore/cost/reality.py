@@ -1,0 +1,184 @@
+"""Prediction against reality: how good a model is, and the sharders are, by replays of several plans of each of many problems.
+
+What is said of problems is the mean over them, whatever plans each has; its interval holds 95% of what a bootstrap over problems
+gives (percentiles: Efron 1979), for plans of one problem err together. Two replays differ beyond noise where their difference
+exceeds half its 95% interval. The best plan of a problem is the best of those replayed: the figures say nothing of better ones,
+and as it is the luckiest too, regrets are rather too large and gaps rather too little closed.
+
+Shapes: N problems, P plans of a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.cost.metrics import kendall_tau, mape, spearman
+from shardcore.types import Spread
+
+OURS, RANDOM = "local", "random"
+FEWEST = 5
+"""Problems by which a model may be refused: of fewer a bootstrap's interval says too little."""
+_DRAWS = 4000
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan that an algorithm made for a problem, priced by a model and replayed. plan: its name, the same for equal plans of
+    several algorithms. noise_ms: half the 95% interval of replayed_ms."""
+
+    problem: str
+    algorithm: str
+    plan: str
+    predicted_ms: float
+    replayed_ms: float
+    noise_ms: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over problems, and where it lies with 95% confidence."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An algorithm against ours, over the problems that both have a plan for (several plans of one: their mean).
+
+    cost: its replayed cost over ours. gap_closed: the share of what it takes more than the best plan replayed that ours does not
+    take; None where it takes no more. losses: by problem, by which share ours took longer, where that is beyond noise.
+    """
+
+    problems: int
+    cost: Interval
+    gap_closed: Interval | None
+    losses: Mapping[str, float]
+
+
+def noise_ms(step: Spread) -> float:
+    """Half the 95% interval of a median, from the quartiles of its repeats, for errors like normal ones (as the notches of box
+    plots: McGill, Tukey, Larsen 1978)."""
+    return 1.96 * 1.2533 / 1.349 * (step.q3_ms - step.q1_ms) / step.repeats**0.5
+
+
+def distinct(rows: Sequence[Judged]) -> list[Judged]:
+    """Each plan of each problem once."""
+    return list({(r.problem, r.plan): r for r in rows}.values())
+
+
+def errors(rows: Sequence[Judged]) -> tuple[float, float]:
+    """Mean absolute error of the predictions and their bias, in percent of what was replayed."""
+    predicted, replayed = _arrays(rows)
+    return mape(predicted, replayed), float(100 * np.mean(predicted / replayed - 1))
+
+
+def by_problem(rows: Sequence[Judged], ours: str = OURS) -> dict[str, np.ndarray]:
+    """What a model is worth in choosing among the plans of each problem: figures [N], nan where a problem has too few plans.
+
+    kendall_tau, spearman: rank correlation of predicted and replayed. tau_beyond_noise: of the pairs of plans that differ beyond
+    noise, those ranked right less those ranked wrong, as a share. regret: by how many percent the plan that the model prefers
+    takes longer than the best. ours_regret: so for the plan of `ours`.
+    """
+    found: dict[str, list[float]] = {k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret")}
+    for own in _grouped(rows).values():
+        plans = distinct(own)
+        predicted, replayed = _arrays(plans)
+        several = len(plans) > 1
+        our_ms = [r.replayed_ms for r in own if r.algorithm == ours]
+        for name, value in (
+            ("kendall_tau", kendall_tau(predicted, replayed) if several else np.nan),
+            ("spearman", spearman(predicted, replayed) if several else np.nan),
+            ("tau_beyond_noise", _tau_beyond_noise(plans)),
+            ("regret", 100 * (replayed[predicted.argmin()] / replayed.min() - 1)),
+            ("ours_regret", 100 * (np.mean(our_ms) / replayed.min() - 1) if our_ms else np.nan),
+        ):
+            found[name].append(float(value))
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def rivals(rows: Sequence[Judged], ours: str = OURS) -> dict[str, Rival]:
+    """Every algorithm against ours, by name; those that share no problem with it are left out."""
+    problems = _grouped(rows)
+    found = {}
+    for name in dict.fromkeys(r.algorithm for r in rows):
+        costs, losses = [], {}
+        for problem, own in problems.items():
+            theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, ours))
+            if theirs and mine:
+                their_ms, our_ms = (np.mean([r.replayed_ms for r in x]) for x in (theirs, mine))
+                costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
+                if our_ms - their_ms > np.hypot(*(np.mean([r.noise_ms for r in x]) for x in (theirs, mine))):
+                    losses[problem] = float(our_ms / their_ms - 1)
+        if costs:
+            their, our, best = np.array(costs).T
+            lacked, gained = their / best - 1, (their - our) / best
+            closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
+            found[name] = Rival(len(costs), bootstrap(their / our), closed, losses)
+    return found
+
+
+def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
+    """The mean of [N] values, or of these over the mean of others; nan are left out. Of one value the interval is infinite."""
+    known = np.isfinite(values)
+    values, over = values[known], np.ones(known.sum()) if over is None else over[known]
+    if len(values) == 1:
+        return Interval(float(values[0] / over[0]), -np.inf, np.inf)
+    drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
+    below = over[drawn].mean(1)
+    means = values[drawn].mean(1)[below > 0] / below[below > 0]
+    return Interval(float(values.mean() / over.mean()), *map(float, np.percentile(means, [2.5, 97.5])))
+
+
+def figures(rows: Sequence[Judged]) -> dict[str, float]:
+    """Flat metrics: errors, bias, regrets and noise in percent, costs relative to ours; what nobody knows is left out."""
+    found = {"problems": float(len(_grouped(rows))), "plans": float(len(distinct(rows))),
+             "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)]))}
+    for kind, chosen in (("", distinct(rows)), ("ours_", [r for r in rows if r.algorithm == OURS]),
+                         ("random_", [r for r in rows if r.algorithm == RANDOM])):
+        if chosen:
+            found[f"{kind}mape"], found[f"{kind}bias"] = errors(chosen)
+    found |= {name: float(np.nanmean(v)) for name, v in by_problem(rows).items() if np.isfinite(v).any()}
+    for name, rival in rivals(rows).items():
+        if name != OURS:
+            found |= {f"{name}_relative_cost": rival.cost.mean, f"{name}_relative_cost_low": rival.cost.low,
+                      f"{name}_relative_cost_high": rival.cost.high, f"{name}_losses": float(len(rival.losses))}
+            found |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
+    return {name: value for name, value in found.items() if np.isfinite(value)}
+
+
+def lost(challenger: Sequence[Judged], champion: Sequence[Judged]) -> str | None:
+    """Why a challenger may not follow a champion, or None: over the same replays its regret is larger, or its tau_beyond_noise
+    smaller, and the difference's 95% interval is on that side of 0 alone. Nobody is refused by fewer than FEWEST problems."""
+    new, old = by_problem(challenger), by_problem(champion)
+    for name, words, sign, form in (("regret", "regret", 1, "{:.1f}%"), ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}")):
+        worse_by = sign * (new[name] - old[name])
+        if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
+            ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))
+            low, high = form.format(by.low), form.format(by.high)
+            return (f"{words} of {ours} against {theirs} on the same replays of {len(worse_by)} problems (worse by {low} to "
+                    f"{high} with 95% confidence)")
+    return None
+
+
+def _tau_beyond_noise(plans: Sequence[Judged]) -> float:
+    agree = [np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
+             for i, a in enumerate(plans) for b in plans[:i]
+             if abs(a.replayed_ms - b.replayed_ms) > np.hypot(a.noise_ms, b.noise_ms)]
+    return float(np.mean(agree)) if agree else np.nan
+
+
+def _arrays(rows: Sequence[Judged]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted and replayed ms."""
+    return np.array([r.predicted_ms for r in rows]), np.array([r.replayed_ms for r in rows])
+
+
+def _grouped(rows: Sequence[Judged]) -> dict[str, list[Judged]]:
+    found: dict[str, list[Judged]] = {}
+    for row in rows:
+        found.setdefault(row.problem, []).append(row)
+    return found

@@ -1,0 +1,133 @@
+"""What moves when one plan of a problem takes the place of another, and how to have less of it move; pure.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardcore.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
+
+
+@dataclass(frozen=True)
+class Move:
+    """A table of which a device gets cells that it did not have. bytes: of the weights of those cells, over all devices."""
+
+    table: str
+    bytes: int
+    old: tuple[Placement, ...]
+    new: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """moves: by falling bytes. added, removed: tables that the new plan alone has, or the old; one whose shape has changed is in
+    both. They count for no bytes."""
+
+    moves: tuple[Move, ...]
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of weights that travel to devices, or are read there anew."""
+        return sum(m.bytes for m in self.moves)
+
+    def __bool__(self) -> bool:
+        return bool(self.moves or self.added or self.removed)
+
+
+def diff(old: Plan, new: Plan) -> Diff:
+    """What moves from an old plan to a new one. Tables are the same if name, rows and dim are: their statistics may differ."""
+    before, after = _by_table(old), _by_table(new)
+    moves = [Move(table.name, n, tuple(before[_key(table)]), tuple(placements)) for table, placements in
+             ((p[0].shard.table, p) for key, p in after.items() if key in before)
+             if (n := _moved_cells(before[_key(table)], placements) * PRECISION_BYTES[table.precision])]
+    added, removed = (tuple(sorted(k[0] for k in keys)) for keys in (after.keys() - before.keys(), before.keys() - after.keys()))
+    return Diff(tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))), added, removed)
+
+
+def carried(plan: Plan, problem: Problem) -> Plan:
+    """The plan with the problem's statistics of its tables. A table that the problem does not have in that shape stays as it is,
+    and `lower` refuses the plan for it."""
+    tables = {_key(t): t for t in problem.tables}
+    return Plan(tuple(replace(p, shard=replace(p.shard, table=tables.get(_key(p.shard.table), p.shard.table)))
+                      for p in plan.placements), plan.provenance)
+
+
+def nearest(new: Plan, old: Plan, problem: Problem) -> Plan:
+    """The new plan, equal devices exchanged and columns `in_order`, so that most of it stays where the old plan has it (which
+    devices to exchange is an assignment problem). It costs the same. No devices are exchanged where tables are pinned, or rows
+    divided, which is done in the order of devices."""
+    from scipy.optimize import linear_sum_assignment
+
+    as_it_is = in_order(new, old)
+    if problem.pinned or not all(p.shard.full_rows for p in new.placements):
+        return as_it_is
+    stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
+    place = np.arange(len(devices))
+    for kind in dict.fromkeys(devices):
+        equal = np.array([d for d, device in enumerate(devices) if device == kind])
+        given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
+        place[equal[given]] = equal[taken]
+    exchanged = tuple(replace(p, devices=tuple(sorted(int(place[d]) for d in p.devices))) for p in new.placements)
+    return min(as_it_is, in_order(Plan(exchanged, new.provenance), old), key=lambda plan: diff(old, plan).bytes)
+
+
+def in_order(new: Plan, old: Plan) -> Plan:
+    """The new plan, the columns of tables that are cut by columns alone given to their devices in the old plan's order where that
+    moves less: who keeps as many then keeps those. It costs the same."""
+    before, placements = _by_table(old), []
+    for key, own in _by_table(new).items():
+        if key in before and len(own) > 1 and all(p.shard.full_rows and len(p.devices) == 1 for p in own):
+            first, column, ordered = {p.devices[0]: p.shard.col_lo for p in before[key]}, 0, []
+            for p in sorted(own, key=lambda p: (first.get(p.devices[0], p.shard.table.dim), p.shard.col_lo)):
+                ordered.append(replace(p, shard=replace(p.shard, col_lo=column, col_hi=column + p.shard.width)))
+                column += p.shard.width
+            own = min(own, ordered, key=lambda found: _moved_cells(before[key], found))
+        placements += own
+    return Plan(tuple(placements), new.provenance)
+
+
+def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
+    """[D, D] bytes of weights that the new plan has on one device and the old plan has on the other."""
+    found, before = np.zeros((n_devices, n_devices)), _by_table(old)
+    for key, own in _by_table(new).items():
+        for p in own:
+            for q in before.get(key, ()):
+                if n := _shared_cells(p.shard, q.shard) * PRECISION_BYTES[p.shard.table.precision]:
+                    there = [d for d in q.devices if d < n_devices]
+                    found[np.ix_(p.devices, there)] += n
+    return found
+
+
+def _key(table: Table) -> tuple[str, int, int]:
+    return table.name, table.rows, table.dim
+
+
+def _by_table(plan: Plan) -> Mapping[tuple[str, int, int], list[Placement]]:
+    found: dict[tuple[str, int, int], list[Placement]] = defaultdict(list)
+    for p in plan.placements:
+        found[_key(p.shard.table)].append(p)
+    return found
+
+
+def _moved_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
+    """Cells that come to devices that did not have them, once for each such device."""
+    had: dict[int, list[Shard]] = defaultdict(list)
+    for p in old:
+        for device in p.devices:
+            had[device].append(p.shard)
+    return sum(p.shard.rows * p.shard.width - sum(_shared_cells(p.shard, s) for s in had[device])
+               for p in new for device in p.devices)
+
+
+def _shared_cells(a: Shard, b: Shard) -> int:
+    rows = min(a.row_hi, b.row_hi) - max(a.row_lo, b.row_lo)
+    columns = min(a.col_hi, b.col_hi) - max(a.col_lo, b.col_lo)
+    return max(0, rows) * max(0, columns)

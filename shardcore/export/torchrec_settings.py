@@ -1,0 +1,63 @@
+"""What TorchRec lets one set beside the placement, and ShardCore keeps but does not price: kernels and memory tiers of tables
+(UVM, caches, SSD, output types, ...), which a ShardingPlan has, and the precision of collectives, which the sharders have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from shardcore.export import torchrec_json
+from shardcore.types import ShardCoreError
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+
+PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
+"""Fields of a ParameterSharding that follow from a plan of ours."""
+PLAIN_KERNELS = ("fused", "dense")
+
+
+def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
+    """All of a table's settings but its placement, as JSON; of those that have no form in it, why not, as "unkept". Nothing for a
+    table in the memory of its device, of a plain kernel, with TorchRec's defaults."""
+    plain = replace(sharding, sharding_type="", ranks=None, sharding_spec=None)
+    try:
+        found = torchrec_json.encode(plain, what)
+    except ShardCoreError as error:
+        return {"unkept": str(error)}
+    del found["sharding_type"]
+    return {} if set(found) == {"compute_kernel"} and sharding.compute_kernel in PLAIN_KERNELS else found
+
+
+def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
+    """A sharding of no place yet, with settings as `settings_of` gives them. Raises ShardCoreError for what they are not."""
+    from torchrec.distributed.types import ParameterSharding
+
+    if "unkept" in settings:
+        raise ShardCoreError(f"{settings['unkept']}; give to_torchrec the TorchRec plan itself, as `like`")
+    if placed := sorted(set(settings) & set(PLACEMENT)):
+        raise ShardCoreError(f"{what} has {placed[0]!r} among its settings, which follows from the plan")
+    if "compute_kernel" not in settings:
+        raise ShardCoreError(f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'")
+    return torchrec_json.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
+
+
+def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = ()) -> list[str]:
+    """What a price of this plan leaves out, a line each: settings of tables that are priced as if fused in the memory of their
+    device, and collectives that are priced as FP32."""
+    said = []
+    for path, module in plan.plan.items():
+        for name, sharding in module.items():
+            given = [f"{f.name}={value}" for f in fields(sharding)
+                     if f.name not in (*PLACEMENT, "compute_kernel") and (value := getattr(sharding, f.name)) is not None]
+            if sharding.compute_kernel not in PLAIN_KERNELS or given:
+                said.append(f"table {name!r} of module {path!r} is priced as fused, in device memory; it has "
+                            + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
+    for sharder in sharders:
+        for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():
+            sent = [str(codec.quantized_dtype).removeprefix("torch.") for codec in (codecs.forward, codecs.backward)]
+            said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} forward, {sent[1]} "
+                        "backward")
+    return said

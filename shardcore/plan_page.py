@@ -1,0 +1,169 @@
+"""The report page of a published plan: one HTML file that needs nothing else; pure."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore import plan_report
+from shardcore.diff import Diff
+from shardcore.memory import gib
+from shardcore.report import percent_change
+from shardcore.search.explain import Alternative, Explanation
+from shardcore.store import Decision
+from shardcore.types import Plan, Problem, StepCost
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_ROWS = 12
+"""Of a table, beyond which the page says how many more there are."""
+_PARTS = (("forward compute", "forward_compute_ms", "#4477aa"), ("backward compute", "backward_compute_ms", "#66ccee"),
+          ("waiting", "waiting_ms", "#dddddd"), ("forward exchange", "forward_comm_ms", "#ccbb44"),
+          ("backward exchange", "backward_comm_ms", "#ee6677"))
+_MOST_TICKS = 16
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #e5e5e5; vertical-align: top; }
+th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
+figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
+"""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Nothing is loaded or run, whatever a browser finds in the page."""
+
+
+def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision], moves: Diff | None,
+         extrapolated: Sequence[str] = ()) -> str:
+    """The page of a version. decisions: the one on it first, then those before; moves: from the version before (None: there was
+    none); extrapolated: sentences that say where the plan is beyond what was measured."""
+    decision = decisions[0]
+    taken = "" if decision.current == decision.candidate else ' <span class="warn">(considered, not taken)</span>'
+    return "\n".join([
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{_POLICY}"><title>{escape(problem.name)}, version {decision.candidate}</title><style>{_STYLE}</style></head>'
+        f'<body>\n<h1>{escape(problem.name)}</h1>',
+        f'<p class="note">version {decision.candidate}{taken}, {plan_report.when(decision.decided_at)}</p>',
+        f"<p><b>{explained.total_ms:.2f} ms</b> predicted for the embeddings of one training step: {len(problem.tables)} tables "
+        f"on {len(problem.topology)} devices, global batch {problem.global_batch:,}.<br>"
+        f"{escape(decision.outcome.capitalize())}: {escape(decision.reason)}.</p>",
+        *([f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated[:3]))}'
+           f'{f"; and {len(extrapolated) - 3} more" if len(extrapolated) > 3 else ""}.</p>'] if extrapolated else []),
+        f"<figure>{_svg(figure(explained))}</figure>",
+        "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
+        _shards(explained),
+        "<h2>Instead</h2>", _alternatives(explained),
+        *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
+        "<h2>Decisions</h2>", _history(decisions),
+        "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}), "</body></html>\n"])
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
+
+
+def figure(explained: Explanation) -> Figure:
+    """Per device, left the parts of a step, stacked, and right the memory used."""
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    made = Figure(figsize=(11, 3.4))
+    made.subplots_adjust(0.06, 0.14, 0.99, 0.92, 0.16)
+    costs, memory = made.subplots(1, 2)
+    _stack_costs(costs, explained.cost)
+    _bar_memory(memory, explained)
+    for axes in (costs, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    return made
+
+
+def _stack_costs(axes: Axes, cost: StepCost) -> None:
+    n = len(cost.waiting_ms)
+    below = np.zeros(n)
+    for label, name, color in _PARTS:
+        below = _bars(axes, np.array(getattr(cost, name)), below, color, label)
+    axes.set(ylabel="ms of one step", xlabel="device")
+    axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0), columnspacing=0.9,
+                handlelength=1.0, handletextpad=0.4)
+
+
+def _bar_memory(axes: Axes, explained: Explanation) -> None:
+    unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
+                      if max(explained.free_bytes) >= u or u == 1)
+    free = np.array(explained.free_bytes) / unit
+    used = np.array(explained.memory_bytes) / unit
+    _bars(axes, free, np.zeros(len(free)), "#eeeeee", "may be used")
+    _bars(axes, used, np.zeros(len(free)), "#228833", "used")
+    axes.set(ylabel=f"memory, {name}", xlabel="device")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+
+
+def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label: str) -> np.ndarray:
+    """Bars on `below`, as one outline each layer, however many devices; the new tops."""
+    n = len(heights)
+    edges = np.column_stack([np.arange(n) - 0.4, np.arange(n) + 0.4]).ravel()
+    tops, base = (np.column_stack([x, np.full(n, np.nan)]).ravel()[:-1] for x in (below + heights, below))
+    axes.stairs(np.nan_to_num(tops), edges, baseline=np.nan_to_num(base), fill=True, color=color, label=label, linewidth=0)
+    axes.set_xlim(-0.7, n - 0.3)
+    axes.set_xticks(np.arange(0, n, -(-n // _MOST_TICKS)))
+    return below + heights
+
+
+def _svg(made: Figure) -> str:
+    """The figure as SVG to stand in HTML; the same figure gives the same text."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore", "font.family": "sans-serif"}):
+        made.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg"):]
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
+    """words: the columns, besides the first, that are to be read from the left."""
+    head = "".join(f'<th{" class=words" if i in words else ""}>{escape(h)}</th>' for i, h in enumerate(headers))
+    body = "".join("<tr>" + "".join(f'<td{" class=words" if i in words else ""}>{escape(str(c))}</td>'
+                                    for i, c in enumerate(row)) + "</tr>\n" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+
+
+def _shards(x: Explanation) -> str:
+    shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
+    return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"), shown) + _rest(len(x.shards))
+
+
+def _alternatives(x: Explanation) -> str:
+    rows = [(a.what, *_against(a, x.total_ms)) for a in (*x.baselines, *x.changes)]
+    return f'{_table(("", "ms", "against this plan"), rows)}<p class="note">{escape(x.searched)}</p>'
+
+
+def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
+    if a.total_ms is None:
+        return "none", (a.error or "")[:80]
+    return f"{a.total_ms:.2f}", percent_change(a.total_ms, total_ms)
+
+
+def _moves(moves: Diff) -> str:
+    rows = [(m.table, gib(m.bytes), plan_report.where(m.old), plan_report.where(m.new)) for m in moves.moves[:MOST_ROWS]]
+    listed = _table(("table", "moves", "was", "is"), rows, words=(2, 3)) + _rest(len(moves.moves)) if rows else ""
+    said = plan_report.moves_text(moves)
+    return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}"
+
+
+def _history(decisions: Sequence[Decision]) -> str:
+    return _table(plan_report.DECISION_HEADERS, map(plan_report.decision_row, decisions[:MOST_ROWS]), words=(1, 2, 6))
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return _table(("", ""), ((k, v) for k, v in values.items()), words=(1,))
+
+
+def _rest(n: int) -> str:
+    return f'<p class="note">and {n - MOST_ROWS} more</p>' if n > MOST_ROWS else ""

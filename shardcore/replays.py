@@ -1,0 +1,133 @@
+"""Replays that are kept: a folder for each problem, with its plans, so that any model can price what was replayed.
+
+  problem.json    as files.write_problem
+  <plan>.json     as files.write_plan; named by the digest of what it places
+  replays.json    schema shardcore/replays, version 1: the setting and the ReplayConfig; `replays`: algorithm, plan, total_ms and
+                  the parts of each; sealed by a digest. Written last, so a folder without it holds no replays
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardcore import files
+from shardcore.cost.model import CostModel, price
+from shardcore.cost.reality import RANDOM, Judged, noise_ms
+from shardcore.measure.replay import ReplayConfig, Replayed
+from shardcore.search import BASELINES, SHARDERS, Budget, compare
+from shardcore.types import Plan, Problem, Setting, ShardCoreError, Spread, StepCost
+from shardcore.workload import Workload, lower
+
+SCHEMA, VERSION = "shardcore/replays", 1
+REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
+ALGORITHMS = ("local", "local_all", "neuroshard", *(name for name in BASELINES if name != RANDOM),
+              *(name for name in SHARDERS if name == "torchrec"))
+"""Whose plans are replayed, beside RANDOM ones."""
+
+Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
+Made = Sequence[tuple[str, Plan]]
+"""Plans with the algorithm that made each; one may have several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The replays of a problem: plans and costs by the plans' digests, and which algorithms made which."""
+
+    problem: Problem
+    setting: Setting
+    made: tuple[tuple[str, str], ...]
+    plans: Mapping[str, Plan]
+    costs: Mapping[str, Replayed]
+
+
+def candidates(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3) -> Made:
+    """A plan of each of ALGORITHMS and `random` random ones; what finds none is left out. The same seed gives the same."""
+    wanted = [(name, seed) for name in ALGORITHMS] + [(RANDOM, seed + i) for i in range(random)]
+    outcomes = [compare.run(name, problem, model, s, budget) for name, s in wanted]
+    return [(o.algorithm, o.plan) for o in outcomes if o.plan]
+
+
+def plan_digest(plan: Plan, problem: Problem) -> str:
+    """Of what it places where, whoever made it."""
+    return files.digest(files.plan_to_json(plan, problem)["placements"])
+
+
+def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig, replay: Replay) -> Kept:
+    """The replays of these plans: those that `folder` has, or made now by `replay` and kept there instead of what it had. Equal
+    plans run once. Raises what `lower` and `replay` raise."""
+    names = tuple((algorithm, plan_digest(plan, problem)) for algorithm, plan in made)
+    plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
+    if is_kept(folder, problem, made, setting, config):
+        return read(folder)
+    costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
+    for old in (folder / REPLAYS_JSON, *folder.glob("*.json")):
+        old.unlink(missing_ok=True)
+    files.write_problem(folder / PROBLEM_JSON, problem)
+    for name, plan in plans.items():
+        files.write_plan(folder / f"{name}.json", plan, problem)
+    body = {"setting": files.setting_to_json(setting), "config": dataclasses.asdict(config), "replays": [
+        {"algorithm": algorithm, "plan": name, "total_ms": costs[name].total_ms, **dataclasses.asdict(costs[name])}
+        for algorithm, name in names]}
+    files.write_json(folder / REPLAYS_JSON, {"schema": SCHEMA, "version": VERSION, **body, "digest": files.digest(body)})
+    return Kept(problem, setting, names, plans, costs)
+
+
+def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig) -> bool:
+    """Whether `folder` has the replays of just these plans, made in this way; one that cannot be read has not."""
+    try:
+        body, known = _read(folder), files.read_problem(folder / PROBLEM_JSON)
+    except ShardCoreError:
+        return False
+    names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
+    return (known == problem and body["setting"] == files.setting_to_json(setting)
+            and body["config"] == dataclasses.asdict(config) and [(r["algorithm"], r["plan"]) for r in body["replays"]] == names
+            and all((folder / f"{name}.json").exists() for _, name in names))
+
+
+def read(folder: Path) -> Kept:
+    """Raises ShardCoreError naming the file that is missing, cut short, edited, or of a version that is not known."""
+    body, problem = _read(folder), files.read_problem(folder / PROBLEM_JSON)
+    rows = body["replays"]
+    plans = {r["plan"]: files.read_plan(folder / f"{r['plan']}.json", problem) for r in rows}
+    return Kept(problem, files.setting_from_json(body["setting"], str(folder / REPLAYS_JSON)),
+                tuple((r["algorithm"], r["plan"]) for r in rows), plans, {r["plan"]: _cost(r) for r in rows})
+
+
+def read_all(folder: Path, setting: Setting) -> list[Kept]:
+    """The kept replays of a setting in the folders of `folder`, by their names; [] where there are none."""
+    found = [read(path.parent) for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
+    return [kept for kept in found if kept.setting == setting]
+
+
+def judge(kept: Sequence[Kept], model: CostModel) -> list[Judged]:
+    """Every replay beside what a model says of its plan."""
+    rows = []
+    for one in kept:
+        predicted = {name: price(lower(plan, one.problem), model).total_ms for name, plan in one.plans.items()}
+        rows += [Judged(one.problem.name, algorithm, name, predicted[name], one.costs[name].total_ms,
+                        noise_ms(one.costs[name].step)) for algorithm, name in one.made]
+    return rows
+
+
+def csv_rows(rows: Sequence[Judged]) -> list[dict[str, Any]]:
+    return [{k: round(v, 5) if isinstance(v, float) else v for k, v in dataclasses.asdict(r).items()} for r in rows]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / REPLAYS_JSON
+    data = files.read_json(path)
+    if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
+        raise ShardCoreError(f"{path} is not {SCHEMA} of version {VERSION}; remove {folder} to replay its plans again")
+    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
+    if data.get("digest") != files.digest(body):
+        raise ShardCoreError(f"{path} does not match its digest {data.get('digest')!r}; it was edited after ShardCore wrote it: "
+                             f"remove {folder} to replay its plans again")
+    return body
+
+
+def _cost(row: Mapping[str, Any]) -> Replayed:
+    parts = {f.name: tuple(row[f.name]) for f in dataclasses.fields(StepCost)}
+    return Replayed(**parts, step=Spread(**row["step"]), oversubscribed=row["oversubscribed"])

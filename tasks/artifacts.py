@@ -1,0 +1,35 @@
+"""Prefect's artifacts, which show a run on its page. A run can do without: where Prefect does not answer (its server is being
+restarted), a warning says so and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect import artifacts, get_run_logger
+
+from tasks import services
+
+
+def create_progress_artifact(progress: float, key: str, description: str) -> UUID | None:
+    return _try(key, lambda: artifacts.create_progress_artifact(progress, key=key, description=description))
+
+
+def update_progress_artifact(artifact_id: UUID | None, progress: float, description: str) -> None:
+    """Without an artifact (it could not be created) nothing."""
+    if artifact_id is not None:
+        _try("progress", lambda: artifacts.update_progress_artifact(artifact_id, progress, description=description))
+
+
+def create_markdown_artifact(markdown: str, key: str, description: str) -> None:
+    _try(key, lambda: artifacts.create_markdown_artifact(markdown, key=key, description=description))
+
+
+def _try(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except httpx.HTTPError as error:
+        get_run_logger().warning("%s is not shown on the run's page: %s", what, services.away(error))
+        return None

@@ -1,0 +1,166 @@
+"""Background processes that outlive the command which started them.
+
+A file holds a daemon's process id, and a mark in its environment says whose it is: an id that another process got meanwhile
+(after a reboot, say) fools no one, and what a killed daemon leaves behind is found.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shardcore.types import ShardCoreError
+
+_MARK = "SHARDCORE_DAEMON"
+_TAIL_BYTES = 64 << 10
+_CLOCK_S = 1.0
+"""How far the times of a process and of a file may be apart."""
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """command: run in this folder with `env` as its whole environment; folder: of its id and its log."""
+
+    name: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "logs" / f"{self.name}.log"
+
+    def start(self) -> None:
+        """Start it; its log begins anew, the one before is kept as NAME.log.1."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists():
+            self.log.replace(self.log.with_name(f"{self.log.name}.1"))
+        with open(self.log, "wb") as log:
+            subprocess.Popen(self.command, env={**self.env, _MARK: self._mark}, stdin=subprocess.DEVNULL, stdout=log,
+                             stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._write_id)
+
+    def process(self) -> psutil.Process | None:
+        """The process where it runs."""
+        try:
+            process = psutil.Process(int(self._id.read_text()))
+            return process if self._owns(process) and _runs(process) else None
+        except (OSError, ValueError, psutil.Error):
+            return None
+
+    def runs_as_told(self) -> bool:
+        """Whether it runs; raises ShardCoreError where it was started with another command."""
+        process = self.process()
+        if process is not None and process.cmdline() != list(self.command):
+            raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those of now; end it "
+                                 "first")
+        return process is not None
+
+    def died(self) -> bool:
+        """Whether it was started, not stopped, and does not run."""
+        return self._id.exists() and self.process() is None
+
+    def leftovers(self) -> list[psutil.Process]:
+        """What it started, or what those started, and still runs."""
+        leader = self.process()
+        session = self._session()
+        return [p for p in psutil.process_iter()
+                if p != leader and (self._owns(p) or session and _session_of(p) == session) and _runs(p)]
+
+    def forget(self) -> None:
+        self._id.unlink(missing_ok=True)
+
+    def last_lines(self, count: int) -> list[str]:
+        """Of its log."""
+        try:
+            with open(self.log, "rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()][-count:]
+        except FileNotFoundError:
+            return []
+
+    @property
+    def _id(self) -> Path:
+        return self.folder / f"{self.name}.pid"
+
+    @property
+    def _mark(self) -> str:
+        return str(self.folder.resolve() / self.name)
+
+    def _write_id(self) -> None:  # by the process itself, so that none runs of which no file tells
+        self._id.write_text(str(os.getpid()))
+
+    def _session(self) -> int:
+        """The session that the daemon leads or led, 0 where that is not sure: some of Ray's processes write over their
+        environment, and are known by their session alone."""
+        try:
+            pid, started = int(self._id.read_text()), self._id.stat().st_mtime
+            if started < psutil.boot_time():
+                return 0
+            if self.process() is not None:
+                return pid
+            holder = psutil.Process(pid)  # a killed leader keeps its id until it is reaped, which may take seconds
+            return pid if not _runs(holder) and holder.create_time() < started + _CLOCK_S else 0
+        except psutil.NoSuchProcess:
+            return pid
+        except (OSError, ValueError, psutil.Error):
+            return 0
+
+    def _owns(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_MARK) == self._mark
+        except (psutil.Error, OSError):
+            return False
+
+
+def _session_of(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return 0
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is there, and more than an entry that nobody has reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
+    """End daemons in their order, with all that they started: asked first, killed after patience_s."""
+    for daemon in daemons:
+        if process := daemon.process():
+            end([process], patience_s)
+        end_leftovers(daemon, patience_s / 3)
+        daemon.forget()
+
+
+def end_leftovers(daemon: Daemon, patience_s: float) -> None:
+    """End what a daemon started; again where that started more meanwhile."""
+    for _ in range(3):
+        if not (left := daemon.leftovers()):
+            return
+        end(left, patience_s)
+
+
+def end(processes: Sequence[psutil.Process], patience_s: float) -> None:
+    """Ask processes to end, and kill those that have not after patience_s."""
+    for ask in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            try:
+                ask(process)
+            except psutil.NoSuchProcess:
+                continue
+        until = time.monotonic() + patience_s
+        while processes := [p for p in psutil.wait_procs(processes, timeout=0.05)[1] if _runs(p)]:
+            if time.monotonic() > until:
+                break
+        else:
+            return

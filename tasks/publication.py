@@ -1,0 +1,93 @@
+"""Under which version of a cost model plans were last published: two tags of the registered model, beside the alias that they
+are about. They outlive every process, so whoever looks next knows what is left to do.
+
+  shardcore.published     {"version", "at"}       every problem was gone through under this version
+  shardcore.publishing    {"version", "until"}    somebody is at it, and says so anew before `until`
+
+Times are in seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlflow
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from tasks import registry
+
+PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
+CLAIM_S = 60.0
+"""How long a claim holds without being said anew: longer than one problem takes, short enough to wait for after a crash."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A registered model's champion, the version last published under and when, and the version somebody publishes under now
+    and until when that can be believed; None: there is none."""
+
+    model: str
+    champion: str | None
+    published: str | None = None
+    at: float | None = None
+    publishing: str | None = None
+    until: float | None = None
+
+    def due(self, now: float) -> bool:
+        """Whether plans have to be published: the champion is another version than the last one, and nobody is at it."""
+        if self.champion is None or self.champion == self.published:
+            return False
+        return self.champion != self.publishing or now > (self.until or 0.0)
+
+
+def read(client: mlflow.MlflowClient, model: str) -> Publication:
+    """The state of a registered model; one that does not exist has no champion."""
+    try:
+        found = client.get_registered_model(model)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return Publication(model, None)
+        raise
+    champion = found.aliases.get(registry.CHAMPION)
+    published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
+    return Publication(model, None if champion is None else str(champion), published.get("version"), published.get("at"),
+                       publishing.get("version"), publishing.get("until"))
+
+
+def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
+    """Say that this process publishes under a version, for the next CLAIM_S."""
+    _set(client, model, PUBLISHING, {"version": str(version), "until": time.time() + CLAIM_S})
+
+
+@contextmanager
+def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True) -> Iterator[Callable[[], None]]:
+    """Publish under a version, of all problems: claimed while it lasts, and on record at its end; after an exception it is
+    neither. Yields the function that says the claim anew. Without `everything` nothing is said."""
+    if not everything:
+        yield lambda: None
+        return
+    model = version.name
+    claim(client, model, version.version)
+    try:
+        yield lambda: claim(client, model, version.version)
+        _set(client, model, PUBLISHED, {"version": str(version.version), "at": time.time()})
+    finally:
+        client.delete_registered_model_tag(model, PUBLISHING)
+
+
+def _set(client: mlflow.MlflowClient, model: str, tag: str, value: dict) -> None:
+    client.set_registered_model_tag(model, tag, json.dumps(value))
+
+
+def _tag(tags: dict[str, str], name: str) -> dict:
+    """A tag's value; one edited by hand into something else counts as none."""
+    try:
+        value = json.loads(tags.get(name, "{}"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,123 @@
+"""`python -m tasks.watch`: whenever another version becomes champion in the MLflow registry, run the deployment that publishes.
+
+It does not matter who set the alias: the gate, or a person in MLflow's page or API. The watch itself remembers nothing: what was
+published last is on record at the registered model (tasks/publication.py), and Prefect knows by its key a run that was asked for
+already. So it can be killed at any moment; and one started again does what is left to do, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from functools import lru_cache
+from typing import Any
+
+import mlflow
+
+from shardcore.types import ShardCoreError
+from tasks import params, paths, publication, registry
+from tasks.setting import SettingConfig
+
+DEPLOYMENT = "publish/local"
+EVERY_S = 3.0
+ATTEMPTS = 3
+RETRY_S = 20.0
+"""Wait after a first failed run; after a second twice as long."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+logger = logging.getLogger("shardcore.watch")
+
+
+def watched() -> publication.Publication:
+    """The state of the model that this project publishes under."""
+    state = publication.read(mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
+    if not state.due(time.time()):
+        return state
+    return publication.read(mlflow.MlflowClient(), state.model)  # a claim is made before the alias is set: now it would be seen
+
+
+def publish_once(state: publication.Publication, now: float) -> str:
+    """Ask for the run that publishes under a champion, unless it was asked for already, and again where it failed; says how
+    that stands."""
+    key, run = f"{state.model} {state.champion} after {state.at}", None
+    what = f"plans under {state.model} version {state.champion}"
+    for attempt in range(1, ATTEMPTS + 1):
+        if run is not None and now < run.state.timestamp.timestamp() + RETRY_S * (attempt - 1):
+            return f"{what}: run {run.name!r} ended {run.state.name}; another one follows"
+        run = _run_deployment(f"{key}, {attempt}")
+        if not run.state.is_final():
+            return f"{what}: run {run.name!r} is {run.state.name}"
+    return (f"{what}: run {run.name!r} ended {run.state.name}, the last of {ATTEMPTS}; once that is mended, "
+            f"`prefect deployment run {DEPLOYMENT}`")
+
+
+def step() -> str:
+    """Look once, act where it is due; one line that says how it stands. Never raises what time or a person can mend."""
+    try:
+        state = watched()
+    except ShardCoreError as error:
+        return str(error)
+    except Exception as error:
+        return f"the registry at {mlflow.get_tracking_uri()} does not answer: {_short(error)}"
+    if state.champion is None:
+        return f"{state.model} has no champion yet"
+    if not state.due(time.time()):
+        done = state.champion == state.published
+        return f"plans under {state.model} version {state.champion} are {'published' if done else 'being published'}"
+    try:
+        return publish_once(state, time.time())
+    except Exception as error:
+        return f"Prefect at {os.environ.get('PREFECT_API_URL')} cannot run {DEPLOYMENT}: {_short(error)}"
+
+
+def watch() -> None:
+    """Look every EVERY_S for as long as the process lives; what is new is said, once."""
+    said = ""
+    while True:
+        line = step()
+        if line != said:
+            logger.info("%s", line)
+            said = line
+        time.sleep(EVERY_S)
+
+
+def main() -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stdout, level=logging.WARNING)
+    logger.setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # it is the next look that tries again
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    if not os.environ.get("PREFECT_API_URL"):
+        sys.exit("error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs deployments")
+    watch()
+
+
+def _run_deployment(key: str) -> Any:
+    from prefect.deployments import run_deployment
+
+    return run_deployment(DEPLOYMENT, timeout=0, idempotency_key=key, tags=["watch"])
+
+
+@lru_cache(maxsize=1)
+def _model(*_changes: float) -> str:
+    """The model's name; found again when params.yaml or the measurements changed."""
+    wanted = params.section("setting", SettingConfig)
+    return registry.model_name(wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
+
+
+def _changed(path: Any) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _short(error: Exception) -> str:
+    """One line, the same each time that the same thing happens."""
+    return _ADDRESS.sub("", " ".join(f"{type(error).__name__}: {error}".split()))[:200]
+
+
+if __name__ == "__main__":
+    main()

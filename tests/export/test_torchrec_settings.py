@@ -1,0 +1,143 @@
+"""Kernels, memory tiers and quantised collectives of a TorchRec plan: kept through ours, named where a price leaves them out."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import training  # noqa: E402  (beside this file)
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm  # noqa: E402
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
+from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
+
+from shardcore import files  # noqa: E402
+from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
+from shardcore.export.torchrec_json import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
+from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
+from shardcore.export.torchrec_settings import settings_of, unpriced  # noqa: E402
+from shardcore.search import Budget  # noqa: E402
+from shardcore.types import Placement, Plan, Setting, Shard, ShardCoreError  # noqa: E402
+
+MODULE = training.Model()
+GIVEN = training.problem(1, 2)
+QCOMMS = QCommsConfig(CommType.FP16, CommType.BF16, backward_loss_scale=0.5)
+
+
+def whole(device: int = 0) -> Plan:
+    return Plan(tuple(Placement(Shard.whole(t), (device,)) for t in GIVEN.tables))
+
+
+def tiered(**cache) -> ShardingPlan:
+    """Table a cached in UVM, d on SSD, left.c with outputs of its own type; b replicated."""
+    tables = {t.name: t for t in GIVEN.tables}
+    plan = to_torchrec(Plan((*(p for p in whole().placements if p.shard.table.name != "b"),
+                             Placement(Shard.whole(tables["b"]), (0, 1)))), GIVEN, MODULE)
+    left = plan.plan["left"]
+    cache = CacheParams(**{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16} | cache)
+    left["a"] = replace(left["a"], compute_kernel="fused_uvm_caching", cache_params=cache, enforce_hbm=False)
+    left["c"] = replace(left["c"], output_dtype=DataType.BF16)
+    left["d"] = replace(left["d"], compute_kernel="key_value", key_value_params=KeyValueParams(
+        ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))))
+    return plan
+
+
+def test_a_plan_that_was_read_is_written_again_as_it_was(tmp_path):
+    theirs, path = tiered(), tmp_path / "plan.json"
+    ours = from_torchrec(theirs, GIVEN, MODULE)
+    assert set(ours.provenance["torchrec"]) == {"a", "left.c", "d"}
+    assert to_torchrec(ours, GIVEN, MODULE) == theirs
+    files.write_plan(path, ours, GIVEN)
+    assert to_torchrec(files.read_plan(path, GIVEN), GIVEN, MODULE) == theirs
+
+
+def test_settings_go_with_their_tables():
+    moved = Plan(whole(1).placements, from_torchrec(tiered(), GIVEN, MODULE).provenance)
+    found, old = to_torchrec(moved, GIVEN, MODULE).plan["left"], tiered().plan["left"]
+    assert {n: s.ranks for n, s in found.items()} == {n: [1] for n in "abcd"}
+    assert all(settings_of(found[n], n) == settings_of(old[n], n) != {} for n in "acd")
+    assert to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE)).plan["left"]["a"].compute_kernel == "fused"
+
+
+def test_a_plan_of_plain_kernels_has_no_settings():
+    assert from_torchrec(to_torchrec(whole(), GIVEN, MODULE), GIVEN, MODULE).provenance == {"algorithm": "torchrec plan"}
+
+
+def test_no_kernel_is_lost_in_a_replica():
+    replicated = Plan(tuple(Placement(Shard.whole(t), (0, 1)) for t in GIVEN.tables))
+    with pytest.raises(ShardCoreError, match="replicates table 'a', which has kernel fused_uvm_caching"):
+        to_torchrec(replicated, GIVEN, MODULE, like=tiered())
+
+
+class Statistics(CacheStatistics):
+    expected_lookups, cacheability = 1.0, 0.5
+
+    def expected_miss_rate(self, clf: float) -> float:
+        return 1 - clf
+
+
+def test_what_no_file_can_hold_is_read_and_not_dropped():
+    theirs = tiered(stats=Statistics())
+    ours = from_torchrec(theirs, GIVEN, MODULE)
+    with pytest.raises(ShardCoreError, match="table 'a', cache_params, stats is a Statistics; .* as `like`"):
+        to_torchrec(ours, GIVEN, MODULE)
+    assert to_torchrec(ours, GIVEN, MODULE, like=theirs) == theirs
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"nowhere": {"compute_kernel": "fused"}}, "settings of table 'nowhere'"),
+    ({"a": {"compute_kernel": "fused", "ranks": [1]}}, "table 'a' of the plan's provenance has 'ranks'"),
+    ({"a": {"cache_params": {"load_factor": 0.2}}}, "and no compute_kernel"),
+    ({"a": {"compute_kernel": "fused", "colour": "blue"}}, "'colour'"),
+    ({"a": {"compute_kernel": "fused", "output_dtype": "FP3"}}, "'FP3'; known are"),
+])
+def test_settings_are_checked(settings, said):
+    with pytest.raises(ShardCoreError, match=said):
+        to_torchrec(Plan(whole().placements, {"torchrec": settings}), GIVEN, MODULE)
+
+
+def test_quantised_collectives_are_kept_in_the_file(tmp_path):
+    path, plan = tmp_path / "plan.json", tiered()
+    for qcomms in (QCOMMS, QCommsConfig(CommType.FP8, CommType.FP8, fp8_quantize_dim=32), None):
+        write_torchrec(path, plan, qcomms)
+        assert read_torchrec(path) == plan
+        assert read_qcomms(path) == qcomms
+    write_torchrec(path, plan, QCOMMS)
+    path.write_text(path.read_text().replace("FP16", "FP32"))
+    with pytest.raises(ShardCoreError, match="edited"):
+        read_qcomms(path)
+
+
+def test_files_of_version_1_are_read(tmp_path):
+    path, body = tmp_path / "plan.json", to_json(tiered())
+    written = {"schema": "shardcore/torchrec-plan", "version": 1, "digest": files.digest(body), "modules": body}
+    path.write_text(json.dumps(written))
+    assert read_torchrec(path) == tiered()
+    assert read_qcomms(path) is None
+
+
+def test_what_a_price_leaves_out_is_named():
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
+    said = unpriced(tiered(), [sharder])
+    assert len(said) == 6
+    assert said[0].startswith("table 'a' of module 'left' is priced as fused, in device memory; "
+                              "it has kernel fused_uvm_caching, cache_params=")
+    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced as float32; "
+                       "it sends float16 forward, bfloat16 backward")
+
+
+def test_the_planner_says_it_too():
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)), budget=Budget(evals=200),
+                               lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
+    planner.plan(MODULE, [sharder])
+    assert [line.split()[0] for line in planner.unpriced] == [
+        "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter", "sequence_embeddings_all_to_all"]

@@ -1,0 +1,111 @@
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from shardcore.types import ShardCoreError
+from tasks import daemons
+from tasks.daemons import Daemon
+
+CHILD = "import subprocess, sys; print('first'); print('last', flush=True); subprocess.run(['sleep', '60'])"
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    made = Daemon("one", (sys.executable, "-c", CHILD), dict(os.environ), tmp_path)
+    yield made
+    daemons.stop([made], 5)
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.05)
+
+
+def runs(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_it_runs_and_ends_with_what_it_started(daemon):
+    assert daemon.process() is None and not daemon.died()
+    daemon.start()
+    until(lambda: daemon.last_lines(1) == ["last"] and daemon.leftovers())
+    assert daemon.last_lines(5) == ["first", "last"] and not daemon.died()
+    leader, [child] = daemon.process(), daemon.leftovers()
+    daemons.stop([daemon], 5)
+    assert not runs(leader) and not runs(child)
+    assert daemon.process() is None and not daemon.died()
+
+
+def test_one_that_was_started_with_other_settings_is_refused(daemon):
+    assert not daemon.runs_as_told()
+    daemon.start()
+    assert daemon.runs_as_told()
+    changed = dataclasses.replace(daemon, command=(*daemon.command, "--port", "1"))
+    with pytest.raises(ShardCoreError, match=rf"one \(process {daemon.process().pid}\) runs with other settings"):
+        changed.runs_as_told()
+
+
+def test_a_killed_one_has_died_and_what_it_left_is_found(daemon):
+    daemon.start()
+    until(daemon.leftovers)
+    [child] = daemon.leftovers()
+    daemon.process().kill()
+    until(daemon.died)
+    assert daemon.leftovers() == [child]
+    daemons.stop([daemon], 5)
+    assert not runs(child)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_wrote_over_its_environment_is_known_by_its_session(tmp_path, killed):
+    """Also where its leader was killed and nobody has reaped it: its id is still taken then."""
+    forgetful = Daemon("two", (sys.executable, "-c", "import os; os.spawnve(os.P_WAIT, '/bin/sleep', ['sleep', '60'], {})"),
+                       dict(os.environ), tmp_path)
+    forgetful.start()
+    until(forgetful.leftovers)
+    [child] = forgetful.leftovers()
+    if killed:
+        leader = forgetful.process()
+        leader.kill()
+        until(lambda: leader.status() == psutil.STATUS_ZOMBIE)
+        assert forgetful.died() and forgetful.leftovers() == [child]
+    daemons.stop([forgetful], 5)
+    assert not runs(child)
+
+
+def test_another_process_that_got_the_id_is_neither_taken_for_it_nor_ended(daemon, tmp_path):
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        (tmp_path / "one.pid").write_text(str(other.pid))
+        assert daemon.process() is None and daemon.died() and not daemon.leftovers()
+        daemons.stop([daemon], 5)
+        assert psutil.Process(other.pid).is_running() and other.poll() is None
+        (tmp_path / "one.pid").write_text("no number")
+        assert daemon.process() is None and daemon.died()
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_log_of_the_run_before_is_kept(daemon):
+    daemon.log.parent.mkdir()
+    daemon.log.write_text("why it ended\n")
+    daemon.start()
+    assert daemon.log.with_name("one.log.1").read_text() == "why it ended\n"
+
+
+def test_what_does_not_end_when_asked_is_killed(tmp_path):
+    stubborn = Daemon("three", (sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+                                "print('up', flush=True); time.sleep(60)"), dict(os.environ), tmp_path)
+    stubborn.start()
+    until(lambda: stubborn.last_lines(1) == ["up"])
+    process = stubborn.process()
+    daemons.stop([stubborn], 0.5)
+    assert not runs(process)

@@ -1,0 +1,54 @@
+"""Overrides of params.yaml, and what a refresh that pushes asks for; before anything runs."""
+
+import subprocess
+
+import pytest
+
+from shardcore.types import ShardCoreError
+from tasks.refresh import override_params, require_pushable
+from tasks.tables import TablesConfig
+from tasks.train import TrainConfig
+
+PARAMS = """\
+# of the stages
+tables:
+  tables: 40        # of the pool
+  seed: 0
+"""
+SECTIONS = {"tables": TablesConfig, "train": TrainConfig}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text(PARAMS)
+    return tmp_path
+
+
+def test_overrides_are_edits_that_keep_all_else(folder):
+    assert override_params({"tables": {"tables": 50, "source": "x"}, "train": {"epochs": 4}}, SECTIONS)
+    text = (folder / "params.yaml").read_text()
+    assert text.startswith("# of the stages\n") and "tables: 50        # of the pool\n" in text and "seed: 0" in text
+    assert "source: x" in text and "train:\n  epochs: 4" in text
+    assert not override_params({"tables": {"tables": 50}}, SECTIONS) and not override_params({}, SECTIONS)
+    assert (folder / "params.yaml").read_text() == text
+
+
+@pytest.mark.parametrize("overrides, named", [
+    ({"tables": {"tables": 50}, "trains": {}}, "unknown section 'trains'; known are tables, train"),
+    ({"tables": {"tables": 50}, "train": {"epoch": 4}}, "section 'train' has an unknown key 'epoch'; known are "),
+    ({"tables": {"tables": 50}, "train": {"epochs": "many"}}, "epochs is 'many'; it needs to be int"),
+    ({"train": 4}, "section 'train' is 4; it needs to be an object"),
+])
+def test_what_is_wrong_in_one_override_leaves_all_unwritten(folder, overrides, named):
+    with pytest.raises(ShardCoreError, match=named):
+        override_params(overrides, SECTIONS)
+    assert (folder / "params.yaml").read_text() == PARAMS
+
+
+def test_a_push_needs_a_branch_and_a_remote(folder):
+    with pytest.raises(ShardCoreError, match="on no branch of a git repository"):
+        require_pushable()
+    subprocess.run(["git", "init", "-q"], check=True)
+    with pytest.raises(ShardCoreError, match="DVC has no remote to push to; `dvc remote add --default"):
+        require_pushable()

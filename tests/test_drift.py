@@ -1,0 +1,100 @@
+"""How far a plan is from the best after its tables' statistics have changed, in the library and on the command line."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from laws import SETTING, comm_samples, compute_samples, linear_law
+
+from shardcore import files, plan_report, store
+from shardcore.__main__ import main
+from shardcore.cost import fit, neural
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.drift import drift, refreshed
+from shardcore.search import SHARDERS, Budget
+from shardcore.store import Decision
+from shardcore.types import Device, Infeasible, Problem, ShardCoreError, Table, Topology, Zipf
+from shardcore.workload import lower
+
+MODEL = AnalyticModel(SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001, exchange_gbps=4)
+BUDGET = Budget(evals=20_000)
+
+
+@pytest.fixture
+def shifted():
+    """A problem and its plan; and the problem as it is now, a few tables being looked up much more."""
+    rng = np.random.default_rng(0)
+    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0)) for i in range(24))
+    problem = Problem("shifting", tables, Topology((Device(4 << 20),) * 4), SETTING.batch)
+    plan = SHARDERS["local"](problem, MODEL, budget=BUDGET)
+    busiest = {p.shard.table.name for p in plan.placements if p.devices == (0,)}
+    now = replace(problem, tables=tuple(replace(t, pooling=3 * t.pooling) if t.name in busiest else t for t in tables))
+    return plan, problem, now
+
+
+def test_a_plan_falls_behind_and_a_few_moves_bring_most_of_it_back(shifted):
+    plan, problem, now = shifted
+    found = drift(plan, problem, now, MODEL, most_tables=3, budget=BUDGET)
+    assert found.planned_ms == pytest.approx(plan.provenance["predicted_ms"])
+    assert found.best_ms <= found.replan_ms < found.now_ms and found.behind == found.now_ms / found.best_ms - 1 > 0.1
+    assert 1 <= len(found.moves.moves) <= 3 and found.pays
+    assert price(lower(found.replan, now), MODEL).total_ms == found.replan_ms
+    assert found.now_ms - found.replan_ms > 0.5 * (found.now_ms - found.best_ms)
+    text = plan_report.drift_text(found)
+    assert f"{found.behind:.1%} behind" in text and "of 3 that may" in text and "that pays" in text
+
+
+def test_nothing_has_to_move_where_nothing_changed_or_nothing_may(shifted):
+    plan, problem, now = shifted
+    same = drift(plan, problem, problem, MODEL, budget=BUDGET)
+    assert same.now_ms == same.planned_ms and same.behind < 0.02 and not same.pays
+    none = drift(plan, problem, now, MODEL, most_tables=0, budget=BUDGET)
+    assert not none.moves and none.replan_ms == none.now_ms and not none.pays
+    assert "No better plan was found within that limit" in plan_report.drift_text(none)
+    dear = drift(plan, problem, now, MODEL, most_tables=3, threshold=0.9, budget=BUDGET)
+    assert dear.moves and not dear.pays and "does not pay (threshold 90.0%)" in plan_report.drift_text(dear)
+
+
+def test_a_plan_that_is_none_any_more_is_refused(shifted):
+    plan, problem, now = shifted
+    with pytest.raises(Infeasible):
+        drift(plan, problem, replace(now, topology=Topology((Device(20_000),) * 4)), MODEL, budget=BUDGET)
+
+
+def test_fresh_statistics_replace_those_of_the_same_tables_alone(shifted):
+    _, problem, now = shifted
+    assert refreshed(problem, now.tables) == now
+    one = replace(now.tables[5], pooling=77.0)
+    changed = refreshed(problem, [one, Table("other", 5, 4, 1.0)])
+    assert changed.tables[5].pooling == 77.0 and changed.tables[4] == problem.tables[4]
+    with pytest.raises(ShardCoreError, match="'t5' is 9 × 16 with fresh statistics.*another shape"):
+        refreshed(problem, [replace(one, rows=9)])
+    with pytest.raises(ShardCoreError, match="none of the 1 tables.*'shifting'"):
+        refreshed(problem, [Table("other", 5, 4, 1.0)])
+
+
+def test_the_command_line_tells_history_diff_and_drift(shifted, tmp_path, capsys):
+    plan, problem, now = shifted
+    plans, model = tmp_path / "plans", tmp_path / "model"
+    neural.save(fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=2)).model, model)
+    version = store.add(plans, problem, plan, {})
+    store.record(plans, Decision("shifting", "first", "a test's", version, version, files.problem_digest(problem), 1.0))
+    files.write_pool(tmp_path / "pool.json", now.tables)
+    files.write_problem(tmp_path / "now.json", now)
+    asked = ["drift", str(plans), "shifting", "--model", str(model), "--budget-evals", "5000", "--max-moved-tables", "2",
+             "--fresh"]
+    said = []
+    for fresh in ("pool.json", "now.json"):
+        assert main([*asked, str(tmp_path / fresh), "--out", str(tmp_path / "replan")]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "behind" in said[0]
+    read = files.read_plan(tmp_path / "replan/plan.json", files.read_problem(tmp_path / "replan/problem.json"))
+    assert lower(read, now)
+    assert main(["diff", str(plans / "shifting/versions" / version / "plan.json"), str(tmp_path / "replan/plan.json")]) == 0
+    assert "to move" in capsys.readouterr().out
+    assert main(["history", str(plans), "shifting"]) == 0
+    assert "a test's" in capsys.readouterr().out
+    assert main(["history", str(plans), "other"]) == 1 and "no plan is published for problem 'other'" in capsys.readouterr().err
+    files.write_problem(tmp_path / "less.json", replace(now, tables=now.tables[1:]))
+    assert main([*asked, str(tmp_path / "less.json")]) == 1 and "lacks table 't0'" in capsys.readouterr().err

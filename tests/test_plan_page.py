@@ -1,0 +1,140 @@
+"""The report page of a plan: what is in it, and that a browser shows it without asking anyone for anything."""
+
+import shutil
+import socketserver
+import subprocess
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler
+
+import numpy as np
+import pytest
+
+from shardcore import files, plan_page, store
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.diff import diff
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.explain import explain
+from shardcore.store import Decision
+from shardcore.types import Device, Setting, Topology
+
+MODEL = AnalyticModel(Setting("made-up", 256))
+BUDGET = Budget(evals=300)
+
+
+def made(problem, **fields) -> str:
+    """The page of a searched plan that took the place of a greedy one."""
+    old, new = (SHARDERS[name](problem, MODEL, budget=BUDGET) for name in ("size_greedy", "neuroshard"))
+    first = Decision(problem.name, "first", "no plan was published", *[store.version_of(old, problem)] * 2,
+                     files.problem_digest(problem), old.provenance["predicted_ms"], decided_at=1.7e9)
+    version = store.version_of(new, problem)
+    fields = {"outcome": "better", "current": version, "reason": "cheaper <b>by far</b>", **fields}
+    second = replace(first, parent=first.id, decided_at=1.7e9 + 3600, candidate=version, previous_ms=2.0,
+                     candidate_ms=new.provenance["predicted_ms"], **fields,
+                     provenance={"model_version": "7", "git_commit": "abc"})
+    return plan_page.page(new, problem, explain(new, problem, MODEL, BUDGET, {}), [second, first], diff(old, new),
+                          ["a table is <huge>"])
+
+
+class Text(HTMLParser):
+    """The words of a page, and the tags and attributes that could load something."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words, self.tags, self.loads = [], [], []
+        self.feed(page)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data") and not v.startswith("#")]
+
+
+def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
+    page = made(problem)
+    parsed = Text(page)
+    words = " ".join(" ".join(parsed.words).split())
+    for expected in ("small", "6 tables on 4 devices", "cheaper <b>by far</b>", "is ready last", "No plan takes less than",
+                     "10% more memory", "to move", "no plan was published", "model_version 7", "git_commit abc",
+                     "forward compute", "memory, MiB", "a table is <huge>", "2023-11-14 23:13:20 UTC"):
+        assert expected in words, expected
+    assert "svg" in parsed.tags and not {"script", "link", "img", "iframe", "object"} & set(parsed.tags) and not parsed.loads
+
+
+def test_the_same_plan_gives_the_same_page(problem):
+    assert made(problem) == made(problem)
+
+
+def test_a_candidate_that_was_not_taken_says_so(problem):
+    assert "considered, not taken" in made(problem, outcome="kept", current="another")
+    assert "considered, not taken" not in made(problem)
+
+
+@pytest.mark.parametrize("devices", [1, 128])
+def test_one_device_and_many_are_drawn(problem, devices):
+    many = replace(problem, topology=Topology((Device(16 << 20),) * devices), global_batch=128 * 2)
+    page = made(many)
+    assert f"6 tables on {devices} devices" in page and len(page) < 300_000
+
+
+# --- in a browser ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recording_proxy():
+    """Its address, and the requests that were sent through it; all are answered with 404."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_CONNECT = do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+def screenshot(path, folder, proxy) -> np.ndarray:
+    """[H, W, 3] pixels of a page in headless Chromium, all of whose requests go through the proxy."""
+    from matplotlib.image import imread
+
+    command = [shutil.which("chromium"), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               "--disable-component-update", "--disable-sync", "--disable-default-apps", "--no-first-run", "--disable-extensions",
+               "--disable-dev-shm-usage", f"--proxy-server={proxy}", "--proxy-bypass-list=<-loopback>",
+               f"--user-data-dir={folder}/profile", "--hide-scrollbars", "--window-size=1100,2400",
+               f"--screenshot={folder}/shot.png", f"file://{path}"]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return (imread(folder / "shot.png")[..., :3] * 255).round().astype(int)
+
+
+BROWSERS_OWN = ("clients2.google.com", "accounts.google.com", "www.google.com")
+"""Whom Chromium asks whatever it shows."""
+
+
+def pixels_of(shot: np.ndarray, color: str) -> int:
+    return int((abs(shot - [int(color[i:i + 2], 16) for i in (1, 3, 5)]).max(-1) <= 3).sum())
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+def test_a_browser_shows_the_figures_and_sends_no_request(problem, tmp_path):
+    path, frame = tmp_path / "page.html", tmp_path / "frame.html"
+    path.write_text(made(problem).replace("<h1>", '<img src="http://example.org/injected.png"><h1>'))
+    frame.write_text(f'<img src="http://example.org/asked.png"><iframe src="file://{path}" width=1060 height=2300></iframe>')
+    with recording_proxy() as (proxy, asked):
+        shot = screenshot(frame, tmp_path, proxy)
+    asked = [a for a in asked if not any(own in a for own in BROWSERS_OWN)]
+    assert asked == ["http://example.org/asked.png"]  # what the frame asks for is seen; the page's policy stops what is put in
+    for color in ("#66ccee", "#ee6677", "#228833"):  # backward compute and exchange, used memory
+        assert pixels_of(shot, color) > 500, color
+    assert pixels_of(shot, "#ffffff") > shot.shape[0] * shot.shape[1] // 2

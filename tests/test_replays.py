@@ -1,0 +1,108 @@
+"""Replays kept in folders: nothing runs twice, whatever was killed or edited runs again, and any model prices them."""
+
+import dataclasses
+import json
+
+import pytest
+
+from shardcore import replays
+from shardcore.cost import reality
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.measure.replay import ReplayConfig, Replayed, replay_all
+from shardcore.search import Budget
+from shardcore.types import Device, Problem, Setting, ShardCoreError, Spread, StepCost, Topology
+
+MIB = 1 << 20
+SETTING = Setting("test", 240)
+CONFIG = ReplayConfig(repeats=4, warmups=2, batches=2, arena_bytes=8 * MIB, evict_bytes=MIB, timeout_s=60)
+MODEL = AnalyticModel(SETTING)
+
+
+@pytest.fixture
+def problem(tables) -> Problem:
+    return Problem("replayed", tables, Topology((Device(64 * MIB),) * 2), SETTING.batch)
+
+
+@pytest.fixture
+def made(problem):
+    return replays.candidates(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)
+
+
+@pytest.fixture
+def clock():
+    """Takes 1.5 times what the analytic model says, and notes how many plans it ran at each call."""
+    ran = []
+
+    def replay(workloads):
+        ran.append(len(workloads))
+        costs = [price(w, MODEL) for w in workloads]
+        return [Replayed(*(tuple(1.5 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
+                         Spread(1.5 * c.total_ms, 1.4 * c.total_ms, 1.6 * c.total_ms, 4), oversubscribed=False) for c in costs]
+
+    replay.ran = ran
+    return replay
+
+
+def test_candidates_are_the_same_for_a_seed_and_of_every_kind(problem, made):
+    again = replays.candidates(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)
+    assert list(made) == list(again)
+    names = [algorithm for algorithm, _ in made]
+    assert set(replays.ALGORITHMS) < set(names) and names.count("random") == 2 and names[0] == reality.OURS
+
+
+def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, clock, tmp_path):
+    folder = tmp_path / problem.name
+    kept = replays.keep(folder, problem, made, SETTING, CONFIG, clock)
+    assert clock.ran == [len({plan for _, plan in made})]
+    assert replays.keep(folder, problem, made, SETTING, CONFIG, clock) == kept and len(clock.ran) == 1
+    assert replays.read_all(tmp_path, SETTING) == [kept]
+    assert replays.read_all(tmp_path, dataclasses.replace(SETTING, batch=64)) == []
+    rows = replays.judge([kept], MODEL)
+    assert [r.algorithm for r in rows] == [algorithm for algorithm, _ in made]
+    assert all(r.replayed_ms == pytest.approx(1.5 * r.predicted_ms) and r.noise_ms > 0 for r in rows)
+    assert reality.figures(rows)["bias"] == pytest.approx(-100 / 3)
+
+
+def rewrite(path, change):
+    path.write_text(change(path.read_text()))
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda folder: (folder / "replays.json").unlink(),
+    lambda folder: rewrite(folder / "replays.json", lambda text: text[:-20]),
+    lambda folder: rewrite(folder / "replays.json", lambda text: text.replace('"repeats": 4', '"repeats": 5')),
+    lambda folder: next(p for p in folder.glob("*.json") if len(p.stem) == 16).unlink(),
+], ids=["killed before the last file", "cut short", "edited", "a plan lost"])
+def test_what_was_killed_or_edited_runs_again(spoil, problem, made, clock, tmp_path):
+    kept = replays.keep(tmp_path, problem, made, SETTING, CONFIG, clock)
+    spoil(tmp_path)
+    assert not replays.is_kept(tmp_path, problem, made, SETTING, CONFIG)
+    with pytest.raises(ShardCoreError, match="json"):
+        replays.read(tmp_path)
+    assert replays.keep(tmp_path, problem, made, SETTING, CONFIG, clock) == kept and len(clock.ran) == 2
+
+
+def test_other_plans_repeats_or_problems_run_again_and_leave_nothing_behind(problem, made, clock, tmp_path):
+    replays.keep(tmp_path, problem, made, SETTING, CONFIG, clock)
+    replays.keep(tmp_path, problem, made[:2], SETTING, CONFIG, clock)
+    assert len(list(tmp_path.glob("*.json"))) == 2 + len({plan for _, plan in made[:2]})
+    replays.keep(tmp_path, problem, made[:2], SETTING, dataclasses.replace(CONFIG, repeats=5), clock)
+    other = dataclasses.replace(problem, name="other")
+    replays.keep(tmp_path, other, made[:2], SETTING, CONFIG, clock)
+    assert len(clock.ran) == 4 and replays.read(tmp_path).problem == other
+
+
+def test_a_version_that_is_not_known_is_named(problem, made, clock, tmp_path):
+    replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
+    path = tmp_path / "replays.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1; remove .* to replay its plans again"):
+        replays.read(tmp_path)
+
+
+def test_a_replay_that_fails_keeps_nothing(problem, made, tmp_path):
+    with pytest.raises(ShardCoreError, match="arena"):
+        replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG,
+                     lambda w: replay_all(w, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB)))
+    assert not list(tmp_path.iterdir())
