@@ -85,7 +85,7 @@ def main() -> int:
     began = time.monotonic()
     plugin = Repeat(range(args.seed, args.seed + args.times), args.out)
     files = [str(ROOT / name) for name in FILES]
-    pytest.main(["-n", "0", "-q", "--no-header", "-k", args.k, "--rootdir", str(ROOT), *files], plugins=[plugin])
+    pytest.main(["-n", "0", "-m", "", "-q", "--no-header", "-k", args.k, "--rootdir", str(ROOT), *files], plugins=[plugin])
     rows = read(args.out)
     print(report.text_table(HEADERS, table(rows)))
     bad = [r for r in rows if r["result"] == "failed"]

@@ -76,7 +76,7 @@ def test_an_unknown_parameter_is_named_before_anything_runs(empty):
 
 def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_project, rng, outcome):
     project = new_project()
-    project.set_params("measure", compute_samples=60, comm_samples=12, chunk=5)
+    project.set_params("measure", compute_samples=30, comm_samples=12, chunk=5)
     with project.started("tasks.services", sys.executable, "-m", "flows.refresh", "measure") as run:
         time.sleep(rng.uniform(5, 20))
         outcome.hit = run.process.poll() is None
@@ -88,8 +88,8 @@ def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_pro
     folder = project.folder / "data/measurements"
     outcome.lost = len(before - timings(project))
     samples = dataset.read_compute(folder)
-    outcome.completed = len(samples) == len({s.id for s in samples}) == 61 and len(dataset.read_comm(folder)) == 12
-    assert outcome.lost == 0 and outcome.completed  # 61 with the control group
+    outcome.completed = len(samples) == len({s.id for s in samples}) == 31 and len(dataset.read_comm(folder)) == 12
+    assert outcome.lost == 0 and outcome.completed  # 31 with the control group
 
 
 # --- services killed, disks full, files damaged ------------------------------------------------------------------------
@@ -134,6 +134,7 @@ def other_model(project: Project, rng: random.Random) -> None:
     neural.save(dataclasses.replace(model, weights=weights), project.folder / "data/model")
 
 
+@pytest.mark.long
 def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, prefect, rng, outcome):
     shutil.rmtree(measuring.folder / "data/measurements", ignore_errors=True)
     with measuring.started("flows.measure") as run:
@@ -154,6 +155,7 @@ def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, pre
     assert outcome.lost == 0
 
 
+@pytest.mark.long
 def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, rng, outcome):
     client = mlflow.MlflowClient(tracking.url, tracking.url)
 
@@ -186,6 +188,7 @@ def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, 
     assert versions() - before == {files.model_digest(trained.folder / "data/model")}
 
 
+@pytest.mark.long
 def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
     plans = promoted.folder / "plans"
     before = [d.id for d in store.history(plans, "small")]
@@ -204,6 +207,7 @@ def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
     assert outcome.lost == 0 and outcome.completed
 
 
+@pytest.mark.long
 def test_a_damaged_entry_of_dvcs_cache_is_made_anew(measuring, rng, outcome):
     pool_file = measuring.folder / "data/pool.json"
     measuring.run("dvc", "repro", "tables")

@@ -15,7 +15,7 @@ from scratch import timings, until
 
 from shardcore import dataset
 
-SAMPLES = 60
+SAMPLES = 40
 METRICS = {"samples_total", "kernel_share", "wanted", "samples_per_s", "left_s"}
 
 
@@ -84,6 +84,7 @@ def test_a_cancelled_run_frees_the_devices(toy, cluster):
     assert run.process.returncode != 0
 
 
+@pytest.mark.long
 def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, outcome):
     folder = toy.folder / "data/measurements"
     shutil.rmtree(folder, ignore_errors=True)

@@ -122,6 +122,7 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
         api.delete_flow_run(run.id)
 
 
+@pytest.mark.long
 def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, request):
     client, name = project.mlflow(), registry.model_name(SETTING.hardware)
     for version, law in (("1", linear_law), ("2", cache_law)):

@@ -123,6 +123,7 @@ def measured(project):
     return done.stdout
 
 
+@pytest.mark.long
 def test_up_twice_is_one_stack_and_status_says_where_things_are(project):
     states, said = project.states()
     assert states == dict.fromkeys(SERVICES, "healthy") and said.returncode == 0, said.stdout
@@ -133,6 +134,7 @@ def test_up_twice_is_one_stack_and_status_says_where_things_are(project):
     assert project.ids() == before
 
 
+@pytest.mark.long
 def test_it_listens_at_loopback_alone_and_its_secrets_are_its_owners(project):
     addresses = {c.laddr.ip.removeprefix("::ffff:") for p in project.processes() for c in p.net_connections("tcp")
                  if c.status == psutil.CONN_LISTEN}
@@ -145,11 +147,13 @@ def test_it_listens_at_loopback_alone_and_its_secrets_are_its_owners(project):
 @pytest.mark.parametrize("port, path, data", [
     ("prefect_port", "/api/deployments/filter", b"{}"), ("mlflow_port", "/api/2.0/mlflow/experiments/search?max_results=1", None),
     ("dashboard_port", "/api/v0/actors", None)])
+@pytest.mark.long
 def test_who_has_no_token_is_refused(project, port, path, data):
     with pytest.raises(urllib.error.HTTPError, match="401"):
         project.get(port, path, data, **{"Content-Type": "application/json"})
 
 
+@pytest.mark.long
 def test_what_a_flow_logs_is_kept_as_json_lines(project, measured):
     lines = [json.loads(line) for line in (project.folder / ".stack/logs/flows.jsonl").read_text().splitlines()]
     [run] = set(re.findall(r"Flow run '([\w-]+)' - Beginning", measured))
@@ -158,6 +162,7 @@ def test_what_a_flow_logs_is_kept_as_json_lines(project, measured):
     assert all(line["timestamp"] and line["levelname"] and line["flow_run_id"] for line in lines)
 
 
+@pytest.mark.long
 def test_actors_are_named_after_what_they_do_where_and_for_which_run(project, measured):
     [run] = set(re.findall(r"Flow run '([\w-]+)' - Beginning", measured))
 
@@ -178,6 +183,7 @@ def queries():
             yield panel["title"], expression
 
 
+@pytest.mark.long
 def test_every_query_of_the_dashboard_has_data(project, measured):
     """The names and labels of each against the live endpoint; and the whole query in Prometheus, where that is installed."""
     found = [(s.name, s.labels) for family in text_string_to_metric_families(project.get("metrics_port", "/metrics"))
@@ -194,6 +200,7 @@ def test_every_query_of_the_dashboard_has_data(project, measured):
                                          for label, op, value in wanted) for n, has in found), f"{title}: {expression}"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus")
 def test_prometheus_answers_every_query_of_the_dashboard(project, measured, tmp_path):
     config = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())
@@ -226,6 +233,7 @@ def test_prometheus_answers_every_query_of_the_dashboard(project, measured, tmp_
         server.wait()
 
 
+@pytest.mark.long
 def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
     before, token = project.ids(), project.token()
     killed = ("ray", "watch")
@@ -241,6 +249,7 @@ def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
     assert {n for n in SERVICES if after[n] != before[n]} == set(killed) and project.token() == token
 
 
+@pytest.mark.long
 def test_down_ends_everything(project):
     running = project.processes()
     assert len(running) > len(SERVICES)
