@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardcore import memory
 from shardcore.cost.model import CostModel, price
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, Infeasible, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]
@@ -56,6 +57,25 @@ def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
     rest; None where that leaves the last none, with which its kernels fail."""
     each = -(-rows // n)
     return [(i * each, min((i + 1) * each, rows)) for i in range(n)] if each * (n - 1) < rows else None
+
+
+def rows_evened(placements: Sequence[Placement], problem: Problem) -> list[Placement]:
+    """The placements with every table of which there are row ranges divided evenly over all devices, the only way in which
+    TorchRec trains rows (docs/torchrec.md); as it was where that does not fit, or constraints do not leave it all devices. Tables
+    get into row ranges where memory is short, or four columns are too much for every device."""
+    found = list(placements)
+    for table in dict.fromkeys(p.shard.table for p in placements if not p.shard.full_rows):
+        ranges = even_rows(table.rows, len(problem.topology))
+        if ranges is None or table.name in problem.pinned:
+            continue
+        even = [Placement(Shard(table, *rows, 0, table.dim), (d,)) for d, rows in enumerate(ranges)]
+        instead = [*(p for p in found if p.shard.table != table), *even]
+        try:
+            memory.require_fits(Plan(consolidate(instead)), problem)
+        except Infeasible:
+            continue
+        found = instead
+    return found
 
 
 def column_runs(shards: Iterable[Shard]) -> list[Shard]:
@@ -120,8 +140,11 @@ def placed(items: Sequence[Item], devices: Sequence[int]) -> list[Placement]:
     return [Placement(shard, (int(d),)) for item, d in zip(items, devices, strict=True) for shard in item]
 
 
-def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
-    """The consolidated plan of placements, as `to_plan`."""
-    plan = Plan(consolidate(placements))
+def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, any_rows: bool = False,
+           **provenance: Any) -> Plan:
+    """The consolidated plan of placements, as `to_plan`. any_rows: row ranges stay as they are, also those that TorchRec does not
+    train."""
+    placements = list(placements)
+    plan = Plan(consolidate(placements if any_rows else rows_evened(placements, problem)))
     predicted_ms = price(lower(plan, problem), model).total_ms
     return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

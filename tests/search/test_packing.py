@@ -8,7 +8,9 @@ import pytest
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS
+from shardcore.search.budget import Budget
 from shardcore.search.packing import best_fit, pack
+from shardcore.search.pieces import even_rows
 from shardcore.search.room import Room, piece_bytes
 from shardcore.types import Constraints, Device, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import lower
@@ -82,3 +84,13 @@ def test_what_has_few_places_is_placed_first(name):
         assert not plan.provenance["packed"]
         lower(plan, problem)
         assert {p.shard.table.name for p in plan.placements if p.devices == (2,)} == {"t0", "t1", "t2"}
+
+
+@pytest.mark.parametrize("sharder", [n for n in SHARDERS if n not in ("embark", "torchrec")])  # embark's rows are as it cuts them
+def test_a_table_of_which_four_columns_fit_no_device_is_divided_as_torchrec_trains_rows(sharder):
+    large = Table("large", 40_000, 8, 1.0)  # four columns: 640,000 bytes; a third of its rows: 430,000
+    problem = problem_of([large, *TABLES[:2]], [600_000] * 3)
+    plan = SHARDERS[sharder](problem, MODEL, budget=Budget(evals=2_000))
+    found = [(p.shard.row_lo, p.shard.row_hi, p.devices) for p in plan.placements if p.shard.table == large]
+    assert found == [(*rows, (d,)) for d, rows in enumerate(even_rows(large.rows, 3))]
+    assert all(p.shard.width == 8 for p in plan.placements if p.shard.table == large)

@@ -86,8 +86,9 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         search = _Search(problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest, replicas, meter)
         best = search.run(config.rounds)
         if best.stuck is None:
-            plans.append(priced([*search.replicas, *placed(best.chosen, best.devices)], problem, model, algorithm="embark",
-                                seed=seed, packed=False, swept=[rows, search.ratio, narrowest], config=asdict(config)))
+            found = [*search.replicas, *placed(best.chosen, best.devices)]
+            plans.append(priced(found, problem, model, any_rows=True, algorithm="embark", seed=seed, packed=False,
+                                swept=[rows, search.ratio, narrowest], config=asdict(config)))
     if not plans:
         packing = pack_or_raise(problem)
         plans = [to_plan(packing.pieces, packing.devices, problem, model, algorithm="embark", seed=seed, packed=True,
