@@ -222,10 +222,9 @@ def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 
 def priced(samples: Sequence[CommSample]) -> list[CommSample]:
-    """The exchanges that the model prices: those in FP32 and, where there are some, those of busy ranks, as in a step. What
-    was over before the last rank's start has no transfer time to compare with."""
-    busy = any(s.request.busy_ms for s in samples)
-    return [s for s in samples if s.request.payload == "fp32" and bool(s.request.busy_ms) == busy
+    """The exchanges that the model prices: those in FP32. What was over before the last rank's start has no transfer time to
+    compare with."""
+    return [s for s in samples if s.request.payload == "fp32"
             and (s.error or min(x.median_ms for way in WAYS[s.request.collective] for x in getattr(s, way)) > 0)]
 
 

@@ -21,7 +21,7 @@ from shardcore import dataset
 from shardcore.cost import features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.rates import fit_law
-from shardcore.types import CommSample, ComputeSample, Setting, ShardCoreError, Spread
+from shardcore.types import COLLECTIVES, CommSample, ComputeSample, Setting, ShardCoreError, Spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,23 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     settled_each = [settled(dataset.read_timings(f, setting)) for f in folders]  # each a machine of its own
     known = list({(s.id, s.measured_at): s for samples in settled_each for s in samples}.values())
     comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)}
-    return Measurements(dataset.best_known(known), dataset.best_known(comm.values()), dataset.repeated(known))
+    return Measurements(dataset.best_known(known), as_in_a_step(dataset.best_known(comm.values())), dataset.repeated(known))
 
 
+def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
+    """Of each collective the exchanges between busy ranks, as steps have them, where FEWEST_BUSY were timed or there are no
+    others; else those between idle ranks."""
+    def chosen(collective: str) -> list[CommSample]:
+        mine = [s for s in comm if s.request.collective == collective]
+        busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
+        return busy if not idle or sum(s.error is None for s in busy) >= FEWEST_BUSY else idle
+
+    kept = {s.id for c in COLLECTIVES for s in chosen(c)}
+    return [s for s in comm if s.id in kept]
+
+
+FEWEST_BUSY = 20
+"""Exchanges of a collective between busy ranks that are worth more than all those between idle ones."""
 NEIGHBOURS = 12
 """Witnesses on each side in time."""
 REACH_S = 60.0

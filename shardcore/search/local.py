@@ -20,7 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
-from shardcore.search.pieces import priced
+from shardcore.search.pieces import priced, rows_evened
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Plan, Problem, Shard, ShardCoreError
 from shardcore.workload import Traffic
 
@@ -67,6 +67,8 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed, space)
     best = search.run(search.resharded(reshard) if reshard else search.starts())
     placements = best.space.placements(best.state.held, best.state.way)
+    if not reshard:  # where a plan is to be kept, so are its rows
+        placements = rows_evened(placements, problem)
     name = "local_all" if space == "all" else "local"
     return priced(placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 

@@ -126,13 +126,13 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
 
 def to_plan(pieces: Sequence[Shard], devices: Sequence[int | tuple[int, ...]], problem: Problem, model: CostModel,
             **provenance: Any) -> Plan:
-    """The consolidated plan that puts pieces[i] on devices[i] (one, or several that replicate it), with its provenance and its
-    own predicted cost.
+    """The consolidated plan that puts pieces[i] on devices[i] (one, or several that replicate it), `rows_evened`, with its
+    provenance and its own predicted cost.
 
     Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
     """
-    placements = (Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True))
-    return priced(placements, problem, model, **provenance)
+    placements = [Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True)]
+    return priced(rows_evened(placements, problem), problem, model, **provenance)
 
 
 def placed(items: Sequence[Item], devices: Sequence[int]) -> list[Placement]:
@@ -140,11 +140,8 @@ def placed(items: Sequence[Item], devices: Sequence[int]) -> list[Placement]:
     return [Placement(shard, (int(d),)) for item, d in zip(items, devices, strict=True) for shard in item]
 
 
-def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, any_rows: bool = False,
-           **provenance: Any) -> Plan:
-    """The consolidated plan of placements, as `to_plan`. any_rows: row ranges stay as they are, also those that TorchRec does not
-    train."""
-    placements = list(placements)
-    plan = Plan(consolidate(placements if any_rows else rows_evened(placements, problem)))
+def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+    """The consolidated plan of just these placements, with its provenance and cost; raises as `to_plan`."""
+    plan = Plan(consolidate(placements))
     predicted_ms = price(lower(plan, problem), model).total_ms
     return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

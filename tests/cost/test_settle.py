@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from laws import SETTING, cache_law, compute_samples, linear_law
+from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
 from shardcore import dataset
 from shardcore.cost import accuracy, settle
@@ -75,6 +75,17 @@ def test_folders_are_read_together_each_sample_once(tmp_path):
     known = settle.read([tmp_path / "a", tmp_path / "b"], SETTING)
     assert sorted({s.id for s in samples}) == [s.id for s in known.compute] and not known.comm
     assert known.repeats == []
+
+
+def test_exchanges_of_a_collective_are_those_between_busy_ranks_once_there_are_enough():
+    idle = [*comm_samples(40), *comm_samples(30, collective="all_reduce")]
+    few, enough = comm_samples(settle.FEWEST_BUSY // 2, busy_ms=20.0), comm_samples(2 * settle.FEWEST_BUSY, busy_ms=20.0)
+    assert settle.as_in_a_step(few) == few and settle.as_in_a_step(idle) == idle
+    assert settle.as_in_a_step([*idle, *few]) == idle
+    assert {(s.request.collective, s.request.busy_ms) for s in settle.as_in_a_step([*idle, *enough])} == {
+        ("all_to_all", 20.0), ("all_reduce", 0.0)}
+    failed = [dataclasses.replace(s, forward=None, backward=None, error="a rank died") for s in enough]
+    assert settle.as_in_a_step([*idle, *failed]) == idle
 
 
 def test_a_folder_of_another_setting_is_named(tmp_path):

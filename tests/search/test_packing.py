@@ -9,10 +9,12 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
+from shardcore.search.local import local
 from shardcore.search.packing import best_fit, pack
 from shardcore.search.pieces import even_rows
 from shardcore.search.room import Room, piece_bytes
-from shardcore.types import Constraints, Device, Problem, Setting, Shard, Table, Topology
+from shardcore.search.space import Reshard
+from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import lower
 
 BATCH = 48
@@ -94,3 +96,12 @@ def test_a_table_of_which_four_columns_fit_no_device_is_divided_as_torchrec_trai
     found = [(p.shard.row_lo, p.shard.row_hi, p.devices) for p in plan.placements if p.shard.table == large]
     assert found == [(*rows, (d,)) for d, rows in enumerate(even_rows(large.rows, 3))]
     assert all(p.shard.width == 8 for p in plan.placements if p.shard.table == large)
+
+
+def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
+    table = Table("large", 4_000, 8, 1.0)
+    problem = problem_of([table, *TABLES[:2]], [600_000] * 3)
+    cut = [Placement(Shard(table, 0, 3_000, 0, 8), (0,)), Placement(Shard(table, 3_000, 4_000, 0, 8), (2,))]
+    old = Plan((*cut, *(Placement(Shard.whole(t), (1,)) for t in TABLES[:2])))
+    kept = local(problem, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0))
+    assert set(kept.placements) == set(old.placements)

@@ -87,7 +87,7 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         best = search.run(config.rounds)
         if best.stuck is None:
             found = [*search.replicas, *placed(best.chosen, best.devices)]
-            plans.append(priced(found, problem, model, any_rows=True, algorithm="embark", seed=seed, packed=False,
+            plans.append(priced(found, problem, model, algorithm="embark", seed=seed, packed=False,
                                 swept=[rows, search.ratio, narrowest], config=asdict(config)))
     if not plans:
         packing = pack_or_raise(problem)

@@ -28,7 +28,7 @@ from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.peers.rates import exchange_ms
-from shardcore.search.pieces import Item, halve_columns, items, placed, priced
+from shardcore.search.pieces import Item, halve_columns, items, placed, priced, rows_evened
 from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Plan, Problem, Shard, ShardCoreError
 
@@ -101,8 +101,9 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
-            plans += [priced(placed(program.items, d), problem, model, algorithm="milp", seed=seed, packed=packed,
-                             surrogate=surrogate, share=share if share < np.inf else None) for d in (start, devices)]
+            ways = [rows_evened(placed(program.items, d), problem) for d in (start, devices)]
+            plans += [priced(way, problem, model, algorithm="milp", seed=seed, packed=packed, surrogate=surrogate,
+                             share=share if share < np.inf else None) for way in ways]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config) | {"shares": shares}})
