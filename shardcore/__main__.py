@@ -151,18 +151,23 @@ def price(args: argparse.Namespace) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore import files, replays
     from shardcore.measure import hardware
-    from shardcore.measure import replay as replays
+    from shardcore.measure.replay import ReplayConfig, replay_all
     from shardcore.workload import lower
 
     device = args.device or hardware.detect_device()
     problem = files.read_problem(args.problem)
     setting = Setting(hardware.hardware_name(device), problem.global_batch, problem.precision, problem.optimizer)
-    workloads = [lower(files.read_plan(path, problem), problem) for path in args.plans]
-    config = replays.ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s,
-                                  seed=args.seed)
-    costs = replays.replay_all(workloads, setting, config, device)
+    plans = [files.read_plan(path, problem) for path in args.plans]
+    workloads = [lower(plan, problem) for plan in plans]
+    config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s, seed=args.seed)
+    if args.append:
+        made = [(plan.provenance.get("algorithm", path.stem), plan) for path, plan in zip(args.plans, plans, strict=True)]
+        kept = replays.append(args.append, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))
+        costs = [kept.costs[replays.plan_digest(plan, problem)] for plan in plans]
+    else:
+        costs = replay_all(workloads, setting, config, device)
     body = {"setting": files.setting_to_json(setting), "replays": [
         {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes)}
         for path, cost, workload in zip(args.plans, costs, workloads, strict=True)]}
@@ -200,8 +205,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from shardcore import dataset, files
-    from shardcore.cost import accuracy, fit, neural, settle
+    from shardcore import dataset, files, replays
+    from shardcore.cost import accuracy, fit, neural, settle, steps
 
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
@@ -212,8 +217,9 @@ def train(args: argparse.Namespace) -> None:
     known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
-    neural.save(trained.model, args.out)
-    metrics = accuracy.evaluate(trained.model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
+    model = steps.fit(trained.model, replays.steps(args.datasets, chosen[0]))
+    neural.save(model, args.out)
+    metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))
 
 
@@ -335,6 +341,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory a process, the largest shard")
     p.add_argument("--timeout-s", type=_positive(float), default=120.0, help="a round of steps that takes longer has hung")
     p.add_argument("--seed", type=_natural, default=0, help="of the batches")
+    p.add_argument("--append", type=Path, metavar="DIR", help="keep the replays in this dataset too: training on it learns what "
+                   "exchanges take in steps; what it has of these plans is not run again")
     p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
 
     p = add(export, "Write a plan as TorchRec's: what shardcore.export.torchrec_json.read_torchrec reads, "

@@ -259,11 +259,19 @@ def _trained_on(model: NeuralModel) -> str:
         ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
         ("groups: train / validation / test", groups),
         ("exchanges: train / validation / test", exchanges),
+        *([("replayed steps: exchanges take there, of what they take alone", _in_steps(model))] if "steps" in model.meta else []),
         ("measurements, DVC version", provenance.get("data_version", "-")),
         *((f"joined: {folder}, version", version) for folder, version in provenance.get("datasets", {}).items()),
         ("code, git commit", provenance.get("git_commit", "-")),
         ("seed", model.meta["config"]["seed"]),
     ])
+
+
+def _in_steps(model: NeuralModel) -> str:
+    factors = [f"{collective.replace('_', '-')} {way} {exchange.in_step(model.weights, collective, way):.2f}"
+               for collective, ways in exchange.WAYS.items() for way in ways
+               if exchange.step_weight(collective, way) in model.weights]
+    return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
 
 def _ranges(model: NeuralModel) -> str:

@@ -1,4 +1,5 @@
-"""Replays that are kept: a folder for each problem, with its plans, so that any model can price what was replayed.
+"""Replays that are kept: a folder for each problem, with its plans, so that any model can price what was replayed, and one can
+be trained on it.
 
   problem.json    as files.write_problem
   <plan>.json     as files.write_plan; named by the digest of what it places
@@ -13,20 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardcore import files
+from shardcore import dataset, files
 from shardcore.cost.model import CostModel, price
-from shardcore.cost.reality import RANDOM, Judged, noise_ms
+from shardcore.cost.reality import Judged, noise_ms
+from shardcore.cost.steps import Step
 from shardcore.measure.replay import ReplayConfig, Replayed
-from shardcore.search import BASELINES, SHARDERS, Budget, compare
 from shardcore.types import Plan, Problem, Setting, ShardCoreError, Spread, StepCost
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 1
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
-ALGORITHMS = ("local", "local_all", "neuroshard", *(name for name in BASELINES if name != RANDOM),
-              *(name for name in SHARDERS if name == "torchrec"))
-"""Whose plans are replayed, beside RANDOM ones."""
-
 Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
 Made = Sequence[tuple[str, Plan]]
 """Plans with the algorithm that made each; one may have several."""
@@ -41,13 +38,6 @@ class Kept:
     made: tuple[tuple[str, str], ...]
     plans: Mapping[str, Plan]
     costs: Mapping[str, Replayed]
-
-
-def candidates(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3) -> Made:
-    """A plan of each of ALGORITHMS and `random` random ones; what finds none is left out. The same seed gives the same."""
-    wanted = [(name, seed) for name in ALGORITHMS] + [(RANDOM, seed + i) for i in range(random)]
-    outcomes = [compare.run(name, problem, model, s, budget) for name, s in wanted]
-    return [(o.algorithm, o.plan) for o in outcomes if o.plan]
 
 
 def plan_digest(plan: Plan, problem: Problem) -> str:
@@ -102,6 +92,23 @@ def read_all(folder: Path, setting: Setting) -> list[Kept]:
     return [kept for kept in found if kept.setting == setting]
 
 
+def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig, replay: Replay) -> Kept:
+    """`keep` in a dataset's folder, beside what it has of this problem and of others."""
+    which = files.digest([plan_digest(plan, problem) for _, plan in made])
+    return keep(folder / dataset.REPLAYS / f"{problem.name}-{which[:8]}", problem, made, setting, config, replay)
+
+
+def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:
+    """What datasets' folders hold of replays of a setting, each plan once: for cost/steps.py. Raises as `read`."""
+    kept = [one for folder in folders for one in read_all(folder / dataset.REPLAYS, setting)]
+    return [(lower(plan, one.problem), one.costs[name]) for one in kept for name, plan in one.plans.items()]
+
+
+def digests(folder: Path) -> list[str]:
+    """Of all that a dataset has of replays."""
+    return [_read(path.parent)["digest"] for path in sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))]
+
+
 def judge(kept: Sequence[Kept], model: CostModel) -> list[Judged]:
     """Every replay beside what a model says of its plan."""
     rows = []
@@ -125,7 +132,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if data.get("digest") != files.digest(body):
         raise ShardCoreError(f"{path} does not match its digest {data.get('digest')!r}; it was edited after ShardCore wrote it: "
                              f"remove {folder} to replay its plans again")
-    return body
+    return body | {"digest": data["digest"]}
 
 
 def _cost(row: Mapping[str, Any]) -> Replayed:

@@ -148,7 +148,8 @@ def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: Ev
 
 def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], config: EvaluateConfig, out: Path) -> list[replays.Kept]:
     """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
-    made = [replays.candidates(p, model, config.seed, Budget(evals=config.budget_evals)) for p in problems]
+    budget = Budget(evals=config.budget_evals)
+    made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
     for path in set(out.iterdir()) - {out / p.name for p in problems}:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []

@@ -18,8 +18,8 @@ import yaml
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, model_report
-from shardcore.cost import accuracy, fit, neural, settle, study
+from shardcore import dataset, files, model_report, replays
+from shardcore.cost import accuracy, fit, neural, settle, steps, study
 from shardcore.cost.metrics import coverage
 from shardcore.types import ComputeSample, ShardCoreError
 from tasks import paths, registry
@@ -58,8 +58,10 @@ def data_version() -> str:
 
 
 def parts_digest(folder: Path) -> str:
-    """The version of a dataset folder: its files' names hold digests of their content, which are checked as they are read."""
-    return files.digest(sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json")))
+    """The version of a dataset folder: its files' names hold digests of their content, which are checked as they are read; its
+    replays hold theirs within."""
+    parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
+    return files.digest([*parts, *replays.digests(folder)])
 
 
 def git_commit() -> str:
@@ -82,11 +84,12 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
     setting = wanted.of_dataset(measurements)
     shipped = [Path(f) for f in config.datasets]
     for path in shipped:
-        if not dataset.settings(path):
-            raise ShardCoreError(f"{path} holds no compute samples; train.datasets in params.yaml names dataset folders")
+        if not dataset.settings(path) and not replays.digests(path):
+            raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml names dataset folders")
     known = settle.read([measurements, *shipped], setting)
-    logger.info("training for %s on %d groups and %d exchanges of %s", setting, len(known.compute), len(known.comm),
-                " and ".join(map(str, [measurements, *shipped])))
+    replayed = replays.steps([measurements, *shipped], setting)
+    logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting, len(known.compute),
+                len(known.comm), len(replayed), " and ".join(map(str, [measurements, *shipped])))
 
     def progress(model: str, epoch: int, values: dict[str, float]) -> None:
         if epoch % 10 == 0:
@@ -100,8 +103,9 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
         _log_datasets(known.compute, versions)
         trained = fit.train(known.compute, known.comm, setting, config.fit, progress)
         _say_best(trained.curves)
+        fitted = steps.fit(trained.model, replayed)
         joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
-        model = dataclasses.replace(trained.model, meta={**trained.model.meta, "provenance": {
+        model = dataclasses.replace(fitted, meta={**fitted.meta, "provenance": {
             "data_version": version, "git_commit": commit, "seed": config.seed, **joined}})
         studied = _study(model, known, config)
         card = model_report.model_card(model, studied, registry.model_name(setting.hardware))

@@ -10,7 +10,7 @@ from shardcore.cost import reality
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig, Replayed, replay_all
-from shardcore.search import Budget
+from shardcore.search import Budget, compare
 from shardcore.types import Device, Problem, Setting, ShardCoreError, Spread, StepCost, Topology
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def problem(tables) -> Problem:
 
 @pytest.fixture
 def made(problem):
-    return replays.candidates(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)
+    return [(o.algorithm, o.plan) for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)]
 
 
 @pytest.fixture
@@ -44,13 +44,6 @@ def clock():
     return replay
 
 
-def test_candidates_are_the_same_for_a_seed_and_of_every_kind(problem, made):
-    again = replays.candidates(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)
-    assert list(made) == list(again)
-    names = [algorithm for algorithm, _ in made]
-    assert set(replays.ALGORITHMS) < set(names) and names.count("random") == 2 and names[0] == reality.OURS
-
-
 def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, clock, tmp_path):
     folder = tmp_path / problem.name
     kept = replays.keep(folder, problem, made, SETTING, CONFIG, clock)
@@ -62,6 +55,18 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert [r.algorithm for r in rows] == [algorithm for algorithm, _ in made]
     assert all(r.replayed_ms == pytest.approx(1.5 * r.predicted_ms) and r.noise_ms > 0 for r in rows)
     assert reality.figures(rows)["bias"] == pytest.approx(-100 / 3)
+
+
+def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made, clock, tmp_path):
+    replays.append(tmp_path, problem, made[:2], SETTING, CONFIG, clock)
+    before = replays.digests(tmp_path)
+    for _ in range(2):
+        replays.append(tmp_path, problem, made[2:4], SETTING, CONFIG, clock)
+    assert len(clock.ran) == 2 and set(before) < set(replays.digests(tmp_path))
+    steps = replays.steps([tmp_path], SETTING)
+    assert len(steps) == len({plan for _, plan in made[:2]}) + len({plan for _, plan in made[2:4]})
+    assert all(took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms) for workload, took in steps)
+    assert replays.steps([tmp_path / "none"], SETTING) == []
 
 
 def rewrite(path, change):

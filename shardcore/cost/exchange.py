@@ -9,6 +9,9 @@ devices of a host, or two hosts, exchanges their times.
 The explicit link model is the same law with bandwidths and a latency that a topology gives instead of fitted rates
 (explicit_links), for links that nobody could measure.
 
+Where replays tell how many times as long as alone a collective takes in a step (steps.py), prices have that factor on what was
+measured; accuracy is that of the law alone.
+
 Only FP32 payloads are priced: a Workload carries no payload precision, so exchanges measured in BF16 are left out.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
@@ -111,7 +114,8 @@ def collective_ms(w: Mapping[str, np.ndarray], collective: str, owned_bytes: np.
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
     if n_devices == 1 or not owned.any():
         return forward, backward
-    rates = {way: explicit_links(rates_of(w, collective, way), topology) for way in WAYS[collective]}
+    rates = {way: explicit_links(in_step(w, collective, way) * rates_of(w, collective, way), topology)
+             for way in WAYS[collective]}
     terms = exchange_terms(collective, owned, _counted_hosts(topology, np.stack(list(rates.values()))), skew_ms)
     runs = owned > 0 if collective == "all_reduce" else np.broadcast_to((owned > 0).any(-1, keepdims=True), owned.shape)
     backward = np.where(runs, transfer_ms(terms, rates["backward"]), 0.0)
@@ -128,6 +132,15 @@ def weight(collective: str, way: str) -> str:
 def rates_of(w: Mapping[str, np.ndarray], collective: str, way: str) -> np.ndarray:
     """[E] rates: the collective's own or, where it was not measured, those of the all-to-all; 0 where that was not either."""
     return w.get(weight(collective, way), w.get(weight("all_to_all", way), np.zeros(len(EXCHANGE_TERMS))))
+
+
+def step_weight(collective: str, way: str) -> str:
+    """The name of how many times as long as alone it takes in a step, among a model's weights, where steps.py found that."""
+    return f"exchange_in_step_{collective}_{way}"
+
+
+def in_step(w: Mapping[str, np.ndarray], collective: str, way: str) -> float:
+    return float(w[name][0]) if (name := step_weight(collective, way)) in w else 1.0
 
 
 def is_measured(w: Mapping[str, np.ndarray], collective: str) -> bool:

@@ -94,16 +94,19 @@ class NeuralModel:
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
-        skew_ms = np.ptp(compute_ms, axis=-1)
-        after_skew_ms = np.where(np.any(traffic.all_to_all, axis=-1), 0.0, skew_ms)  # the second exchange begins together
-        forward, backward = map(sum, zip(
-            exchange.collective_ms(self.weights, "all_to_all", traffic.all_to_all, topology, skew_ms),
-            exchange.collective_ms(self.weights, "reduce_scatter", traffic.reduce_scatter, topology, after_skew_ms),
-            exchange.collective_ms(self.weights, "all_reduce", traffic.all_reduce, topology), strict=True))
+        forward, backward = map(sum, zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
         ready = compute_ms + backward
         meets = (traffic.all_to_all + traffic.reduce_scatter + traffic.all_reduce).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
         return CommCost(forward, backward, waiting)
+
+    def collectives(self, traffic: Traffic, compute_ms: np.ndarray,
+                    topology: Topology) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Transfers [..., D] in ms of each collective, forward and backward; compute_ms [..., D]."""
+        skew_ms = np.ptp(compute_ms, axis=-1)
+        after_skew_ms = np.where(np.any(traffic.all_to_all, axis=-1), 0.0, skew_ms)  # the second exchange begins together
+        return {name: exchange.collective_ms(self.weights, name, getattr(traffic, name), topology, skew)
+                for name, skew in (("all_to_all", skew_ms), ("reduce_scatter", after_skew_ms), ("all_reduce", 0.0))}
 
 
 def physical(model: NeuralModel) -> NeuralModel:

@@ -38,7 +38,7 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     """The measurements of one setting in all of some dataset folders together. Raises ShardCoreError where one holds no
     measurements, or compute samples but none of the setting."""
     for folder in folders:
-        if not any(Path(folder).glob("*.parquet")):
+        if not any(Path(folder).glob("*.parquet")) and not (Path(folder) / dataset.REPLAYS).is_dir():
             raise ShardCoreError(f"{folder} holds no measurements; it needs to be a dataset folder")
         found = dataset.settings(folder)
         if found and setting not in found:

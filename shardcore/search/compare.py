@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
-from shardcore.search import SHARDERS
+from shardcore.search import BASELINES, SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.types import Infeasible, Plan, Problem, ShardCoreError, StepCost
 from shardcore.workload import lower
@@ -43,6 +43,17 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0, budge
         return Outcome(algorithm, time.monotonic() - began, error=str(error))
     seconds = time.monotonic() - began
     return Outcome(algorithm, seconds, plan, price(lower(plan, problem), model))
+
+
+def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3) -> list[Outcome]:
+    """Of each of WORTH_REPLAYING and of `random` random plans, what has one. The same seed gives the same."""
+    wanted = [(name, seed) for name in WORTH_REPLAYING] + [("random", seed + i) for i in range(random)]
+    outcomes = [run(name, problem, model, s, budget) for name, s in wanted]
+    return [o for o in outcomes if o.plan]
+
+
+WORTH_REPLAYING = ("local", "local_all", "neuroshard", *(n for n in BASELINES if n != "random"),
+                   *(n for n in SHARDERS if n == "torchrec"))
 
 
 def best_baseline(outcomes: Iterable[Outcome], algorithm: str) -> Outcome | None:

@@ -145,8 +145,12 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
     files.write_plan(tmp_path / "other.json", mixed_plan(other), other)
     arguments = ["--problem", str(tmp_path / "problem.json"), "--device", "cpu", "--repeats", "2"]
     plan, out = str(tmp_path / "plan.json"), tmp_path / "replay.json"
-    assert main(["replay", plan, plan, *arguments, "--out", str(out)]) == 0
+    assert main(["replay", plan, plan, *arguments, "--append", str(tmp_path), "--out", str(out)]) == 0
     written = json.loads(out.read_text())
+    assert main(["replay", plan, plan, *arguments, "--append", str(tmp_path)]) == 0  # what it has is not run again
+    assert json.loads(capsys.readouterr().out) == written
+    [kept] = (tmp_path / "replays").iterdir()
+    assert json.loads((kept / "replays.json").read_text())["replays"][0]["total_ms"] == written["replays"][0]["total_ms"]
     assert written["setting"]["batch"] == problem.global_batch and written["setting"]["hardware"]
     for cost in written["replays"]:
         assert cost["plan"] == plan and cost["total_ms"] > 0 and cost["step"]["repeats"] == 2 and set(PARTS) < set(cost)

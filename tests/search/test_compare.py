@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from shardcore.search import compare
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import Budget, compare
+from shardcore.types import Device, Problem, Setting, Topology
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
 SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}
@@ -27,3 +29,11 @@ def test_without_a_reference_each_is_held_against_the_best_of_the_others():
 def test_where_no_problem_was_solved_by_all_there_are_shares_alone():
     found = compare.standings({"a": [1.0, None], "b": [None, 1.0]}, {"a": [1.0, 1.0], "b": [1.0, 1.0]}, "a")
     assert all(s.solved == 0.5 and s.common == 0 and math.isnan(s.cost) and math.isnan(s.seconds) for s in found.values())
+
+
+def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):
+    problem, model = Problem("p", tables, Topology((Device(1 << 26),) * 2), 240), AnalyticModel(Setting("test", 240))
+    found, again = (compare.plans(problem, model, seed=3, budget=Budget(evals=200), random=2) for _ in range(2))
+    assert [o.plan for o in found] == [o.plan for o in again]
+    names = [o.algorithm for o in found]
+    assert set(compare.WORTH_REPLAYING) < set(names) and names.count("random") == 2 and names[0] == "local"

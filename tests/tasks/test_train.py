@@ -12,9 +12,13 @@ import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
 
-from shardcore import dataset, files
-from shardcore.cost import accuracy, neural
-from shardcore.types import Setting, ShardCoreError
+from shardcore import dataset, files, replays
+from shardcore.cost import accuracy, exchange, neural
+from shardcore.cost.model import price
+from shardcore.cost.steps import FEWEST_STEPS
+from shardcore.measure.replay import ReplayConfig, Replayed
+from shardcore.search import SHARDERS
+from shardcore.types import Device, Problem, Setting, ShardCoreError, Spread, Topology
 from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig
 from tasks.train import TrainConfig, train_model
@@ -93,6 +97,28 @@ def test_without_datasets_and_learning_curve_there_is_neither(joined):
     assert "datasets" not in neural.load("data/model").meta["provenance"] and "Twice" not in Path("data/card.md").read_text()
 
 
+def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
+    train(learning_curve=False)
+    model, topology = neural.load("data/model"), Topology((Device(1 << 30),) * 2)
+    problem = Problem("p", tuple(pool(12)), topology, SETTING.batch)
+    made = [("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(FEWEST_STEPS)]
+
+    def replay(workloads):
+        """Where exchanges take 1.4 times as long as alone."""
+        costs = [price(w, model) for w in workloads]
+        longer = [[tuple(1.4 * ms for ms in part) for part in (c.forward_comm_ms, c.backward_comm_ms)] for c in costs]
+        return [Replayed(c.forward_compute_ms, c.backward_compute_ms, *comm, c.waiting_ms, Spread(1, 1, 1, 3), False)
+                for c, comm in zip(costs, longer, strict=True)]
+
+    replays.append(Path("datasets/steps"), problem, made, SETTING, ReplayConfig(), replay)
+    train(learning_curve=False, datasets=("datasets/steps",))
+    found = neural.load("data/model")
+    version = files.digest(replays.digests(Path("datasets/steps")))
+    assert found.meta["steps"] == FEWEST_STEPS and found.meta["provenance"]["datasets"] == {"datasets/steps": version}
+    assert exchange.in_step(found.weights, "all_to_all", "forward") == pytest.approx(1.4, rel=1e-3)
+    assert "8: all-to-all forward 1.40, all-to-all backward 1.40" in Path("data/card.md").read_text()
+
+
 def test_the_stage_s_own_options_do_not_change_the_model(place):
     config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
     assert config.fit == dataclasses.replace(config.fit) and "datasets" not in dataclasses.asdict(config.fit)
@@ -101,7 +127,7 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
 
 @pytest.mark.parametrize("datasets, said", [
     (("datasets/other",), r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, "),
-    (("datasets/none",), "datasets/none holds no compute samples"),
+    (("datasets/none",), "datasets/none holds neither samples nor replays"),
     (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
     (("datasets/../x",), "it needs to be a folder in datasets/"),
 ])

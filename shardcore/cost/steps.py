@@ -1,0 +1,65 @@
+"""What collectives take in steps of training, beside what they take alone: a factor for each collective and way, from replays.
+
+In a step an exchange follows compute, without the barrier that measured exchanges have before them, and takes longer for it. Ops
+take there what they take alone; so where a replay's compute took longer than predicted, the machine was slower than when it was
+measured, and its exchanges were too: factors are against that pace.
+
+Shapes: S steps, D devices, C collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardcore.cost import exchange
+from shardcore.cost.model import price
+from shardcore.cost.neural import NeuralModel
+from shardcore.cost.rates import fit_law
+from shardcore.types import StepCost
+from shardcore.workload import Workload
+
+FEWEST_STEPS = 8
+"""A collective that ran in fewer is priced as measured alone."""
+
+Step = tuple[Workload, StepCost]
+"""What was replayed, and what it took."""
+
+
+def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
+    """The model whose collectives take as long as in these steps, on links that were measured. meta["steps"]: how many there
+    were; where they tell nothing, the model as it is."""
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and w.topology.within_host_gbps is None]
+    alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
+    factors: dict[str, np.ndarray] = {}
+    for way in ("forward", "backward"):
+        often = [c for c in _OF_WAY[way] if sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
+        known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)}) and ran <= set(often)]
+        if known:
+            terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known), strict=True))
+            fitted = zip(often, fit_law(terms, took), strict=True)
+            factors |= {exchange.step_weight(c, way): np.array([k]) for c, k in fitted if k > 0}
+    if not factors:
+        return model
+    return dataclasses.replace(model, weights={**model.weights, **factors}, meta={**model.meta, "steps": len(steps)})
+
+
+_OF_WAY = {way: [c for c, ways in exchange.WAYS.items() if way in ways] for way in ("forward", "backward")}
+_NAMES = {exchange.step_weight(c, way) for way, names in _OF_WAY.items() for c in names}
+
+
+def _runs(workload: Workload, collective: str) -> bool:
+    return bool(np.any(getattr(workload.traffic, collective)))
+
+
+def _observed(model: NeuralModel, step: Step, way: str, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """[D, C] ms that collectives take alone, says the model, and [D] what all of them took at the pace of the measurements."""
+    workload, measured = step
+    said = price(workload, model)
+    alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
+    which = ("forward", "backward").index(way)
+    took = np.array(getattr(measured, f"{way}_comm_ms")) * sum(said.compute_ms) / sum(measured.compute_ms)
+    ran = took > 0  # what was over before the last device came has no transfer time
+    return np.stack([alone[c][which] for c in names], axis=-1)[ran], took[ran]

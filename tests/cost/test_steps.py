@@ -1,0 +1,91 @@
+"""Replayed steps tell how many times as long as alone exchanges take in them, whatever the machine's pace was."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from laws import SETTING, comm_samples, pool
+
+from shardcore.cost import exchange, neural, steps
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.search import SHARDERS
+from shardcore.search.pieces import even_rows
+from shardcore.types import Device, Placement, Plan, Problem, Shard, StepCost, Topology
+from shardcore.workload import lower
+
+ANALYTIC = AnalyticModel(SETTING)
+FACTORS = {("all_to_all", "forward"): 1.4, ("reduce_scatter", "forward"): 2.0, ("reduce_scatter", "backward"): 1.5,
+           ("all_reduce", "backward"): 1.25}
+
+
+@pytest.fixture(scope="module")
+def model(model):
+    """With rates of all collectives."""
+    samples = [s for c in exchange.WAYS for s in comm_samples(collective=c)]
+    law = exchange.fit(samples, [], lambda *_: None)
+    return dataclasses.replace(model, weights={**model.weights, **law})
+
+
+def workloads(kind, n=steps.FEWEST_STEPS, topology=None):
+    """Random plans of which some tables are cut by rows, or replicated."""
+    found, topology = [], topology or Topology((Device(1 << 30),) * 2)
+    for seed in range(n):
+        tables = tuple(np.random.default_rng(seed).choice(pool(), 8, replace=False))
+        problem = Problem("p", tables, topology, SETTING.batch)
+        plan = SHARDERS["random"](problem, ANALYTIC, seed=seed)
+        first, others = tables[0], [p for p in plan.placements if p.shard.table != tables[0]]
+        cut = {"columns": [p for p in plan.placements if p.shard.table == first],
+               "rows": [Placement(Shard(first, *rows, 0, first.dim), (d,)) for d, rows in enumerate(even_rows(first.rows, 2))],
+               "replicated": [Placement(Shard.whole(first), (0, 1))]}[kind]
+        found.append(lower(Plan((*others, *cut)), problem))
+    return found
+
+
+def replayed(model, workload, factors=FACTORS, pace=1.0) -> StepCost:
+    """What a machine of this pace takes, on which exchanges take `factors` as long as the model says."""
+    said = price(workload, model)
+    alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
+    comm = {way: tuple(sum(pace * factors.get((c, way), 1.0) * both[i] for c, both in alone.items()))
+            for i, way in enumerate(("forward", "backward"))}
+    compute = (tuple(pace * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms))
+    return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms)
+
+
+def found_factors(model):
+    return {(c, way): exchange.in_step(model.weights, c, way) for c, ways in exchange.WAYS.items() for way in ways}
+
+
+@pytest.mark.parametrize("pace", [1.0, 1.3])
+def test_factors_are_found_whatever_the_pace_and_prices_have_them(model, pace):
+    seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
+    fitted = steps.fit(model, [(w, replayed(model, w, pace=pace)) for w in seen])
+    assert found_factors(fitted) == pytest.approx({(c, w): FACTORS.get((c, w), 1.0) for c, ways in exchange.WAYS.items()
+                                                   for w in ways}, rel=1e-3)
+    assert fitted.meta["steps"] == len(seen)
+    took, said = replayed(model, seen[-1]), price(seen[-1], fitted)
+    for way in ("forward_comm_ms", "backward_comm_ms"):
+        assert getattr(said, way) == pytest.approx(getattr(took, way), rel=1e-3)
+    samples = comm_samples()
+    assert exchange.errors(fitted.weights, samples) == exchange.errors(model.weights, samples)
+
+
+def test_a_collective_of_few_steps_is_priced_as_alone_and_no_steps_change_nothing(model):
+    columns, rows = workloads("columns"), workloads("rows", n=steps.FEWEST_STEPS - 1)
+    fitted = steps.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
+    assert found_factors(fitted) == pytest.approx({**dict.fromkeys(found_factors(model), 1.0), ("all_to_all", "forward"): 1.4},
+                                                  rel=1e-3)
+    for few in ([], [(w, replayed(model, w)) for w in rows]):
+        assert steps.fit(model, few) is model
+
+
+def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(model, tmp_path):
+    told = [(w, replayed(model, w)) for w in workloads("columns")]
+    once = steps.fit(model, told)
+    assert found_factors(steps.fit(once, told)) == found_factors(once)
+    neural.save(once, tmp_path)
+    assert found_factors(neural.load(tmp_path)) == found_factors(once)
+    given = Topology((Device(1 << 30),) * 2, within_host_gbps=10.0, latency_ms=0.1)
+    assert steps.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
+    linked, = workloads("columns", 1, given)
+    assert price(linked, once) == price(linked, model)
