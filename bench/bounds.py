@@ -29,7 +29,7 @@ from shardcore.search.pieces import even_rows
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic
 
-SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local", "local_all")
+SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local_columns", "local")
 
 
 def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Problem:

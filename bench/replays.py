@@ -1,13 +1,16 @@
 """Plans of the search, of its peers and random ones, predicted and replayed on two processes: do predictions hold, does the
 search exploit the model's errors, and what is it worth?
 
-    python -m shardcore measure --samples 700 --exchanges 120 --tolerance 0.05 --max-repeats 8 --minutes 10 --out DATA
+    python -m shardcore measure --samples 600 --exchanges 200 --tolerance 0.05 --max-repeats 8 --minutes 4 --out DATA
+    python -m shardcore train DATA --out MODEL
+    python -m bench.replays MODEL --problems 10 --seed 1 --out DATA/replays
     python -m shardcore train DATA --out MODEL
     python -m bench.replays MODEL --problems 30 --out FOLDER
 
-MODEL must be of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB
-at dims up to 16. All plans of a problem are replayed in alternation. `local` is the default; `chosen` is of several of its plans
-the one that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the measured
+The replays of ten problems first join the measurements: training learns from them what exchanges take in steps. MODEL must be
+of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at dims up
+to 16. All plans of a problem are replayed in alternation. `local` is the default; `chosen` is of several of its plans the one
+that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the measured
 bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments goes on after the
@@ -20,7 +23,7 @@ import argparse
 import dataclasses
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +33,12 @@ from shardcore import files, model_report, replays, report, sampling, tables
 from shardcore.cost import neural, reality
 from shardcore.cost.model import at_confidence, price
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.search import SHARDERS, Budget, choose, greedy
+from shardcore.search import SHARDERS, choose, greedy
 from shardcore.search.local import local
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 SMALLEST, LARGEST = 1 << 20, 512 << 20
-BUDGET = Budget(evals=100_000)
 LOSS = 0.03
 """What ours may take longer on a problem without being called a loss that matters."""
 
@@ -50,16 +52,15 @@ def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) ->
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
     models = [model, neural.physical(model)]
     sure = at_confidence(model, 0.9)
-    found = {"local": local(problem, model, budget=BUDGET), "local, 90% confidence": local(problem, sure, budget=BUDGET),
-             "local_all": local(problem, model, budget=BUDGET, space="all"),
-             "local_all, 90% confidence": local(problem, sure, budget=BUDGET, space="all"),
-             "chosen": choose.choose(choose.candidates(problem, models, "local", range(3), BUDGET), problem, models).plan}
+    found = {"local": local(problem, model), "local, 90% confidence": local(problem, sure),
+             "local_columns": local(problem, model, space="columns"),
+             "chosen": choose.choose(choose.candidates(problem, models, "local", range(3)), problem, models).plan}
     found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS) if n in SHARDERS}
     found["best greedy"] = min((found[n] for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
-def text(rows: Sequence[reality.Judged], head: str) -> str:
+def text(rows: Sequence[reality.Judged], parts: Mapping[str, float], head: str) -> str:
     """The report: Markdown with two tables and the plots that lie beside it."""
     found = reality.by_problem(rows, reality.OURS)
     kinds = [(name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)]
@@ -70,6 +71,8 @@ def text(rows: Sequence[reality.Judged], head: str) -> str:
         "## Do predictions hold, and does the search exploit the model's errors?",
         report.markdown_table(("plans of", "replays", "predicted against replayed", "bias"), held),
         "![predicted against replayed](predicted.png)",
+        "Replayed over predicted, all steps together: " + ", ".join(
+            f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items()) + ".",
         "Among the plans of a problem (mean over problems, 95% interval): " + "; ".join(
             f"{words} {_interval(reality.bootstrap(found[name]), form)}" for name, words, form in (
                 ("kendall_tau", "Kendall's tau", "{:.3f}"), ("spearman", "Spearman's rho", "{:.3f}"),
@@ -105,7 +108,7 @@ def write(folder: Path, kept: Sequence[replays.Kept], model: neural.NeuralModel,
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
         files.write_atomic(folder / f"{name}.png", content.getvalue())
-    page = text(rows, head)
+    page = text(rows, replays.parts(kept, model), head)
     files.write_atomic(folder / "report.md", page.encode())
     return page
 

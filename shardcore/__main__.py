@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib
 import json
 import math
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardcore.types import Device, Problem, Setting, ShardCoreError, Topology
-
-if TYPE_CHECKING:
-    from shardcore.cost.model import CostModel
-    from shardcore.cost.neural import NeuralModel
-    from shardcore.search.budget import Budget
-    from shardcore.types import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,152 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.cost import neural
-    from shardcore.cost.model import at_confidence
-    from shardcore.search import compare
-    from shardcore.search.budget import Budget
-    from shardcore.types import Infeasible, Plan
-    from shardcore.workload import lower
-
-    compare.require_known([args.algorithm])
-    if args.start and (args.algorithm not in ("local", "local_all") or args.second_model):
-        raise ShardCoreError(f"--start is for --algorithm local and local_all alone; got {args.algorithm}"
-                             f"{' and --second-model' if args.second_model else ''}")
-    for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
-        if getattr(args, name) is not None and not args.start:
-            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan to start from")
-    problem, model = files.read_problem(args.problem), neural.load(args.model)
-    problem.require_setting(model.setting)
-    cautious, provenance = at_confidence(model, args.confidence), {"model_digest": files.model_digest(args.model)}
-    if args.confidence:
-        provenance["confidence"] = args.confidence
-    budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
-    began = time.monotonic()
-    if args.second_model:
-        found, why = _chosen(args, problem, model, budget)
-        provenance |= found.provenance
-    elif args.start:
-        found, why = _resharded(args, problem, cautious, budget)
-    else:
-        outcome = compare.run(args.algorithm, problem, cautious, args.seed, budget)
-        if outcome.plan is None:
-            raise Infeasible(outcome.error)
-        found, why = outcome.plan, ""
-    found = Plan(found.placements, {**found.provenance, **provenance})
-    seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
-    files.write_plan(args.out, found, problem)
-    sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-    print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
-    if args.explain:
-        _say_explained(found, problem, cautious, budget)
-    _say_extrapolated(neural.out_of_range(model, lower(found, problem)))
-
-
-_SEEDS = 4
-"""Plans that each model's search gives to choose among."""
-
-
-def _chosen(args: argparse.Namespace, problem: Problem, model: NeuralModel, budget: Budget | None) -> tuple[Plan, str]:
-    """The plan that both models find good, priced by the first; and how it came to be chosen, in words."""
-    from shardcore.cost import neural
-    from shardcore.cost.model import at_confidence
-    from shardcore.search import choose
-    from shardcore.types import Plan
-
-    second = neural.physical(model) if args.second_model == "physical" else neural.load(args.second_model)
-    problem.require_setting(second.setting)
-    models = [at_confidence(model, args.confidence), second]
-    plans = choose.candidates(problem, models, args.algorithm, range(args.seed, args.seed + _SEEDS), budget)
-    choice = choose.choose(plans, problem, models)
-    (first_ms, second_ms), alone = choice.total_ms[choice.chosen], choice.total_ms[choice.cheapest]
-    why = f"\nchosen among {len(plans)} plans by both models: the second says {second_ms:.3f} ms"
-    if choice.chosen != choice.cheapest:
-        why += f", and of the plan that the first finds cheapest {alone[1]:.3f} ms (the first: {alone[0]:.3f} ms)"
-    provenance = {**choice.plan.provenance, "predicted_ms": first_ms, "setting": str(model.setting), "candidates": len(plans),
-                  "second_model": str(args.second_model), "second_ms": second_ms}
-    return Plan(choice.plan.placements, provenance), why
-
-
-def _resharded(args: argparse.Namespace, problem: Problem, model: CostModel, budget: Budget | None) -> tuple[Plan, str]:
-    """The plan improved from the one to start from, and by how much, in words."""
-    from shardcore import files, plan_report
-    from shardcore.cost.model import price
-    from shardcore.diff import diff, in_order, nearest
-    from shardcore.search.local import local
-    from shardcore.search.space import Reshard
-    from shardcore.workload import lower
-
-    old_problem = files.read_problem(args.start_problem) if args.start_problem else problem
-    old = files.read_plan(args.start, old_problem)
-    most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    found = local(problem, model, seed=args.seed, budget=budget, space="all" if args.algorithm == "local_all" else "columns",
-                  reshard=Reshard(old, args.max_moved_tables, most_bytes))
-    found = nearest(found, old, problem) if args.max_moved_tables is None and most_bytes is None else in_order(found, old)
-    before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
-    return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
-
-
-def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
-    from shardcore import plan_report
-    from shardcore.search.explain import explain
-
-    print(f"\n{plan_report.text(explain(plan, problem, model, budget))}")
-
-
-def price(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.cost import neural
-    from shardcore.cost.model import at_confidence
-    from shardcore.cost.model import price as predict
-    from shardcore.workload import lower
-
-    problem, model = files.read_problem(args.problem), neural.load(args.model)
-    problem.require_setting(model.setting)
-    plan = files.read_plan(args.plan, problem)
-    workload = lower(plan, problem)
-    cost, beyond = predict(workload, at_confidence(model, args.confidence)), neural.out_of_range(model, workload)
-    body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes),
-            "extrapolated": beyond}
-    if args.out:
-        files.write_json(args.out, body)
-    elif not args.explain:
-        print(json.dumps(body, indent=1))
-    if args.explain:
-        _say_explained(plan, problem, at_confidence(model, args.confidence), None)
-    _say_extrapolated(beyond)
-
-
-def replay(args: argparse.Namespace) -> None:
-    from shardcore import files, replays
-    from shardcore.measure import hardware
-    from shardcore.measure.replay import ReplayConfig, replay_all
-    from shardcore.workload import lower
-
-    device = args.device or hardware.detect_device()
-    problem = files.read_problem(args.problem)
-    setting = Setting(hardware.hardware_name(device), problem.global_batch, problem.precision, problem.optimizer)
-    plans = [files.read_plan(path, problem) for path in args.plans]
-    workloads = [lower(plan, problem) for plan in plans]
-    config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s, seed=args.seed)
-    if args.append:
-        made = [(plan.provenance.get("algorithm", path.stem), plan) for path, plan in zip(args.plans, plans, strict=True)]
-        kept = replays.append(args.append, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))
-        costs = [kept.costs[replays.plan_digest(plan, problem)] for plan in plans]
-    else:
-        costs = replay_all(workloads, setting, config, device)
-    body = {"setting": files.setting_to_json(setting), "replays": [
-        {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes)}
-        for path, cost, workload in zip(args.plans, costs, workloads, strict=True)]}
-    if args.out:
-        files.write_json(args.out, body)
-    else:
-        print(json.dumps(body, indent=1))
-    if any(cost.oversubscribed for cost in costs):
-        print(f"oversubscribed: {len(problem.topology)} processes on fewer cores measure the scheduler too", file=sys.stderr)
-
-
 def export(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.export.torchrec import to_torchrec
@@ -189,19 +35,6 @@ def export(args: argparse.Namespace) -> None:
     problem = files.read_problem(args.problem)
     plan = files.read_plan(args.plan, problem)
     write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device, uneven_rows=args.uneven_rows))
-
-
-def _say_extrapolated(sentences: Sequence[str]) -> None:
-    for sentence in sentences[:5]:
-        print(f"extrapolated: {sentence}", file=sys.stderr)
-    if len(sentences) > 5:
-        print(f"extrapolated: and {len(sentences) - 5} more", file=sys.stderr)
-
-
-def measure(args: argparse.Namespace) -> None:
-    from shardcore.measure import command
-
-    command.measure(args)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -270,22 +103,13 @@ def problem(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(made.tables)} tables, {sum(t.bytes for t in made.tables) / 2**30:.1f} GiB, {args.devices} devices")
 
 
-def history(args: argparse.Namespace) -> None:
-    from shardcore import plans_command
+def _later(module: str, name: str) -> Callable[[argparse.Namespace], None]:
+    """A command of a module of shardcore, imported when it runs: -h is quick."""
+    def command(args: argparse.Namespace) -> None:
+        getattr(importlib.import_module(f"shardcore.{module}"), name)(args)
 
-    plans_command.history(args)
-
-
-def diff(args: argparse.Namespace) -> None:
-    from shardcore import plans_command
-
-    plans_command.diff(args)
-
-
-def drift(args: argparse.Namespace) -> None:
-    from shardcore import plans_command
-
-    plans_command.drift(args)
+    command.__name__ = name
+    return command
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -299,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=function)
         return sub
 
-    p = add(plan, "Search a plan for a problem under a cost model.")
+    p = add(_later("plan_command", "plan"), "Search a plan for a problem under a cost model.")
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning afresh (local search)")
@@ -309,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--max-moved-gib", type=_amount, metavar="G", help="with --start: so many GiB of weights may move (any)")
     p.add_argument("--algorithm", default="local", help="random, size_greedy, dim_greedy, lookup_greedy, "
                    "size_lookup_greedy, neuroshard, embark, milp, torchrec (where "
-                   "installed), local (tables whole or cut by columns) or local_all (also by rows, or copied to all devices)")
+                   "installed), local (the default) or local_columns (without rows divided over all devices and copies on all)")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")
@@ -323,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
                    "memory or more devices would bring; each is searched with the same budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
-    p = add(price, "Predict what one training step of a plan costs, per device.")
+    p = add(_later("plan_command", "price"), "Predict what one training step of a plan costs, per device.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
@@ -333,7 +157,8 @@ def _parser() -> argparse.ArgumentParser:
                    "memory or more devices would bring, instead of standard output's JSON")
     p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
 
-    p = add(replay, "Run one training step of plans for real on this machine, in alternation, and time its parts per device.")
+    p = add(_later("plan_command", "replay"), "Run one training step of plans for real on this machine, in alternation, and time "
+            "its parts per device.")
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
@@ -356,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
                    "shardcore.export.torchrec_rows")
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
-    p = add(measure, "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.")
+    p = add(_later("measure.command", "measure"), "Measure fused embedding ops on this machine's device; a rerun goes on where "
+            "the last one ended.")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     p.add_argument("--minutes", type=_positive(float), default=10.0, help="time to spend")
     p.add_argument("--samples", type=_positive(int), metavar="N", help="stop after the first N different draws; default: when "
@@ -415,19 +241,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=_natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
 
-    p = add(history, "Say which versions of a problem's published plan were current, since when and why.")
+    p = add(_later("plan_command", "history"), "Say which versions of a problem's published plan were current, since when and "
+            "why.")
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--last", type=_positive(int), default=20, metavar="N", help="decisions to show")
 
-    p = add(diff, "Say which tables move from one plan to another, and how many bytes of weights.")
+    p = add(_later("plan_command", "diff"), "Say which tables move from one plan to another, and how many bytes of weights.")
     p.add_argument("old", type=Path, metavar="OLD.json")
     p.add_argument("new", type=Path, metavar="NEW.json")
     p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: problem.json beside each, as in "
                    "the folders of published versions")
 
-    p = add(drift, "Say how far a published plan is from the best, now that its tables are looked up otherwise, and what a "
-            "re-plan would bring.")
+    p = add(_later("plan_command", "drift"), "Say how far a published plan is from the best, now that its tables are looked up "
+            "otherwise, and what a re-plan would bring.")
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of tables with the "

@@ -56,7 +56,7 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, most_tab
     def searched(tables: int | None) -> tuple[float, Plan]:
         from shardcore.search.space import Reshard  # compiled code, late
 
-        space = "all" if plan.provenance.get("algorithm") == "local_all" else "columns"
+        space = plan.provenance.get("space", "all")
         found = local(now, model, seed=seed, budget=budget, space=space, reshard=Reshard(old, tables))
         found = nearest(found, old, now) if tables is None else in_order(found, old)
         return min(((price(lower(found, now), model).total_ms, found), (now_ms, old)), key=lambda x: x[0])

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardcore import dataset, files
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.reality import Judged, noise_ms
@@ -117,6 +119,14 @@ def judge(kept: Sequence[Kept], model: CostModel) -> list[Judged]:
         rows += [Judged(one.problem.name, algorithm, name, predicted[name], one.costs[name].total_ms,
                         noise_ms(one.costs[name].step)) for algorithm, name in one.made]
     return rows
+
+
+def parts(kept: Sequence[Kept], model: CostModel) -> dict[str, float]:
+    """How many times as long as predicted each part of all steps took, by its name in StepCost."""
+    steps = [(price(lower(plan, one.problem), model), one.costs[name]) for one in kept for name, plan in one.plans.items()]
+    names = [f.name for f in dataclasses.fields(StepCost)]
+    said, took = (np.array([[sum(getattr(step[i], name)) for name in names] for step in steps]).sum(0) for i in (0, 1))
+    return {name: float(t / s) for name, s, t in zip(names, said, took, strict=True) if s > 0}
 
 
 def csv_rows(rows: Sequence[Judged]) -> list[dict[str, Any]]:

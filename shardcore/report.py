@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,16 @@ from shardcore.types import CommSample, ComputeSample
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_NUMBER = re.compile(r"[+-]?\d")
+
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns; the first left, the others right."""
+    """Aligned columns: numbers right; the first, and words, left."""
     cells = [[str(c) for c in row] for row in [headers, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    words = [i == 0 or not any(_NUMBER.match(c) for c in column[1:]) for i, column in enumerate(columns)]
+    lines = ["  ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, words, strict=True)).rstrip()
              for row in cells]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 

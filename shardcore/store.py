@@ -13,10 +13,14 @@ has no locks, let one run at a time.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,8 +31,12 @@ from shardcore.types import Plan, Problem, ShardCoreError
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 FEWEST_KEPT = 2
 """A reader may still be at the version before."""
+PATIENCE_S = 600.0
+"""Of a publisher that waits for its turn: more than any search takes that publishes one plan."""
 PAGE = "report.html"
 _POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
+_LOOK_S = 0.02
+"""Between two looks whether it is one's turn."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,10 @@ def _migrated(home: Place, name: str, version: str) -> Decision:
 
 
 @contextmanager
-def turn(root: str | Path, name: str) -> Iterator[None]:
+def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Wait until no other publisher in the same folder has its turn at a problem, and have it for as long as the
-    context lasts or the process lives: reading, deciding and writing are then one step. On an object store nobody waits."""
+    context lasts or the process lives: reading, deciding and writing are then one step. On an object store nobody waits.
+    Raises ShardCoreError naming the other publisher where it is not done after patience_s."""
     home = _home(root, name)
     if not isinstance(home, Path):
         yield
@@ -177,9 +186,26 @@ def turn(root: str | Path, name: str) -> Iterator[None]:
     import fcntl
 
     home.mkdir(parents=True, exist_ok=True)
-    with open(home / ".turn", "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    path, until = home / ".turn", time.monotonic() + patience_s
+    with open(path, "a+") as f:
+        while True:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ShardCoreError(f"plans for problem {name!r} are being published by another, which has held {path} for "
+                                         f"{patience_s:.0f} s or more: {_holder(path)}; end it if it hangs, and publish again"
+                                         ) from None
+            time.sleep(_LOOK_S)
+        f.truncate(0)
+        f.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now().isoformat(' ', 'seconds')}\n")
+        f.flush()
         yield
+
+
+def _holder(path: Path) -> str:
+    return path.read_text().strip() or "a process that does not say which"
 
 
 def version_of(plan: Plan, problem: Problem) -> str:
@@ -220,13 +246,17 @@ def record(root: str | Path, decision: Decision) -> None:
 
 
 def prune(root: str | Path, name: str, keep: int) -> list[str]:
-    """Remove the versions that none of the last `keep` decisions names; they are returned. Decisions stay. To be called when no
-    other publisher is at work on the problem (in one's own `turn`)."""
+    """Remove the versions that none of the last `keep` decisions names; they are returned. Decisions stay; the temporary files of
+    publishers that were killed go. To be called when no other publisher is at work on the problem (in one's own `turn`)."""
     if keep < FEWEST_KEPT:
         raise ShardCoreError(f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader "
                              "may still be at the one before")
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
-    folder = _home(root, name) / "versions"
+    home = _home(root, name)
+    if isinstance(home, Path):
+        for unfinished in home.rglob(".*.tmp"):
+            unfinished.unlink(missing_ok=True)
+    folder = home / "versions"
     gone = [version for version in _names(folder) if version not in named]
     for version in gone:
         _remove(folder / version / "plan.json")  # first: without it there is no version
@@ -256,7 +286,17 @@ class _Remote:
         return str(self.fs.unstrip_protocol(self.path))
 
     def read_bytes(self) -> bytes:
-        return self.fs.cat_file(self.path)
+        return self.call("cat_file")
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """What the file system answers for this path. Raises FileNotFoundError where it does, and ShardCoreError whatever else
+        goes wrong there."""
+        try:
+            return getattr(self.fs, method)(self.path, *args, **options)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each kind of storage has its own
+            raise ShardCoreError(f"cannot use {self}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
 
 
 Place = Path | _Remote
@@ -270,7 +310,7 @@ def _place(root: str | Path) -> Place:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        fs, path = url_to_fs(root)
+        fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
     except (ValueError, ImportError) as error:
         raise ShardCoreError(f"plans are at {root}, which cannot be opened: {error}") from None
     return Path(path) if isinstance(fs, LocalFileSystem) else _Remote(fs, path)
@@ -281,16 +321,15 @@ def _home(root: str | Path, name: str) -> Place:
 
 
 def _exists(place: Place) -> bool:
-    return place.exists() if isinstance(place, Path) else place.fs.exists(place.path)
+    return place.exists() if isinstance(place, Path) else place.call("exists")
 
 
 def _names(place: Place) -> list[str]:
     """Names of what is in a folder, sorted; none where there is no folder."""
     if isinstance(place, Path):
         return sorted(p.name for p in place.iterdir() if not p.name.startswith(".")) if place.is_dir() else []
-    place.fs.invalidate_cache()
     try:
-        return sorted({found.rstrip("/").rsplit("/", 1)[-1] for found in place.fs.ls(place.path, detail=False)})
+        return sorted({found.rstrip("/").rsplit("/", 1)[-1] for found in place.call("ls", detail=False)})
     except FileNotFoundError:
         return []
 
@@ -298,8 +337,11 @@ def _names(place: Place) -> list[str]:
 def _write(place: Place, content: bytes) -> None:
     if isinstance(place, Path):
         files.write_atomic(place, content)
-    else:
-        place.fs.pipe_file(place.path, content)
+        return
+    try:
+        place.call("pipe_file", content)
+    except FileNotFoundError as error:  # no such bucket, say
+        raise ShardCoreError(f"cannot write {place}: {error}") from None
 
 
 def _remove(place: Place) -> None:
@@ -309,4 +351,4 @@ def _remove(place: Place) -> None:
     elif isinstance(place, Path):
         place.unlink(missing_ok=True)
     elif _exists(place):
-        place.fs.rm(place.path, recursive=True)
+        place.call("rm", recursive=True)

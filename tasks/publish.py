@@ -22,7 +22,7 @@ from shardcore.memory import require_fits
 from shardcore.search import BASELINES, compare
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
-from shardcore.search.local import local
+from shardcore.search.local import SPACE_OF, local
 from shardcore.store import Decision
 from shardcore.types import Infeasible, Plan, Problem, ShardCoreError, StepCost
 from shardcore.workload import lower
@@ -35,8 +35,6 @@ HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "aga
            "extrapolated", "decision")
 _EXPLAIN = Budget(evals=10_000)
 """Of each search for a report page's alternatives."""
-_SPACES = {"local": "columns", "local_all": "all"}
-"""Of the algorithms that may start from a plan."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,9 @@ class PublishConfig:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
         if self.keep_versions < store.FEWEST_KEPT:
             raise ShardCoreError(f"publish config has keep_versions {self.keep_versions}; it needs {store.FEWEST_KEPT} or more")
-        if self.max_moved_tables is not None and (self.max_moved_tables < 0 or self.algorithm not in _SPACES):
+        if self.max_moved_tables is not None and (self.max_moved_tables < 0 or self.algorithm not in SPACE_OF):
             raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; "
-                                 f"it needs 0 or more, and one of {', '.join(_SPACES)}")
+                                 f"it needs 0 or more, and one of {', '.join(SPACE_OF)}")
 
 
 @task(task_run_name="publish-plans")
@@ -266,7 +264,7 @@ class Publisher:
     def _search(self, problem: Problem, before: Before | None) -> Plan:
         """Also from what of the published plan is still possible, so that luck alone never makes another one look better, and few
         tables have to move where some are new."""
-        space, limit = _SPACES.get(self.config.algorithm), self.config.max_moved_tables
+        space, limit = SPACE_OF.get(self.config.algorithm), self.config.max_moved_tables
         budget = Budget(evals=self.config.budget_evals)
         if before and space:
             from shardcore.search.space import Reshard  # compiled code, late

@@ -189,6 +189,7 @@ def write_settings(config: StackConfig, folder: Path) -> str:
     _write_private(folder / "env.sh", "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items()))
     _write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
                                                f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
+                                               "auth_cache_ttl_seconds = 60\n"  # or each request hashes the password: 0.1 s
                                                "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n")
     _write_private(folder / "logging.yml", logging_config(folder / "logs" / "flows.jsonl"))
     return token

@@ -55,6 +55,8 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert [r.algorithm for r in rows] == [algorithm for algorithm, _ in made]
     assert all(r.replayed_ms == pytest.approx(1.5 * r.predicted_ms) and r.noise_ms > 0 for r in rows)
     assert reality.figures(rows)["bias"] == pytest.approx(-100 / 3)
+    parts = replays.parts([kept], MODEL)
+    assert "backward_compute_ms" in parts and all(ratio == pytest.approx(1.5) for ratio in parts.values())
 
 
 def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made, clock, tmp_path):

@@ -39,6 +39,6 @@ def test_exchanges_are_summed_up_by_kind():
 
 
 def test_tables_align():
-    lines = report.text_table(("name", "ms"), [("a", 1), ("long", 22)]).splitlines()
-    assert lines == ["name  ms", "----  --", "a      1", "long  22"]
+    lines = report.text_table(("name", "ms", "state"), [("a", 1, "up"), ("long", 22, "-")]).splitlines()
+    assert lines == ["name  ms  state", "----  --  -----", "a      1  up", "long  22  -"]
     assert report.percent_change(9.0, 10.0) == "-10.0%" and report.percent_change(1.0, 0.0) == "-"

@@ -126,6 +126,13 @@ def test_a_url_that_cannot_be_opened_is_named():
         store.load_plan("unheard-of://x/y", "small")
 
 
+def test_storage_that_does_not_answer_is_named():
+    with pytest.raises(ShardCoreError, match="cannot use http://127.0.0.1:9/plans/small/current: ClientConnector"):
+        store.load_plan("http://127.0.0.1:9/plans", "small")
+    with pytest.raises(ShardCoreError, match="cannot use http://127.0.0.1:9/plans/report.md: "):
+        store.write("http://127.0.0.1:9/plans", "report.md", b"for people")
+
+
 PUBLISHER = """
 import sys
 sys.path[:0] = sys.argv[3:]
@@ -153,6 +160,42 @@ def test_two_publishers_at_once_lose_no_decision(problem, tmp_path):
     assert len(found) == 41 and set(found) == {*said[0], *said[1]}
 
 
+HOLDER = """
+import sys, time
+from shardcore import store
+with store.turn(sys.argv[1], "small"):
+    print("mine", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_whose_turn_it_is_is_named_where_it_does_not_end(problem, tmp_path):
+    publish(tmp_path, problem, 0, "first")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        holder.stdout.readline()
+        with pytest.raises(ShardCoreError, match=rf"'small'.*{tmp_path}/small/.turn .*: process {holder.pid} on \S+ since \d+-"):
+            with store.turn(tmp_path, "small", patience_s=0.1):
+                pytest.fail("it was the other's turn")
+        with store.turn(tmp_path, "another", patience_s=0.1):  # problems wait for each other in no case
+            pass
+        holder.kill()
+    publish(tmp_path, problem, 1)
+
+
+def test_what_killed_publishers_left_goes_with_the_next_publish(problem, tmp_path):
+    done = publish(tmp_path, problem, 0, "first")
+    home = tmp_path / "small"
+    left = [home / f"versions/{done.current}/.plan.json.77.tmp", home / "decisions/.x.json.77.tmp", home / ".current.77.tmp",
+            home / "versions/unnamed/.problem.json.77.tmp"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("cut sho")
+    with store.turn(tmp_path, "small"):
+        assert store.prune(tmp_path, "small", 2) == ["unnamed"]
+    assert not list(home.rglob(".*.tmp")) and not (home / "versions/unnamed").exists()
+    assert store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
+
+
 def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_path, rng, outcome):
     for _ in range(3):
         running = start_publisher(problem, tmp_path, 10_000)
@@ -172,3 +215,6 @@ def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_pa
     assert store.last(tmp_path, "small") == last and len(list(store.history(tmp_path, "small"))) == len(history) + 1
     outcome.completed = True
     assert json.loads((tmp_path / "small/decisions" / f"{last.id}.json").read_text())["parent"] == history[0].id
+    with store.turn(tmp_path, "small"):
+        store.prune(tmp_path, "small", 2)
+    assert not list((tmp_path / "small").rglob(".*.tmp"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from shardcore.cost.model import CostModel
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, Ranks, layout, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
-from shardcore.search import SHARDERS, Budget
+from shardcore.search import SHARDERS, Budget, compare
+from shardcore.search.local import SPACE_OF
 from shardcore.tables import DEFAULT_ACCESS
 from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
 
@@ -31,40 +33,47 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+    Lookups = Mapping[str, float] | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
+
 WHOLE_TYPES = {"table_wise", "data_parallel"}
 """TorchRec's sharding types that do not cut a table."""
+BATCH_SIZE = 512
+"""Of a rank, where TorchRec's planner is given none."""
+RESERVED = 0.15
+"""The share of a device's memory that TorchRec keeps free of embeddings, by default."""
 
 
-def problem_for(module: nn.Module, topology: Topology, global_batch: int,
-                lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor] | str | Path, optimizer: str = "exact_sgd",
-                constraints: Constraints | None = None, name: str = "model") -> Problem:
+def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
+                optimizer: str = "exact_sgd", constraints: Constraints | None = None, name: str = "model") -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
-    lookups: by feature, its mean lookups per sample, ids being drawn by DEFAULT_ACCESS; or batches of the model's own data, a
-    global batch or more together, from which pooling and reuse are read; or the path of FBGEMM's own reports of a job (a folder,
-    or one file), in which reuse is an estimate: see `fbgemm_statistics`. A table of several features looks up for all of them,
-    though what it exchanges counts once; so does a sequence of an EmbeddingCollection, which is priced as if it were pooled.
-    Raises ShardCoreError naming a feature without lookups, and a table's data type that no cost model is for.
+    topology: ours, or TorchRec's, of whose memory RESERVED stays free. lookups: by feature, its mean lookups per sample, ids
+    being drawn by DEFAULT_ACCESS; or batches of the model's own data, a global batch or more together, from which pooling and
+    reuse are read; or the path of FBGEMM's own reports of a job (a folder, or one file), in which reuse is an estimate: see
+    `fbgemm_statistics`. A table of several features looks up for all of them, though what it exchanges counts once; so does a
+    sequence of an EmbeddingCollection, which is priced as if it were pooled. Raises ShardCoreError naming a feature without
+    lookups or with ids that its table lacks, data of fewer samples, and a table's data type that no cost model is for.
     """
     theirs = tables_of(module)
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place")
-    statistics = (_reported(theirs, lookups) if isinstance(lookups, (str, Path)) else
-                  _given(theirs, lookups) if isinstance(lookups, Mapping) else _measured(theirs, lookups))
+    statistics = _statistics(theirs, lookups, global_batch)
     precision = {"FP32": "fp32", "FP16": "fp16"}
     for key, table in theirs.items():
         if table.config.data_type.name not in precision:
             raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are {', '.join(precision)}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[t.config.data_type.name]) for key, t in theirs.items())
-    return Problem(name, tables, topology, global_batch, optimizer, constraints or Constraints())
+    ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
+    return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints())
 
 
-def plan_for(module: nn.Module, topology: Topology, model: CostModel,
-             lookups: Mapping[str, float] | Iterable[KeyedJaggedTensor] | str | Path, algorithm: str = "local", seed: int = 0,
-             budget: Budget | None = None, constraints: Constraints | None = None) -> tuple[Plan, Problem]:
+def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups, algorithm: str = "local",
+             seed: int = 0, budget: Budget | None = None, constraints: Constraints | None = None) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
-    `problem_for` and all sharders do."""
+    `problem_for` and all sharders do, and for an algorithm that is not known."""
+    _require_model(model)
+    compare.require_known([algorithm])
     problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer, constraints)
     return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
 
@@ -74,26 +83,28 @@ class ShardCorePlanner:
 
     topology: TorchRec's (its HBM and hosts count; its bandwidths do not, for the cost model has measured its own), or ours.
     batch_size: samples of a rank. constraints: TorchRec's, by table: pooling_factors; sharding_types (a table that none of them
-    cuts stays whole; a plan with another type than asked for is refused); compute_kernels (the first that is not dense) and all
-    settings that go to the kernels. model: the cost model. algorithm, seed, budget: of the search. lookups: as `problem_for` has
-    them, instead of pooling_factors. reserved: the share of HBM that is kept free of embeddings. uneven_rows: allow row ranges
-    that need `torchrec_rows`' sharder.
+    cuts stays whole; where the search divides rows or copies against them it is done again by columns alone; a plan that still
+    has another type than asked for is refused); compute_kernels (the first that is not dense) and all settings that go to the
+    kernels. model: the cost model. algorithm, seed, budget: of the search. lookups: as `problem_for` has them, instead of
+    pooling_factors. reserved: the share of HBM that is kept free of embeddings. uneven_rows: allow row ranges that need
+    `torchrec_rows`' sharder.
 
     After a plan, `problem` and `found` are what was solved and how, in our terms, and `unpriced` what its price leaves out of the
-    settings of its kernels and collectives, a line each.
+    settings of its kernels, collectives and optimizers, a line each.
     """
 
-    def __init__(self, topology: TheirTopology | Topology, batch_size: int = 512,
+    def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
                  constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel, algorithm: str = "local",
-                 seed: int = 0, budget: Budget | None = None,
-                 lookups: Mapping[str, float] | Sequence[KeyedJaggedTensor] | str | Path | None = None, reserved: float = 0.15,
+                 seed: int = 0, budget: Budget | None = None, lookups: Lookups | None = None, reserved: float = RESERVED,
                  uneven_rows: bool = False) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
+        _require_model(model)
+        compare.require_known([algorithm])
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
-        self.batch_size, self.constraints, self.lookups = batch_size, dict(constraints or {}), lookups
+        self.batch_size, self.constraints, self.lookups = batch_size or BATCH_SIZE, dict(constraints or {}), lookups
         self.model, self.algorithm, self.seed, self.budget, self.uneven_rows = model, algorithm, seed, budget, uneven_rows
         self.problem: Problem | None = None
         self.found: Plan | None = None
@@ -107,12 +118,16 @@ class ShardCorePlanner:
         batch = self.batch_size * len(self.topology)
         if batch != self.model.setting.batch:
             raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a global batch of {batch}; "
-                                 f"the cost model is for {self.model.setting}")
-        self.found, self.problem = plan_for(module, self.topology, self.model, lookups, self.algorithm, self.seed, self.budget,
-                                            Constraints(unsplit=whole))
-        self._require_asked(theirs)
+                                 f"the cost model is for ({self.model.setting}): give its batch, or measure with --batch {batch}")
+        for algorithm in (self.algorithm, *_narrower(self.algorithm)):
+            self.found, self.problem = plan_for(module, self.topology, self.model, lookups, algorithm, self.seed, self.budget,
+                                                Constraints(unsplit=whole))
+            if not (refused := self._refused(theirs)):
+                break
+        else:
+            raise ShardCoreError(refused)
         made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs), self.uneven_rows)
-        self.unpriced = unpriced(made, sharders or ())
+        self.unpriced = unpriced(made, sharders or (), self.problem.optimizer)
         return made
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
@@ -150,15 +165,17 @@ class ShardCorePlanner:
             pooling |= dict(zip(features, factors, strict=True))
         return pooling
 
-    def _require_asked(self, theirs: Mapping[str, ModelTable]) -> None:
+    def _refused(self, theirs: Mapping[str, ModelTable]) -> str:
+        """Which table the plan found shards otherwise than asked for; "" is none."""
         placed, ranks = defaultdict(list), Ranks.of(self.topology)
         for p in self.found.placements:
             placed[p.shard.table.name].append(p)
         for name, table in theirs.items():
             asked, kind = self._asked(table), layout(placed[name], ranks, True).sharding_type
             if asked and kind not in asked and not (kind == "table_wise" and "column_wise" in asked):
-                raise ShardCoreError(f"the plan found shards table {name!r} {kind}; its constraints ask for {', '.join(asked)}: "
-                                     "allow it, or table_wise alone to keep it whole")
+                return (f"the plan found shards table {name!r} {kind}; its constraints ask for {', '.join(asked)}: allow it, or "
+                        "table_wise alone to keep it whole")
+        return ""
 
     def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:
         """The constraints' settings for kernels, in the form of a plan."""
@@ -182,11 +199,34 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
                host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
 
 
+def _narrower(algorithm: str) -> list[str]:
+    """The search that cuts by columns alone, for one that also divides rows and copies."""
+    return [name for name, space in SPACE_OF.items() if space == "columns"] if SPACE_OF.get(algorithm) == "all" else []
+
+
+def _require_model(model: CostModel) -> None:
+    if not hasattr(model, "setting"):
+        raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) gives")
+
+
+def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
+                global_batch: int) -> dict[str, tuple[float, Reuse | Zipf]]:
+    """Pooling and access of each table."""
+    if isinstance(lookups, (str, Path)):
+        return _reported(theirs, lookups)
+    if isinstance(lookups, Mapping):
+        return _given(theirs, lookups)
+    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)  # a batch is none
+
+
 def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> dict[str, tuple[float, Zipf]]:
     for name, table in theirs.items():
         for feature in table.config.feature_names:
             if feature not in lookups:
                 raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(lookups)[:5]}")
+            if not isinstance(lookups[feature], Real):
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups {lookups[feature]!r}; it needs a "
+                                     "number, the mean of a sample")
     return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS) for name, t in theirs.items()}
 
 
@@ -195,10 +235,16 @@ def _reported(theirs: Mapping[str, ModelTable], path: str | Path) -> dict[str, t
         name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim) for name, t in theirs.items()})
 
 
-def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor]) -> dict[str, tuple[float, Reuse]]:
+def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor],
+              global_batch: int) -> dict[str, tuple[float, Reuse]]:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
     ids: dict[str, list[np.ndarray]] = defaultdict(list)
     samples = 0
     for batch in batches:
+        if not isinstance(batch, KeyedJaggedTensor):
+            raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the "
+                                 "path of FBGEMM's reports")
         samples += batch.stride()
         by_feature = batch.to_dict()
         for name, table in theirs.items():
@@ -206,8 +252,17 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
                 if feature not in by_feature:
                     raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there are "
                                          f"{list(by_feature)[:5]}")
-                ids[name].append(by_feature[feature].values().cpu().numpy())
-    if not samples:
-        raise ShardCoreError("lookups has no batches; it needs a global batch of the model's data or more")
+                values = by_feature[feature].values().cpu().numpy()
+                _require_rows(values, feature, name, table.config.num_embeddings)
+                ids[name].append(values)
+    if samples < global_batch:
+        raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, {global_batch}, or "
+                             "more")
     found = {name: np.concatenate(parts) for name, parts in ids.items()}
     return {name: (len(values) / samples, streams.reuse_of(values, samples)) for name, values in found.items()}
+
+
+def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
+    if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
+        raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows 0 to {rows - 1}; "
+                             "give ids as the collection gets them")

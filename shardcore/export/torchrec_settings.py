@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
 """Fields of a ParameterSharding that follow from a plan of ours."""
 PLAIN_KERNELS = ("fused", "dense")
+OPTIMIZERS = {"EXACT_SGD": "exact_sgd", "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad"}
+"""FBGEMM's names of the optimizers that cost models are for."""
 
 
 def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
@@ -44,9 +46,10 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
     return torchrec_json.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
-def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = ()) -> list[str]:
+def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), optimizer: str | None = None) -> list[str]:
     """What a price of this plan leaves out, a line each: settings of tables that are priced as if fused in the memory of their
-    device, and collectives that are priced as FP32."""
+    device, collectives that are priced as FP32, and, where it is said which optimizer the price is for, sharders with another
+    among their fused_params (one that is set otherwise is not known)."""
     said = []
     for path, module in plan.plan.items():
         for name, sharding in module.items():
@@ -56,6 +59,10 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = ()) ->
                 said.append(f"table {name!r} of module {path!r} is priced as fused, in device memory; it has "
                             + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
     for sharder in sharders:
+        own = getattr((getattr(sharder, "fused_params", None) or {}).get("optimizer"), "name", None)
+        if optimizer and own and OPTIMIZERS.get(own) != optimizer:
+            said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under {optimizer}; its "
+                        f"optimizer is {own}")
         for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():
             sent = [str(codec.quantized_dtype).removeprefix("torch.") for codec in (codecs.forward, codecs.backward)]
             said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} forward, {sent[1]} "

@@ -37,7 +37,7 @@ SHARDERS: dict[str, Sharder] = {
     "embark": embark.embark,
     "milp": milp.milp,
     "local": local.local,
-    "local_all": local.local_all,
+    "local_columns": local.local_columns,
 }
 if torchrec.installed():
     SHARDERS["torchrec"] = torchrec.torchrec

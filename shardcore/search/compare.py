@@ -52,7 +52,7 @@ def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | No
     return [o for o in outcomes if o.plan]
 
 
-WORTH_REPLAYING = ("local", "local_all", "neuroshard", *(n for n in BASELINES if n != "random"),
+WORTH_REPLAYING = ("local", "local_columns", "neuroshard", *(n for n in BASELINES if n != "random"),
                    *(n for n in SHARDERS if n == "torchrec"))
 
 

@@ -1,15 +1,15 @@
-"""Fit: what every sharder begins with. Tables that no device can hold are cut; problems that have no plan are refused."""
+"""Fit: what every sharder begins with. Tables that no device can hold are cut; problems without a plan are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shardcore.memory import free_bytes, gib
-from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, whole_impossible
-from shardcore.search.pieces import Item, items
-from shardcore.search.room import item_bytes
-from shardcore.types import MIN_WIDTH, Constraints, Infeasible, Problem, Shard
+from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, too_tall, whole_impossible
+from shardcore.search.pieces import Item, divided, dividing_devices, items
+from shardcore.search.room import item_bytes, piece_bytes
+from shardcore.types import MIN_WIDTH, Constraints, Infeasible, Problem, Shard, Table
 from shardcore.workload import device_names
 
 MOST_DEVICES = 256
@@ -17,11 +17,13 @@ MOST_DEVICES = 256
 
 
 def feasible_pieces(problem: Problem) -> list[Shard]:
-    """The pieces to start from: every table whole, except that a table too large for every device where it may live is halved
-    until its parts are not: by columns down to MIN_WIDTH, then by rows. Tables in problem.whole are never cut.
+    """The pieces to start from: every table whole, except that a table too large for every device where it may live is halved by
+    columns until its parts are not or, where MIN_WIDTH columns are too large, its rows are `divided`. Tables in problem.whole are
+    never cut.
 
-    Raises Infeasible where it is certain that no plan exists: the tables take more than all devices have, or those pinned to some
-    devices more than these, or one that cannot be cut (further), or a bundle, more than the largest device where it may live;
+    Raises Infeasible where it is certain that there is no plan that TorchRec trains: the tables take more than all devices have,
+    or those pinned to some devices more than these, or one that must stay whole, or a bundle, more than the largest device where
+    it may live; or MIN_WIDTH columns of one take more, and its rows cannot be divided or a share takes more than its device has;
     and where the row ranges of such tables find no packing.
     """
     free = free_bytes(problem)
@@ -29,26 +31,48 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
     if needed > available:
         raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; its {len(free)} devices may hold "
                                    f"{gib(available)} together, {gib(needed - available)} too little")
-    largest = dict(zip((t.name for t in problem.tables), largest_free(problem, free), strict=True))
     uncut = items((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
-    for smallest in (*uncut, *((Shard(t, 0, 1, 0, MIN_WIDTH),) for t in problem.tables if t.name not in problem.whole)):
-        name = smallest[0].table.name
-        short = item_bytes(smallest, problem) - largest[name]
-        if short > 0:
-            where = "device where it may live" if name in problem.pinned else "device"
-            raise _infeasible(problem, f"{_describe(smallest, problem)} takes {gib(item_bytes(smallest, problem))} with its "
-                                       f"outputs; the largest {where} may hold {gib(largest[name])}, {gib(short)} too little")
+    for item, largest in zip(uncut, largest_free(problem, [item[0].table for item in uncut], free), strict=True):
+        if item_bytes(item, problem) > largest:
+            raise _infeasible(problem, f"{_describe(item, problem)} takes {_too_much(item, problem, largest)}")
+    for table in too_tall(problem, problem.tables, free):
+        if why := _undividable(table, problem, free):
+            [largest] = largest_free(problem, [table], free)
+            columns = (Shard(table, 0, table.rows, 0, MIN_WIDTH),)
+            too_much = _too_much(columns, problem, largest)
+            raise _infeasible(problem, f"{MIN_WIDTH} columns of table {table.name!r} take {too_much}, and {why}")
     _require_pins_fit(problem, free)
     return cut(problem, free) or list(pack_or_raise(problem).pieces)
 
 
-def _describe(smallest: Item, problem: Problem) -> str:
-    name = smallest[0].table.name
-    if name not in problem.whole:
-        return f"one row of {MIN_WIDTH} columns of table {name!r}"
-    if len(smallest) > 1:
-        return f"the group {shown(s.table.name for s in smallest)}, kept on one device (constraints.together),"
+def _describe(item: Item, problem: Problem) -> str:
+    name = item[0].table.name
+    if len(item) > 1:
+        return f"the group {shown(s.table.name for s in item)}, kept on one device (constraints.together),"
     return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
+
+
+def _too_much(item: Item, problem: Problem, largest: int) -> str:
+    needed, where = item_bytes(item, problem), " where it may live" if item[0].table.name in problem.pinned else ""
+    return f"{gib(needed)} with outputs; the largest device{where} may hold {gib(largest)}, {gib(needed - largest)} too little"
+
+
+def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | None:
+    """Why a table cannot be by rows, be it alone; None where it can."""
+    devices = dividing_devices(table, problem)
+    if not devices:
+        return ("there is no other device to have some of its rows" if len(problem.allowed_devices(table.name)) == 1 else
+                "TorchRec divides rows over all devices, or a whole host, where it may not be (constraints.pinned)")
+    ranges = divided(table, devices)
+    if ranges is None:
+        return f"TorchRec cannot divide {table.rows} rows over {len(devices)} devices: the last would have none"
+    for placement in ranges:
+        needed, [d] = piece_bytes(placement.shard, problem), placement.devices
+        if needed > free[d]:
+            which = f"{'all' if len(devices) == len(free) else 'its'} {len(devices)} devices"
+            return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needed)} on device {d}, which may hold "
+                    f"{gib(free[d])}")
+    return None
 
 
 def _require_pins_fit(problem: Problem, free: list[int]) -> None:
@@ -90,8 +114,9 @@ def pack_or_raise(problem: Problem) -> Packing:
                                    f"{' where they may live' if problem.pinned else ''}; every assignment was tried ({total})")
     raise _infeasible(problem, f"no way was found to pack it: {total}, but the gaps are too small. Tried: best fit with "
                                f"{NODES} steps of backtracking; then the same for the tables that must stay whole "
-                               f"({len(whole)}) and the others cut by columns and rows into the gaps"
-                               f"{'; then pinned tables first' if problem.pinned else ''}")
+                               f"({len(whole)}) and the others cut by columns into the gaps"
+                               f"{'; then pinned tables first' if problem.pinned else ''}; and all of that with the rows of "
+                               "the tallest tables divided over the devices evenly, as TorchRec trains them")
 
 
 def _infeasible(problem: Problem, reason: str) -> Infeasible:

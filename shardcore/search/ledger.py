@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.search.pieces import Item, column_runs, items, row_range
+from shardcore.search.pieces import Item, column_runs, devices_of, items, row_range
 from shardcore.search.room import item_bytes
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard, Table
 from shardcore.workload import Traffic
@@ -27,7 +27,7 @@ Piece = tuple[int, int]
 class Ledger:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
-    speed [D]; allowed [S, D]: where constraints let a strip be; freedom [S]: on how many devices; kind, size [S]: the kind of op,
+    speed [D]; allowed [S, D]: where a strip may be; freedom [S]: on how many devices; kind, size [S]: the kind of op,
     and units in all. codes [R, F]; bytes [R]; width [R]: in multiples of MIN_WIDTH columns; single_ms [R]: the cost of a part
     alone at speed 1. Parts are made by `add` and `need`.
     """
@@ -40,10 +40,10 @@ class Ledger:
         self.kind = np.array([0 if runs[0].full_rows else 1 for runs in self._strips])
         self.size = np.array([self._units(i, runs[0]) for i, runs in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
-        for i, name in enumerate(runs[0].table.name for runs in self._strips):
-            if name in problem.pinned:
+        for i, first in enumerate(runs[0] for runs in self._strips):
+            if self.kind[i] or first.table.name in problem.pinned:
                 self.allowed[i] = False
-                self.allowed[i, list(problem.pinned[name])] = True
+                self.allowed[i, list(devices_of(first, problem))] = True
         self.freedom = self.allowed.sum(1)
         self._parts = np.full((len(self._strips), self.size.max() + 1), -1)
         self._parts[:, 0] = 0
@@ -87,8 +87,9 @@ class Ledger:
         return (Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH),)
 
     def may_split(self, piece: Piece) -> bool:
+        """By columns; a row range has but one device to go to."""
         strip, units = piece
-        return units > 1 and self.table(strip).name not in self.problem.whole
+        return units > 1 and not self.kind[strip] and self.table(strip).name not in self.problem.whole
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Make the parts that the pieces of one plan can come to on a device: the sums of any of a strip's units."""

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.memory import free_bytes
 from shardcore.search import greedy
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
-from shardcore.search.pieces import priced, rows_evened
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Plan, Problem, Shard, ShardCoreError
+from shardcore.search.packing import least_bytes
+from shardcore.search.pieces import priced
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
 from shardcore.workload import Traffic
 
 if TYPE_CHECKING:  # numba takes a second to import, and is needed here alone
@@ -32,6 +35,8 @@ Everywhere = Sequence[tuple[np.ndarray, int]]
 """Strips [N] that are everywhere, and in which way."""
 
 SPACES = ("all", "columns", "halves")
+SPACE_OF = {"local": "all", "local_columns": "columns"}
+"""Which of them the sharders of these names search."""
 _DEFAULT = Budget(evals=500_000)
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut what costs more than this share of a device's mean load."""
@@ -39,12 +44,17 @@ _MISSES = 5
 """Cuts after which a greedy plan that did not become cheaper is not cut further."""
 _DIVIDED = (1.0, 0.5, 0.25)
 """Others divide the rows of such tables."""
+_TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
+"""Where the tables take more than this share of the memory, others cut what takes more than these of a device's."""
 _HOPEFUL = 1.5
 """Starts that cost more than this share of the cheapest are not improved."""
 _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
 """Temperatures relative to a device's share of the cost: of a start, of the best of them when it goes on alone, at the end."""
 _RACE = 0.7
 """Share of the budget for which several starts are improved."""
+_COLUMNS = 0.5
+"""Share of the budget for plans by columns alone, before all of the space: of those that try rows and copies from the start, some
+end above them."""
 _ROUNDS = 24
 """Parts of a cooling, after each of which it is compared with the budget."""
 _LOG = 1 << 20
@@ -53,10 +63,10 @@ _LARGE = 1 << 19
 """Tables × devices above which fewer greedy starts are tried: each prices so many groups."""
 
 
-def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "columns",
+def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
           reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations), which its starts and one round may exceed. space:
-    "columns" (any widths), "halves" of columns, or "all": also tables everywhere, by rows or in copies. reshard: a plan to
+    """The best plan found within the budget (none: 500,000 evaluations), which its starts and one round may exceed. space: "all",
+    or without tables everywhere, by rows or in copies: "columns" (any widths), or "halves" of columns. reshard: a plan to
     improve, and how much may move.
 
     Raises Infeasible and SettingMismatch as all sharders do.
@@ -64,18 +74,25 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     problem.require_setting(model.setting)
     if space not in SPACES:
         raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
-    search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed, space)
-    best = search.run(search.resharded(reshard) if reshard else search.starts())
-    placements = best.space.placements(best.state.held, best.state.way)
-    if not reshard:  # where a plan is to be kept, so are its rows
-        placements = rows_evened(placements, problem)
-    name = "local_all" if space == "all" else "local"
-    return priced(placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
+    search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed)
+    if reshard:
+        best = search.run(search.resharded(reshard, space))
+    elif space == "all":
+        try:
+            columns = search.run(search.starts("columns"), 0.0, _COLUMNS).placements
+        except Infeasible:  # copies may fit, where a table's outputs take more than its rows
+            columns = ()
+        best = search.run(search.starts("all", columns), _COLUMNS, 1.0)
+    else:
+        best = search.run(search.starts(space))
+    name = "local" if space == "all" else "local_columns"
+    return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 
 
-def local_all(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """`local` in all of its space. Rows and copies have ops and collectives of their own, of which a model often knows least."""
-    return local(problem, model, seed=seed, budget=budget, space="all")
+def local_columns(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
+    """`local` without tables everywhere: rows and copies have ops and collectives of their own, of which a model often knows
+    least."""
+    return local(problem, model, seed=seed, budget=budget, space="columns")
 
 
 @dataclass
@@ -87,39 +104,55 @@ class Start:
     fixed: Fixed
     ms: float = np.inf
 
+    @property
+    def placements(self) -> list[Placement]:
+        return self.space.placements(self.state.held, self.state.way)
+
 
 class Search:
-    def __init__(self, problem: Problem, model: CostModel, budget: Budget, seed: int, space: str) -> None:
+    def __init__(self, problem: Problem, model: CostModel, budget: Budget, seed: int) -> None:
         from shardcore.search import anneal  # compiled, or read from disk, before the clock starts
         from shardcore.search import space as spaces
 
         self.anneal, self.spaces, self.meter = anneal, spaces, budget.start()
-        self.problem, self.model, self.seed, self.kind = problem, model, seed, space
+        self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
 
-    def run(self, starts: list[Start]) -> Start:
-        """The best plan found: the starts are improved in turn for a part of the budget, then the best of them, less cooled, with
-        the rest."""
+    def run(self, starts: list[Start], begin: float = 0.0, end: float = 1.0) -> Start:
+        """The best plan found from one share of the budget to another: the starts are improved in turn for a part of it, then the
+        best of them, less cooled, with the rest."""
         if len(self.problem.topology) > 1:
-            share = _RACE / len(starts)
+            at = begin + (end - begin) * np.append(np.linspace(0, _RACE, len(starts) + 1), 1.0)
             for i, start in enumerate(starts):
-                self._cool(start, i * share, (i + 1) * share, _HOT)
-                start.ms = self._exact_ms(start)
+                self._cool(start, at[i], at[i + 1], _HOT)
             starts.sort(key=lambda s: s.ms)
             starts[0].fixed = starts[0].space.fixed
-            self._cool(starts[0], _RACE, 1.0, _WARM)
+            self._cool(starts[0], at[-2], end, _WARM)
         return starts[0]
 
     def _cool(self, start: Start, begin: float, end: float, hot: float) -> None:
-        """Improve a plan from one share of the budget to another."""
+        """Improve a plan from one share of the budget to another: of what it was, the best met and what it is after each part of
+        the cooling, the one stays that is cheapest by the model itself."""
         state, cost = start.state, start.state.value[self.anneal.BEST] / len(self.problem.topology)
+        best = self._cheaper(start, (np.inf, state))
         while (done := max(begin, self.meter.progress())) < end:
             at = (done - begin) / (end - begin)
             hot_ms, cold_ms = (cost * hot * (_COLD / hot) ** min(1.0, x) for x in (at, at + 1 / _ROUNDS))
             trials = self._trials((end - begin) / _ROUNDS)
             self.anneal.anneal(self.head, start.fixed, state, trials, hot_ms, cold_ms)
             self.meter.evals += trials
+            best = self._cheaper(start, best)
         self.anneal.rewind(self.head, start.fixed, state)
+        start.ms, start.state = self._cheaper(start, best)
+        self.anneal.refresh(self.head, start.fixed, start.state)
+
+    def _cheaper(self, start: Start, best: tuple[float, State]) -> tuple[float, State]:
+        """The best so far, or a copy of what a start is now."""
+        ms = self._exact_ms(start)
+        if ms >= best[0]:
+            return best
+        return ms, start.state._replace(**{name: of.copy() for name, of in start.state._asdict().items()
+                                           if name not in ("log", "random")})
 
     def _trials(self, share: float) -> int:
         """How many trials are about that share of the budget."""
@@ -142,28 +175,40 @@ class Search:
 
     # --- starts --------------------------------------------------------------------------------------------------------
 
-    def starts(self) -> list[Start]:
-        anywhere = self.kind == "all"
-        space = self.spaces.space(self.problem, self.model, feasible_pieces(self.problem), anywhere, self.kind == "halves")
-        found = [self._cheapest(space, [(share, ()) for share in self._shares(space)])]
+    def starts(self, kind: str, columns: Sequence[Placement] = ()) -> list[Start]:
+        """Plans in a space, of SPACES. columns: a plan in that of columns, in place of the start that has no table everywhere."""
+        space = self._space(feasible_pieces(self.problem), kind)
+        found = [self._of(columns, kind)] if columns else self._by_columns(space)
         if space.fixed.every.any():
             whole = np.flatnonzero(space.fixed.every[self.spaces.ROWS])
             single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
             all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
             mean_ms = all_ms.sum() / space.fixed.speed.sum()
             large = [whole[single > share * mean_ms] for share in _DIVIDED]
-            found.append(self._cheapest(space, [(1.0, ((strips, self.spaces.ROWS),)) for strips in large if len(strips)]))
-            found.append(self._cheapest(space, [(1.0, ((whole, self.spaces.ROWS),))]))  # no op by columns, no all-to-all
+            found.append(self._cheapest(space, [self._with(space, s, self.spaces.ROWS) for s in large if len(s)]))
+            found.append(self._cheapest(space, [self._with(space, whole, self.spaces.ROWS)]))  # no op by columns, no all-to-all
             copied = self.spaces.worth_copying(space, self.model)
             some = {len(copied) // k for k in (1, 2, 4)} - {0}
-            found.append(self._cheapest(space, [(1.0, ((copied[:k], self.spaces.COPIES),)) for k in sorted(some)]))
+            whole_bytes = space.fixed.part_bytes[space.fixed.part[np.arange(len(space.fixed.size)), space.fixed.size]]
+            saving = space.fixed.every[self.spaces.COPIES] & (space.fixed.every_bytes[self.spaces.COPIES] < whole_bytes / 2)
+            found.append(self._cheapest(space, [self._with(space, copied[:k], self.spaces.COPIES) for k in sorted(some)]))
+            if not any(found):
+                found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), self.spaces.COPIES)]))
         on_host = Counter(d.host for d in self.problem.topology.devices)
         if len(set(on_host.values())) > 1:  # what exchanges cost is then far from linear
-            plan = min((g(self.problem, self.model) for g in greedy.ORDERS.values()), key=lambda p: p.provenance["predicted_ms"])
-            found.append(self._placed(space, [p.shard for p in plan.placements], [p.devices[0] for p in plan.placements]))
-        fit = [start for start in found if start]
-        least = min((start.state.value[self.anneal.BEST] for start in fit), default=0.0)
-        return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least] or [self._packed()]
+            with suppress(Infeasible):
+                plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
+                found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
+        fit = [start for start in found if start] or [self._packed(kind)]
+        least = min(start.state.value[self.anneal.BEST] for start in fit)
+        return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least]
+
+    def _by_columns(self, space: Space) -> list[Start | None]:
+        """Where memory is tight, what is cut for the cost may leave gaps that no part fits: then also parts of few bytes."""
+        found = [self._cheapest(space, [(self._cuts(space, share), ()) for share in self._shares(space)])]
+        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self._is_large(space):
+            found.append(self._cheapest(space, [(self._small(space, share), ()) for share in _SMALL]))
+        return found
 
     def _shares(self, space: Space) -> Sequence[float]:
         return _SPLITS[2:5:2] if self._is_large(space) else _SPLITS
@@ -171,13 +216,12 @@ class Search:
     def _is_large(self, space: Space) -> bool:
         return len(space.fixed.size) * len(self.problem.topology) > _LARGE
 
-    def _cheapest(self, space: Space, ways: Sequence[tuple[float, Everywhere]]) -> Start | None:
-        """The cheapest of some greedy plans that cut what is above a share of a device's mean load and have strips everywhere;
-        from there on, what costs most on the device that is last is cut once more, as long as that helps (as EMBark's planner
-        does). None where none fits."""
+    def _cheapest(self, space: Space, ways: Sequence[tuple[np.ndarray, Everywhere]]) -> Start | None:
+        """The cheapest of some greedy plans, of strips in n [S] parts and those everywhere; from there on, what costs most on the
+        device that is last is cut once more, as long as that helps (as EMBark's planner does). None where none fits."""
         best, least, begin = None, np.inf, None
-        for share, everywhere in ways:
-            n = self._cuts(space, share, everywhere)
+        for n, everywhere in ways:
+            everywhere = (*everywhere, (space.by_rows, self.spaces.ROWS))
             state = self._greedy(space, n, everywhere)
             if state is not None and state.value[self.anneal.BEST] < least:
                 best, least, begin = state, state.value[self.anneal.BEST], (n, everywhere)
@@ -216,12 +260,23 @@ class Search:
     def _state(self, space: Space) -> State:
         return self.anneal.state(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _cuts(self, space: Space, share: float, everywhere: Everywhere) -> np.ndarray:
+    def _with(self, space: Space, strips: np.ndarray, way: int) -> tuple[np.ndarray, Everywhere]:
+        """Some strips everywhere, the others cut where they cost more than a device's mean load."""
+        return self._cuts(space, 1.0, strips), ((strips, way),)
+
+    def _small(self, space: Space, share: float) -> np.ndarray:
+        """[S] parts of each strip, none of which takes more than a share of a device's mean memory; 0 if everywhere."""
+        fixed = space.fixed
+        size = fixed.part_bytes[fixed.part[np.arange(len(fixed.size)), fixed.size]]
+        n = np.where(fixed.may_split, np.clip(-(-size // max(1, int(share * fixed.free.mean()))), 1, fixed.size), 1)
+        n[space.by_rows] = 0
+        return n
+
+    def _cuts(self, space: Space, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
         """[S] parts of each strip by columns, none of which costs more than a share of a device's mean load; 0 if everywhere."""
         fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
         n = np.ones(len(single), dtype=np.int64)
-        for strips, _ in everywhere:
-            n[strips] = 0
+        n[space.by_rows] = n[np.asarray(everywhere, dtype=np.int64)] = 0
         limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
         return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
@@ -237,10 +292,21 @@ class Search:
     def _single_ms(self, fixed: Fixed, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
         return np.asarray(self.model.head(fixed.codes[fixed.part[strips, units]]))
 
-    def _packed(self) -> Start:
+    def _packed(self, kind: str) -> Start:
         packing = pack_or_raise(self.problem)
-        space = self.spaces.space(self.problem, self.model, packing.pieces, self.kind == "all")
-        return self._placed(space, packing.pieces, packing.devices)
+        placements = [Placement(shard, (d,)) for shard, d in zip(packing.pieces, packing.devices, strict=True)]
+        return self._of(placements, "all" if kind == "all" else "columns")
+
+    def _of(self, placements: Sequence[Placement], kind: str) -> Start:
+        """A plan without copies, in a space of its own: rows that are divided stay so."""
+        space = self._space([p.shard for p in placements], kind)
+        by_rows = {space.ledger.table(s).name for s in space.by_rows}
+        left = [p for p in placements if p.shard.table.name not in by_rows]
+        return self._placed(space, [p.shard for p in left], [p.devices[0] for p in left], ((space.by_rows, self.spaces.ROWS),))
+
+    def _space(self, pieces: Sequence[Shard], kind: str) -> Space:
+        whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
+        return self.spaces.space(self.problem, self.model, whole, kind == "all", kind == "halves", by_rows)
 
     def _placed(self, space: Space, pieces: Sequence[Shard], devices: Sequence[int], everywhere: Everywhere = ()) -> Start:
         state = self._state(space)
@@ -255,12 +321,12 @@ class Search:
         self.anneal.refresh(self.head, space.fixed, state)
         return Start(space, state, space.fixed)
 
-    def resharded(self, reshard: Reshard) -> list[Start]:
+    def resharded(self, reshard: Reshard, kind: str) -> list[Start]:
         """The plan to start from, with what it lacks placed greedily; where nothing limits what may move, also fresh ones."""
         old = reshard.sorted(self.problem)
         pieces, devices = [s for s, _ in old.placed], [d for _, d in old.placed]
         others = map(Shard.whole, (*old.copies, *old.rows, *old.new))
-        space = self.spaces.space(self.problem, self.model, [*pieces, *others], True, self.kind == "halves")
+        space = self.spaces.space(self.problem, self.model, [*pieces, *others], True, kind == "halves")
         everywhere = ((space.numbers(old.copies), self.spaces.COPIES), (space.numbers(old.rows), self.spaces.ROWS))
         start = self._placed(space, pieces, devices, everywhere)
         held = start.state.held.copy()
@@ -271,10 +337,10 @@ class Search:
                              "with more memory")
         self.anneal.refresh(self.head, space.fixed, start.state)
         start.space = self.spaces.keeping(space, held, reshard, old.new)
-        if self.kind != "all":
+        if kind != "all":
             start.space = replace(start.space, fixed=start.space.as_it_is)
         start.fixed = start.space.as_it_is
-        return [start] if reshard.limited else [start, *self.starts()]
+        return [start] if reshard.limited else [start, *self.starts(kind)]
 
 
 def _choice(fixed: Fixed, strips: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.ledger import Ledger, Piece
-from shardcore.search.pieces import items, placed, priced, rows_evened
+from shardcore.search.pieces import items, placed, priced
 from shardcore.types import Plan, Problem, ShardCoreError
 
 State = tuple[Piece, ...]
@@ -84,8 +84,7 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
         ledger, best = of_packing, _beam(of_packing, packing, config, meter)
     elif packing.ms < best.ms:
         ledger, best = of_packing, packing
-    placements = rows_evened(placed(ledger.items(best.pieces), best.devices), problem)
-    return priced(placements, problem, model, algorithm="neuroshard", seed=seed,
+    return priced(placed(ledger.items(best.pieces), best.devices), problem, model, algorithm="neuroshard", seed=seed,
                   packed=best is packing and packing is not first, evals=meter.evals, config=asdict(config))
 
 

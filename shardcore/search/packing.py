@@ -12,12 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.search.pieces import halve_columns, halve_rows, items
+from shardcore.search.pieces import divided, dividing_devices, halve_columns, items
 from shardcore.search.room import Room, freedom, item_bytes, piece_bytes
-from shardcore.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
 
 NODES = 20_000
 """Assignments of a single piece that best fit with backtracking may try."""
+MOST_DIVIDED = 64
+"""Tables whose rows may be divided at a time though their columns fit."""
+
+Placed = list[tuple[Shard, int]]
+"""Pieces and their devices."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +38,85 @@ def least_bytes(problem: Problem) -> int:
     return sum(piece_bytes(Shard.whole(t), problem) for t in problem.tables)
 
 
-def largest_free(problem: Problem, free: Sequence[int]) -> list[int]:
-    """For each table, the most bytes that a device where it may live has free."""
+def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
+    """For each of some tables, the most bytes that a device where it may live has free."""
     largest = {devices: max(free[d] for d in devices) for devices in set(problem.pinned.values())}
     largest[None] = max(free)
-    return [largest[problem.pinned.get(t.name)] for t in problem.tables]
+    return [largest[problem.pinned.get(t.name)] for t in tables]
+
+
+@dataclass(frozen=True)
+class Division:
+    """rows: where the ranges are of tables whose rows are divided; tables: the others; free [D]: what is left to those."""
+
+    rows: tuple[Placement, ...]
+    tables: tuple[Table, ...]
+    free: tuple[int, ...]
+
+
+def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
+    """Ways to divide the rows of tables, fewer first: of those of which four columns fit no device where they may live; then of
+    the tallest of the others too, whose columns are the coarsest to pack, 1, 2, 4, ... more. None where one of those that have to
+    be divided cannot, or what is left is too little."""
+    now, more = Division((), problem.tables, tuple(free)), 1
+    while True:
+        while needed := too_tall(problem, now.tables, now.free):
+            now, n = _with(now, needed, problem)
+            if n < len(needed):
+                return
+        if sum(piece_bytes(Shard.whole(t), problem) for t in now.tables) > sum(max(0, f) for f in now.free):
+            return
+        yield now
+        now, n = _with(now, sorted(now.tables, key=lambda t: -t.rows), problem, more)
+        if n == 0 or more > MOST_DIVIDED:
+            return
+        more *= 2
+
+
+def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
+    """Those that may be cut, of which four columns fit no device where they may live."""
+    return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True) if t.name not in problem.whole
+            and piece_bytes(Shard(t, 0, t.rows, 0, MIN_WIDTH), problem) > largest]
+
+
+def _with(division: Division, tables: Sequence[Table], problem: Problem, most: int | None = None) -> tuple[Division, int]:
+    """With the rows of further tables divided, at most so many, those passed over whose rows cannot be or do not fit; and how
+    many that are."""
+    rows, left, done = list(division.rows), list(division.free), set()
+    for table in tables:
+        if len(done) == most:
+            break
+        devices = dividing_devices(table, problem)
+        if len(devices) == len(problem.topology):
+            devices = (*devices, *range(len(devices), len(left)))  # the further ones too
+        placements = (divided(table, devices) if devices else None) or ()
+        needs = {p.devices[0]: piece_bytes(p.shard, problem) for p in placements}
+        if needs and all(n <= left[d] for d, n in needs.items()):
+            left = [f - needs.get(d, 0) for d, f in enumerate(left)]
+            rows += placements
+            done.add(table.name)
+    return Division(tuple(rows), tuple(t for t in division.tables if t.name not in done), tuple(left)), len(done)
 
 
 def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
-    """The tables, those above the largest of `free` bytes (where they may live) in halves: columns first, rows where four columns
-    are too much.
+    """The tables, those above the largest of `free` bytes (where they may live) in halves of columns; those of which four columns
+    are above it by rows. None where one that must stay whole is above it, or rows cannot be divided."""
+    division = next(divisions(problem, free), None)
+    halved = _halved(problem, division) if division else None
+    return None if halved is None else [*(p.shard for p in division.rows), *halved]
 
-    None where a table that must stay whole, or one row of four columns, is above it; or where the row ranges alone, each with
-    its own outputs, come to more than all devices have.
-    """
-    left_for_rows = sum(max(0, f) for f in free)
+
+def _halved(problem: Problem, division: Division) -> list[Shard] | None:
+    """The tables whose rows are not divided, in halves of columns as far as they have to be."""
     pieces: list[Shard] = []
-    for table, largest in zip(problem.tables, largest_free(problem, free), strict=True):
+    for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free), strict=True):
         waiting = [Shard.whole(table)]
         while waiting:
             shard = waiting.pop()
             if piece_bytes(shard, problem) <= largest:
-                left_for_rows -= 0 if shard.full_rows else piece_bytes(shard, problem)
-                if left_for_rows < 0:
-                    return None
                 pieces.append(shard)
                 continue
-            halves = None if table.name in problem.whole else halve_columns(shard) or halve_rows(shard)
+            halves = None if table.name in problem.whole else halve_columns(shard)
             if halves is None:
                 return None
             waiting += reversed(halves)
@@ -67,42 +124,53 @@ def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
 
 
 def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing | None:
-    """Pieces and devices that fit into `free` bytes per device, or None where neither of two ways finds any:
+    """Pieces and devices that fit into `free` bytes per device, or None where with no division of rows either of two ways finds
+    any:
 
     1. the tables, cut only where no device holds one, by best fit in falling size, with backtracking up to `nodes`;
-    2. the tables that must stay whole in that way, the others poured into the gaps, cut wherever a device is full; where tables
-       are pinned, also these first in both ways, then the rest.
+    2. the tables that must stay whole in that way, the others poured into the gaps, cut by columns wherever a device is full;
+       where tables are pinned, also these first in both ways, then the rest.
     """
     if least_bytes(problem) > sum(max(0, f) for f in free):
         return None
-    pieces = cut(problem, free)
-    whole = None if pieces is None else _whole(problem, pieces, free, nodes)[0]
-    if whole:
+    for division in divisions(problem, free):
+        placed = _packed(problem, division, nodes)
+        if placed is not None:
+            placed = [*((p.shard, p.devices[0]) for p in division.rows), *placed]
+            return Packing(tuple(shard for shard, _ in placed), tuple(device for _, device in placed))
+    return None
+
+
+def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
+    """The tables whose rows are not divided."""
+    tables, free, halved = division.tables, division.free, _halved(problem, division)
+    whole = None if halved is None else _whole(problem, halved, free, nodes)[0]
+    if whole is not None:
         return whole
-    pinned = [t for t in problem.tables if t.name in problem.pinned]
-    rest = [t for t in problem.tables if t.name not in problem.pinned]
-    return _poured(problem, free, nodes, [problem.tables]) or (_poured(problem, free, nodes, [pinned, rest]) if pinned else None)
+    pinned = [t for t in tables if t.name in problem.pinned]
+    rest = [t for t in tables if t.name not in problem.pinned]
+    placed = _poured(problem, free, nodes, [tables])
+    return _poured(problem, free, nodes, [pinned, rest]) if placed is None and pinned else placed
 
 
 def whole_impossible(problem: Problem, free: Sequence[int], nodes: int = NODES) -> bool:
     """Whether it is certain, every assignment tried, that the tables that must stay whole do not fit together."""
-    packing, exhausted = _whole(problem, _uncut(problem, problem.tables), free, nodes)
-    return packing is None and exhausted
+    placed, exhausted = _whole(problem, _uncut(problem, problem.tables), free, nodes)
+    return placed is None and exhausted
 
 
 def _uncut(problem: Problem, tables: Sequence[Table]) -> list[Shard]:
     return [Shard.whole(t) for t in tables if t.name in problem.whole]
 
 
-def _whole(problem: Problem, pieces: Sequence[Shard], free: Sequence[int], nodes: int) -> tuple[Packing | None, bool]:
-    """A packing of uncut pieces, and whether the answer is certain."""
+def _whole(problem: Problem, pieces: Sequence[Shard], free: Sequence[int], nodes: int) -> tuple[Placed | None, bool]:
+    """Devices for pieces as they are, and whether the answer is certain."""
     ordered = sorted(items(pieces, problem), key=lambda item: (freedom(item, problem), -item_bytes(item, problem)))
     allowed = [problem.pinned.get(item[0].table.name) for item in ordered]
     devices, exhausted = best_fit([item_bytes(item, problem) for item in ordered], free, nodes, allowed)
     if devices is None:
         return None, exhausted
-    placed = [(shard, device) for item, device in zip(ordered, devices, strict=True) for shard in item]
-    return Packing(tuple(s for s, _ in placed), tuple(d for _, d in placed)), exhausted
+    return [(shard, device) for item, device in zip(ordered, devices, strict=True) for shard in item], exhausted
 
 
 def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
@@ -161,15 +229,15 @@ def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[li
     return result[::-1]
 
 
-def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[Sequence[Table]]) -> Packing | None:
+def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[Sequence[Table]]) -> Placed | None:
     """One group of tables after the other: those that must stay whole by best fit, then the others poured."""
     room = Room(problem, free)
-    placed: list[tuple[Shard, int]] = []
+    placed: Placed = []
     for tables in groups:
         fixed, _ = _whole(problem, _uncut(problem, tables), room.left.tolist(), nodes)
         if fixed is None:
             return None
-        for shard, device in zip(fixed.pieces, fixed.devices, strict=True):
+        for shard, device in fixed:
             room.put(shard, device)
             placed.append((shard, device))
         # Tables whose columns are largest go first: small columns fill the gaps that large ones leave.
@@ -180,12 +248,12 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
             if parts is None:
                 return None
             placed += parts
-    return Packing(tuple(shard for shard, _ in placed), tuple(device for _, device in placed))
+    return placed
 
 
-def _pour(whole: Shard, room: Room) -> list[tuple[Shard, int]] | None:
-    """Put a table where it fits whole, best fit; else as many of its columns, else of its rows, as the emptiest device takes,
-    and the rest likewise."""
+def _pour(whole: Shard, room: Room) -> Placed | None:
+    """Put a table where it fits whole, best fit; else as many of its columns as the emptiest device takes, and the rest
+    likewise."""
     waiting, placed = [whole], []
     while waiting:
         shard = waiting.pop()
@@ -195,13 +263,9 @@ def _pour(whole: Shard, room: Room) -> list[tuple[Shard, int]] | None:
         else:
             allowed = room.allowed(shard)
             device = int(np.argmax(room.left if allowed is None else np.where(allowed, room.left, np.iinfo(np.int64).min)))
-            parts = _first_columns(shard, room, device) or _first_rows(shard, room, device)
+            parts = _first_columns(shard, room, device)
             if parts is None:
-                halves = halve_columns(shard)  # narrower: fewer output bytes for each row range
-                if halves is None:
-                    return None
-                waiting += halves
-                continue
+                return None
             part, rest = parts[0], [parts[1]]
         room.put(part, device)
         placed.append((part, device))
@@ -215,14 +279,6 @@ def _first_columns(shard: Shard, room: Room, device: int) -> tuple[Shard, Shard]
         return replace(shard, col_hi=shard.col_lo + units * MIN_WIDTH)
     units = _most(shard.width // MIN_WIDTH, lambda n: bool(room.fits(part(n))[device]))
     return (part(units), replace(shard, col_lo=part(units).col_hi)) if units else None
-
-
-def _first_rows(shard: Shard, room: Room, device: int) -> tuple[Shard, Shard] | None:
-    """The most rows that the device takes, and the rest; None where it takes none."""
-    def part(rows: int) -> Shard:
-        return replace(shard, row_hi=shard.row_lo + rows)
-    rows = _most(shard.rows, lambda n: bool(room.fits(part(n))[device]))
-    return (part(rows), replace(shard, row_lo=part(rows).row_hi)) if rows else None
 
 
 def _most(end: int, fits: Callable[[int], bool]) -> int:

@@ -4,18 +4,19 @@ A piece is a Shard that a search places on one device. The columns of a row rang
 depends on how many it holds, not on which. So pieces of one row range that meet on a device count as one shard, everywhere:
 in the memory they take, in what they cost, and in the plan. (TorchRec's fused kernel fails on two shards of unequal width of
 one table on one rank, so this is a must, not only a saving.)
+
+Rows are divided in one way alone, `divided`: TorchRec trains no other (docs/torchrec.md). Pieces are the row ranges of that.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardcore import memory
 from shardcore.cost.model import CostModel, price
-from shardcore.types import MIN_WIDTH, Infeasible, Placement, Plan, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]
@@ -44,38 +45,53 @@ def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
     return replace(shard, col_hi=middle), replace(shard, col_lo=middle)
 
 
-def halve_rows(shard: Shard) -> tuple[Shard, Shard] | None:
-    """The upper and lower half; None for a single row."""
-    middle = shard.row_lo + shard.rows // 2
-    if middle == shard.row_lo:
-        return None
-    return replace(shard, row_hi=middle), replace(shard, row_lo=middle)
+def even_share(rows: int, n: int) -> int | None:
+    """Rows of each device but the last among which TorchRec divides a table over n: ceil(rows / n); None where that leaves the
+    last none, with which its kernels fail."""
+    each = -(-rows // n)
+    return each if each * (n - 1) < rows else None
 
 
 def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
-    """The row ranges [lo, hi) by which TorchRec divides a table over n devices, in their order: ceil(rows / n) each, the last the
-    rest; None where that leaves the last none, with which its kernels fail."""
-    each = -(-rows // n)
-    return [(i * each, min((i + 1) * each, rows)) for i in range(n)] if each * (n - 1) < rows else None
+    """The row ranges [lo, hi) by which TorchRec divides a table over n devices, in their order; None as `even_share`."""
+    each = even_share(rows, n)
+    return each and [(i * each, min((i + 1) * each, rows)) for i in range(n)]
 
 
-def rows_evened(placements: Sequence[Placement], problem: Problem) -> list[Placement]:
-    """The placements with every table of which there are row ranges divided evenly over all devices, the only way in which
-    TorchRec trains rows (docs/torchrec.md); as it was where that does not fit, or constraints do not leave it all devices. Tables
-    get into row ranges where memory is short, or four columns are too much for every device."""
-    found = list(placements)
-    for table in dict.fromkeys(p.shard.table for p in placements if not p.shard.full_rows):
-        ranges = even_rows(table.rows, len(problem.topology))
-        if ranges is None or table.name in problem.pinned:
-            continue
-        even = [Placement(Shard(table, *rows, 0, table.dim), (d,)) for d, rows in enumerate(ranges)]
-        instead = [*(p for p in found if p.shard.table != table), *even]
-        try:
-            memory.require_fits(Plan(consolidate(instead)), problem)
-        except Infeasible:
-            continue
-        found = instead
-    return found
+def divided(table: Table, devices: Sequence[int]) -> list[Placement] | None:
+    """The table with its rows divided over devices by `even_rows`, the i-th range on the i-th of them."""
+    ranges = even_rows(table.rows, len(devices))
+    return ranges and [Placement(Shard(table, *rows, 0, table.dim), (d,)) for d, rows in zip(devices, ranges, strict=True)]
+
+
+def dividing_devices(table: Table, problem: Problem) -> tuple[int, ...]:
+    """The devices over which TorchRec can divide a table's rows: all, or those of the host that it is pinned to, where hosts have
+    as many each (docs/torchrec.md); none where constraints leave it neither, or it must stay whole."""
+    allowed, devices = problem.allowed_devices(table.name), problem.topology.devices
+    if table.name in problem.whole or len(allowed) == 1:
+        return ()
+    if len(allowed) == len(devices):
+        return _in_order(allowed, table, problem)
+    a_host = len({devices[d].host for d in allowed}) == 1 and set(Counter(d.host for d in devices).values()) == {len(allowed)}
+    return allowed if a_host else ()
+
+
+def _in_order(devices: tuple[int, ...], table: Table, problem: Problem) -> tuple[int, ...]:
+    """Devices in the order in which they get rising row ranges: TorchRec numbers them host by host, which matters to ordered rows
+    alone, for others are dealt out anew."""
+    hosts = problem.topology.hosts
+    if not table.ordered or len(hosts) == 1:
+        return devices
+    number = {host: i for i, host in enumerate(hosts)}
+    return tuple(sorted(devices, key=lambda d: (number[problem.topology.devices[d].host], d)))
+
+
+def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
+    """Where a piece may go: a row range, being one of `divided`, to its device alone."""
+    allowed = problem.allowed_devices(shard.table.name)
+    if shard.full_rows:
+        return allowed
+    return (_in_order(allowed, shard.table, problem)[shard.row_lo // -(-shard.table.rows // len(allowed))],)
 
 
 def column_runs(shards: Iterable[Shard]) -> list[Shard]:
@@ -126,13 +142,13 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
 
 def to_plan(pieces: Sequence[Shard], devices: Sequence[int | tuple[int, ...]], problem: Problem, model: CostModel,
             **provenance: Any) -> Plan:
-    """The consolidated plan that puts pieces[i] on devices[i] (one, or several that replicate it), `rows_evened`, with its
-    provenance and its own predicted cost.
+    """The consolidated plan that puts pieces[i] on devices[i] (one, or several that replicate it), with its provenance and its
+    own predicted cost.
 
     Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
     """
     placements = [Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True)]
-    return priced(rows_evened(placements, problem), problem, model, **provenance)
+    return priced(placements, problem, model, **provenance)
 
 
 def placed(items: Sequence[Item], devices: Sequence[int]) -> list[Placement]:

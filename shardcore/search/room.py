@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore import memory
-from shardcore.search.pieces import Item, RowRange, row_range
+from shardcore.search.pieces import Item, RowRange, devices_of, row_range
 from shardcore.types import Problem, Shard
 
 
@@ -27,7 +27,7 @@ def item_bytes(item: Sequence[Shard], problem: Problem) -> int:
 def freedom(item: Item, problem: Problem) -> int:
     """Devices that an item may choose from. Who has least of it is placed first (the least flexible job of scheduling on machines
     with eligibility: Pinedo, Scheduling, 5.1), for others could take its room and have elsewhere to go."""
-    return len(problem.allowed_devices(item[0].table.name))
+    return len(devices_of(item[0], problem))
 
 
 class Room:
@@ -60,13 +60,12 @@ class Room:
         return fits if allowed is None else fits & allowed
 
     def allowed(self, shard: Shard) -> np.ndarray | None:
-        """[D] bool: the devices that constraints leave to the shard; None where they leave all."""
+        """[D] bool: where the shard may go (`devices_of`), with what it is kept together with; None for everywhere."""
         home = self._home.get(self.problem.bundle_of.get(shard.table.name, ())) if self._home else None
-        devices = self.problem.pinned.get(shard.table.name) if home is None else (home,)
-        if devices is None:
+        if home is None and shard.full_rows and shard.table.name not in self.problem.pinned:
             return None
         allowed = np.zeros(len(self.left), dtype=bool)
-        allowed[list(devices)] = True
+        allowed[list(devices_of(shard, self.problem)) if home is None else home] = True
         return allowed
 
     def put(self, shard: Shard, device: int) -> None:

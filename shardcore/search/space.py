@@ -9,7 +9,7 @@ Shapes: N probes, S strips, D devices, F features; 2 the kinds of op, or the way
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search.anneal import Fixed
 from shardcore.search.ledger import Ledger
-from shardcore.search.pieces import even_rows, placed
+from shardcore.search.pieces import divided, even_share, placed
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Plan, Problem, Shard, ShardCoreError, Table
 from shardcore.workload import Traffic
 
@@ -107,16 +107,17 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
 def _divided(placements: Sequence[Placement], everywhere: Sequence[int]) -> bool:
     """Whether the rows are divided evenly over all devices, in their order."""
     table = placements[0].shard.table
-    found = sorted((p.devices[0], p.shard.row_lo, p.shard.row_hi) for p in placements if p.shard.width == table.dim)
-    return len(everywhere) > 1 and not table.ordered and found == [
-        (d, *rows) for d, rows in enumerate(even_rows(table.rows, len(everywhere)) or ())]
+    return len(everywhere) > 1 and not table.ordered and set(placements) == set(divided(table, everywhere) or ())
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
+    """by_rows [N]: strips that are everywhere, by rows, in each of its plans."""
+
     problem: Problem
     ledger: Ledger
     fixed: Fixed
+    by_rows: np.ndarray
 
     @property
     def as_it_is(self) -> Fixed:
@@ -140,19 +141,28 @@ class Space:
         for s in np.flatnonzero(way == COPIES):
             found.append(Placement(Shard.whole(self.ledger.table(s)), tuple(range(n))))
         for s in np.flatnonzero(way == ROWS):
-            table = self.ledger.table(s)
-            ranges = even_rows(table.rows, n)
-            found += [Placement(Shard(table, low, high, 0, table.dim), (d,)) for d, (low, high) in enumerate(ranges)]
+            found += divided(self.ledger.table(s), range(n))
         return found
 
 
-def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywhere: bool, halves: bool = False) -> Space:
-    """The space of `pieces`, which cover all tables; whole tables among them may be everywhere if wanted."""
+def without_ranges(pieces: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
+    """The pieces, those tables whole whose rows are divided over all devices, and these tables. As one op runs all row ranges, no
+    table is taken so where one is pinned, or its rows are ordered: the ranges of all are then pieces like others."""
+    tables = list(dict.fromkeys(s.table for s in pieces if not s.full_rows))
+    if any(t.ordered or t.name in problem.pinned for t in tables):
+        return list(pieces), []
+    return [*(s for s in pieces if s.full_rows), *map(Shard.whole, tables)], tables
+
+
+def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
+          by_rows: Sequence[Table] = ()) -> Space:
+    """The space of `pieces`, which cover all tables; whole tables among them may be everywhere if wanted, and some always are,
+    by rows."""
     ledger = Ledger(problem, model, pieces)
     may_split = np.array([ledger.may_split((s, 2)) for s in range(len(ledger))], dtype=bool)
     strips = np.repeat(np.arange(len(ledger)), ledger.size)
     units = np.concatenate([np.arange(1, n + 1) for n in ledger.size])
-    used = may_split[strips] | (units == ledger.size[strips])
+    used = may_split[strips] | (ledger.kind[strips] == 1) | (units == ledger.size[strips])
     ledger.need(strips[used], units[used])
     part = ledger.parts(np.arange(len(ledger))[:, None], np.arange(ledger.size.max() + 1))
     added_ms = np.maximum(0.0, np.asarray(model.head(2 * ledger.codes)) - model.head(ledger.codes))  # without an op's launch
@@ -163,11 +173,12 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywher
         part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(ledger.codes), added_ms=added_ms,
         part_bytes=ledger.bytes, part_width=ledger.width, kind=ledger.kind.astype(np.int64), size=ledger.size.astype(np.int64),
         table=np.array([number[ledger.table(s).name] for s in range(len(ledger))]), may_split=may_split,
-        allowed=ledger.allowed if problem.pinned else ledger.allowed[:0], free=np.array(free_bytes(problem), np.int64),
+        allowed=ledger.allowed[:0] if ledger.allowed.all() else ledger.allowed, free=np.array(free_bytes(problem), np.int64),
         speed=ledger.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
-        **_everywhere(problem, model, ledger, exchange, everywhere), kept=np.zeros((0, n_devices), np.int16),
-        weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
-    return Space(problem, ledger, fixed)
+        **_everywhere(problem, model, ledger, exchange, everywhere, {t.name for t in by_rows}),
+        kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64),
+        parameters=model.compiled().parameters, halves=halves)
+    return Space(problem, ledger, fixed, np.array([number[t.name] for t in by_rows], dtype=np.int64))
 
 
 def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> Space:
@@ -184,9 +195,7 @@ def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table])
         limits = {"kept": held.copy(), "weight": np.array([unit_bytes(s) for s in range(len(ledger))], np.int64),
                   "most_moved": np.array(most, np.int64), "every": np.zeros_like(fixed.every)}
     if fixed.kind.any():
-        allowed = fixed.allowed.copy() if len(fixed.allowed) else np.ones(held.shape, dtype=bool)
-        allowed[fixed.kind == 1] = held[fixed.kind == 1] > 0
-        limits["allowed"] = allowed
+        limits["allowed"] = ledger.allowed & (fixed.kind == 0)[:, None]
     return replace(of, fixed=fixed._replace(**limits))
 
 
@@ -226,22 +235,22 @@ def exchange_rates(problem: Problem, model: CostModel) -> dict[str, np.ndarray]:
 
 
 def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, exchange: Mapping[str, np.ndarray],
-                wanted: bool) -> dict[str, np.ndarray]:
+                wanted: bool, by_rows: Collection[str]) -> dict[str, np.ndarray]:
     """every, every_codes, every_bytes, every_size, every_rate, every_once, see anneal.Fixed. Whole tables that lookups hit and no
-    constraint concerns may be copied; and their rows divided, where these are not ordered, all devices get some, and no other
-    table had to be cut by rows (such ones would run in the same op)."""
+    constraint concerns may be copied; and their rows divided, where these are not ordered, all devices get some, and no strip is
+    a row range (such ones would run in the same op). by_rows: those that always are."""
     n, topology, batch = len(problem.topology), problem.topology, problem.global_batch
     whole = [Shard.whole(ledger.table(s)) for s in range(len(ledger))]
+    bound = {*problem.pinned, *problem.whole, *by_rows}
     free = np.array([wanted and n > 1 and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
-                     and w.table.name not in problem.pinned and w.table.name not in problem.whole
-                     for s, w in enumerate(whole)], dtype=bool)
-    ranges = [even_rows(w.rows, n) for w in whole]
-    divides = np.array([not w.table.ordered and r is not None for w, r in zip(whole, ranges, strict=True)], dtype=bool)
+                     and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
+    share = [even_share(w.rows, n) for w in whole]
+    divides = np.array([not w.table.ordered and rows is not None for w, rows in zip(whole, share, strict=True)], dtype=bool)
     every = np.stack([free & divides & (not ledger.kind.any()), free])
     codes, size = np.zeros((2, len(whole), ledger.codes.shape[1])), np.zeros(every.shape)
     n_bytes = np.zeros(every.shape, np.int64)
-    if wanted and n > 1:
-        shares = [w if r is None else replace(w, row_hi=r[0][1]) for w, r in zip(whole, ranges, strict=True)]
+    if (wanted and n > 1) or by_rows:
+        shares = [replace(w, row_hi=rows or w.rows) for w, rows in zip(whole, share, strict=True)]
         codes[ROWS] = model.encode(shares)
         codes[COPIES] = model.encode(whole, problem.local_batch)
         n_bytes[ROWS] = [shard_bytes(s, batch, problem.optimizer) for s in shares]
@@ -282,7 +291,8 @@ def worth_copying(space: Space, model: CostModel) -> np.ndarray:
     extra = (model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest + fixed.every_rate[COPIES] * size
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_width * fixed.size[may]
     order = np.argsort(extra - saved, kind="stable")
-    fits = np.cumsum(fixed.every_bytes[COPIES, may[order]]) <= fixed.free.min()
+    room = fixed.free.min() - fixed.every_bytes[ROWS, space.by_rows].sum()
+    fits = np.cumsum(fixed.every_bytes[COPIES, may[order]]) <= room
     order = order[:int(fits.argmin()) if not fits.all() else len(order)]
     if not len(order):
         return order

@@ -60,12 +60,34 @@ def test_problem_from_data():
     _, counts = np.unique(ids, return_counts=True)
     assert found["b"].access.bins[0] == pytest.approx((counts == 1).mean())
     assert found["a"].pooling == found["left.c"].pooling  # one feature
-    with pytest.raises(ShardCoreError, match="no batches"):
-        problem_for(MODULE, FOUR, 64, [])
+    with pytest.raises(ShardCoreError, match="lookups has 60 samples; it needs a global batch of the model's data, 64"):
+        problem_for(MODULE, FOUR, 64, batches[1:])
     other = EmbeddingBagCollection(device=torch.device("meta"), tables=[
         EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
     with pytest.raises(ShardCoreError, match="feature 'nowhere' of table 't' is not in the data"):
         problem_for(other, FOUR, 64, batches)
+
+
+@pytest.mark.parametrize(("lookups", "said"), [
+    (None, "lookups has None; it needs KeyedJaggedTensors, or mean lookups by feature"),
+    ([(1, 2)], r"lookups has \(1, 2\); it needs KeyedJaggedTensors"),
+    ({**LOOKUPS, "f2": [1.0]}, r"feature 'f2' of table 'b' has lookups \[1.0\]; it needs a number"),
+])
+def test_refuses_lookups_that_are_none(lookups, said):
+    with pytest.raises(ShardCoreError, match=said):
+        problem_for(MODULE, FOUR, 64, lookups)
+
+
+def test_a_single_batch_may_be_all_data():
+    assert problem_for(MODULE, FOUR, training.BATCH, training._batch(0)) == problem_for(MODULE, FOUR, training.BATCH,
+                                                                                       [training._batch(0)])
+
+
+def test_refuses_ids_that_a_table_lacks():
+    small = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f1"])])
+    with pytest.raises(ShardCoreError, match="feature 'f1' has ids .* to .*, table 't' rows 0 to 3; give ids as the collection"):
+        problem_for(small, FOUR, 64, [training._batch(seed) for seed in range(16)])
 
 
 def test_refuses_models_it_cannot_price():
@@ -81,6 +103,10 @@ def test_plan_for_a_model():
     plan, problem = plan_for(MODULE, FOUR, MODEL, LOOKUPS, budget=Budget(evals=2000))
     assert problem.global_batch == 64
     assert lower(plan, problem)
+    with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*local"):
+        plan_for(MODULE, FOUR, MODEL, LOOKUPS, algorithm="best")
+    with pytest.raises(ShardCoreError, match="model is 'model/'; it needs a cost model, as shardcore.load_model"):
+        plan_for(MODULE, FOUR, "model/", LOOKUPS)
 
 
 def test_planner_in_the_place_of_torchrecs():
@@ -97,6 +123,7 @@ def test_planner_reads_torchrecs_topology():
     ours = our_topology(theirs, reserved=0.25)
     assert [(d.memory_bytes, d.host) for d in ours.devices] == [(750_000_000, f"host-{i // 2}") for i in range(4)]
     assert our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10)).devices[0].memory_bytes == 10**10
+    assert problem_for(MODULE, theirs, 64, LOOKUPS).topology == our_topology(theirs, reserved=0.15)
     plan = planner(topology=theirs).plan(MODULE)
     placements = {str(p.placement) for m in plan.plan.values() for s in m.values() if s.sharding_spec
                   for p in s.sharding_spec.shards}
@@ -116,12 +143,26 @@ def test_planner_keeps_constraints():
                 algorithm="size_greedy").plan(MODULE)
 
 
+def test_planner_searches_columns_alone_where_others_are_refused():
+    narrow = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=4000, embedding_dim=4, feature_names=["f"])])
+
+    def kind(types: list[str] | None) -> str:
+        asked = {"t": ParameterConstraints(pooling_factors=[5000.0], sharding_types=types)}
+        return planner(asked).plan(narrow).plan[""]["t"].sharding_type
+
+    assert kind(None) == "row_wise"  # too narrow for columns
+    assert kind(["table_wise", "column_wise"]) == "table_wise"
+    with pytest.raises(ShardCoreError, match="table 't' table_wise; its constraints ask for data_parallel, grid_shard: allow"):
+        kind(["data_parallel", "grid_shard"])
+
+
 def test_planner_says_what_is_missing():
     with pytest.raises(ShardCoreError, match="table 'e' has no constraints; it needs .*mean lookups per sample of f2"):
         planner({k: v for k, v in CONSTRAINTS.items() if k != "e"}).plan(MODULE)
     with pytest.raises(ShardCoreError, match="table 'a' has 2 pooling_factors for its 1 features"):
         planner({**CONSTRAINTS, "a": ParameterConstraints(pooling_factors=[1.0, 2.0])}).plan(MODULE)
-    with pytest.raises(ShardCoreError, match="batch_size 16 on 2 devices makes a global batch of 32"):
+    with pytest.raises(ShardCoreError, match="a global batch of 32; .*, or measure with --batch 32"):
         planner(topology=Topology((Device(10**9),) * 2)).plan(MODULE)
 
 

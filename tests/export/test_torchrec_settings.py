@@ -12,6 +12,7 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
@@ -132,6 +133,13 @@ def test_what_a_price_leaves_out_is_named():
                               "it has kernel fused_uvm_caching, cache_params=")
     assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced as float32; "
                        "it sends float16 forward, bfloat16 backward")
+    adam, sgd = (EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer})
+                 for optimizer in (EmbOptimType.ADAM, EmbOptimType.EXACT_SGD))
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    assert unpriced(plain, [adam, sgd, EmbeddingBagCollectionSharder()], "exact_sgd") == [
+        "tables of EmbeddingBagCollectionSharder are priced, and their state counted, as under exact_sgd; its optimizer is ADAM"]
+    assert len(unpriced(plain, [adam, sgd], "rowwise_adagrad")) == 2
+    assert unpriced(plain, [adam]) == []
 
 
 def test_the_planner_says_it_too():

@@ -24,7 +24,7 @@ from scratch import Project, Server, copy_project, kill_group, timings, until
 from shardcore import dataset, files, store
 from shardcore.cost import fit, neural
 from shardcore.types import Device, Problem, Topology
-from tasks import registry
+from tasks import publication, registry
 
 NOWHERE = "127.0.0.1:9"
 
@@ -159,10 +159,11 @@ def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, pre
 def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, rng, outcome):
     client = mlflow.MlflowClient(tracking.url, tracking.url)
 
-    def versions() -> set[str]:
-        return {v.tags.get(registry.DIGEST_TAG) for v in client.search_model_versions()}
+    def versions() -> list[str]:
+        return sorted(v.tags.get(registry.DIGEST_TAG) for v in client.search_model_versions())
 
     stage = rng.choice(("train", "promote"))
+    trained.set_params("train", seed=rng.randrange(1 << 30))
     other_model(trained, rng)
     before = versions()
     with trained.started(f"flows.{stage}", MLFLOW_HTTP_REQUEST_MAX_RETRIES="1") as run:
@@ -181,11 +182,11 @@ def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, 
     if stage == "train":
         trained.run("flows.train")
     log = trained.run("flows.promote").stdout
-    outcome.lost = len(before - versions())
+    outcome.lost = len(set(before) - set(versions()))
     outcome.completed = "is champion" in log or "stays champion" in log
     assert outcome.lost == 0 and outcome.completed
     assert not client.search_runs([e.experiment_id for e in client.search_experiments()], "attributes.status = 'RUNNING'")
-    assert versions() - before == {files.model_digest(trained.folder / "data/model")}
+    assert versions() == sorted([*before, files.model_digest(trained.folder / "data/model")])
 
 
 @pytest.mark.long
@@ -274,3 +275,49 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(pr
     promoted.run("flows.publish")
     outcome.completed = store.last(promoted.folder / "plans", "small").provenance["model_version"] == str(good.version)
     assert outcome.lost == 0 and outcome.completed
+
+
+# --- last, because the watch stays and publishes whatever becomes champion -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watching(promoted, tracking):
+    """The log of a watch over `promoted`, whose deployments a worker runs; another model is in the registry too."""
+    promoted.run("prefect", "work-pool", "create", "local", "--type", "process")
+    promoted.run("prefect", "--no-prompt", "deploy", "--all")
+    other_model(promoted, random.Random(0))
+    promoted.set_params("promote", approval=True)
+    promoted.run("flows.promote")
+    with (promoted.started("prefect", "worker", "start", "--pool", "local", PREFECT_WORKER_QUERY_SECONDS="1"),
+          promoted.started("tasks.watch") as watch):
+        yield watch.log
+
+
+@pytest.mark.long
+def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(promoted, tracking, watching, rng, outcome):
+    name, plans = registry.model_name(SETTING.hardware), promoted.folder / "plans"
+    client = mlflow.MlflowClient(tracking.url, tracking.url)
+    beside = f"sqlite:///{tracking.folder}/mlflow.db"  # a person's change while the watch cannot reach the server
+    now = publication.read(client, name).champion
+    until(lambda: publication.read(client, name).published == now, every_s=0.5)
+    until(lambda: watching().rstrip().endswith(f"version {now} are published"))
+    ours = {str(v.version) for v in client.search_model_versions(f"name = '{name}'") if registry.DIGEST_TAG in v.tags}
+    then = min(ours - {now})
+    before, said = [d.id for d in store.history(plans, "small")], len(watching())
+    meanwhile = rng.random() < 0.5
+    if not meanwhile:
+        client.set_registered_model_alias(name, registry.CHAMPION, then)
+        time.sleep(rng.uniform(0, 20))  # before it is noticed, while it is asked for, while plans are published
+    outcome.hit = publication.read(client, name).published != then
+    tracking.kill()
+    if meanwhile:
+        mlflow.MlflowClient(beside, beside).set_registered_model_alias(name, registry.CHAMPION, then)
+    [outcome.said] = until(lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[said:])[:1])
+    tracking.start()
+    until(lambda: publication.read(client, name).published == then, timeout_s=240, every_s=0.5)
+    until(lambda: watching().rstrip().endswith(f"version {then} are published"))
+    after = [d.id for d in store.history(plans, "small")]
+    outcome.lost = len(set(before) - set(after))
+    last = store.last(plans, "small")
+    outcome.completed = last.provenance["model_version"] == then and len(after) == len(before) + 1
+    assert outcome.lost == 0 and outcome.completed and "Traceback" not in watching(), watching()[said:]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.export.torchrec import Ranks, layout
 from shardcore.memory import free_bytes, shard_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.pieces import consolidate, even_rows
@@ -103,9 +104,11 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
-    """What every plan has to be. Cells are counted here one by one where the tables are small, apart from `lower`."""
+    """What every plan has to be, so that TorchRec trains it. Cells are counted here one by one where the tables are small, apart
+    from `lower`."""
     workload = lower(plan, problem)
     for table in problem.tables:
+        layout([p for p in plan.placements if p.shard.table == table], Ranks.of(problem.topology))
         if table.rows * table.dim <= 50_000:
             cells = np.zeros((table.rows, table.dim), dtype=int)
             for p in plan.placements:
@@ -268,7 +271,16 @@ NOTHING_FITS = {
                                     constraints=Constraints(together=(("p0", "p1"), ("p2", "p3"), ("p4", "p5")))),
                             ["must stay whole (constraints.together)", "do not fit side by side", "every assignment"]),
     "outputs": (Problem("batch", SMALL[:1], Topology((Device(19 * MIB // 10),) * 4), 2**16),
-                ["one row of 4 columns of table 'small0'", "with its outputs", "2.0 MiB", "1.9 MiB", "more per device"]),
+                ["4 columns of table 'small0' take 2.0 MiB with outputs", "1.9 MiB",
+                 "divides evenly over all 4 devices, take 4.0", "more per device"]),
+    "rows on a small device": (Problem("deep", (DEEP,), Topology((Device(MIB), Device(2 * MIB), Device(MIB // 2))), BATCH),
+                               ["4 columns of table 'deep' take 3.1 MiB with outputs; the largest device may hold 2.0 MiB",
+                                "its rows, which TorchRec divides evenly over all 3 devices, take 1.0 MiB on device 0"]),
+    "rows where they may not be": (Problem("deep", (DEEP,), Topology((Device(2 * MIB),) * 3), BATCH, constraints=Constraints(
+        pinned=(("deep", (0, 1)),))), ["4 columns of table 'deep' take 3.1 MiB", "where it may live may hold 2.0 MiB",
+                                       "TorchRec divides rows over all devices, or a whole host", "without its pins"]),
+    "fewer rows than devices": (Problem("flat", (replace(DEEP, rows=9),), Topology((Device(1500),) * 8), 96), [
+        "4 columns of table 'deep'", "cannot divide 9 rows over 8 devices"]),
     "no memory left": (Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,
                                constraints=Constraints(reserved_bytes=2 * MIB)),
                  ["0 bytes", "too little", "more per device"]),

@@ -12,8 +12,8 @@ from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_pieces
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import column_runs, consolidate, halve_columns, halve_rows
-from shardcore.search.room import Room
+from shardcore.search.pieces import column_runs, consolidate, divided, halve_columns
+from shardcore.search.room import Room, piece_bytes
 from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import require_cover
 
@@ -69,15 +69,16 @@ def test_random_uses_its_seed_and_every_device():
     assert device_of("random", problem, 1) == plans[1]
 
 
-def test_fit_halves_columns_then_rows_and_nothing_that_fits():
+def test_fit_halves_columns_or_divides_rows_and_nothing_that_fits():
     wide, deep, small = Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0), Table("small", 10, 8, 1.0)
     outputs = 2 * BATCH * 4  # per column
     problem = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs, 10**6, 10**6))
     assert feasible_pieces(problem) == [Shard.whole(t) for t in problem.tables]
-    tight = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs,) * 24)
+    share = piece_bytes(divided(deep, range(24))[0].shard, problem)
+    tight = problem_of([wide, deep, small], memory=(share + 1000 * 12 * 4 + 12 * outputs,) * 24)
     pieces = feasible_pieces(tight)
     assert [(p.width, p.rows) for p in pieces if p.table == wide] == [(12, 1000), (12, 1000)]
-    assert {p.rows for p in pieces if p.table == deep} == {3125} and {p.width for p in pieces if p.table == deep} == {4}
+    assert [p for p in pieces if p.table == deep] == [p.shard for p in divided(deep, range(24))]
     assert Shard.whole(small) in pieces
 
 
@@ -85,8 +86,6 @@ def test_halves_are_multiples_of_four_columns():
     shard = Shard.whole(Table("t", 5, 12, 1.0))
     assert [h.width for h in halve_columns(shard)] == [4, 8]
     assert halve_columns(replace(shard, col_hi=4)) is None
-    assert [h.rows for h in halve_rows(shard)] == [2, 3]
-    assert halve_rows(replace(shard, row_hi=1)) is None
 
 
 @given(data=st.data(), rows_cut=st.booleans())
@@ -160,10 +159,15 @@ def test_packing_cuts_where_whole_tables_leave_gaps():
     assert pack(kept, [3 * each // 2] * 2) is None
 
 
-def test_packing_cuts_rows_where_no_column_fits_a_gap():
+def test_packing_divides_rows_where_no_column_fits_a_gap():
     deep = Table("deep", 10_000, 4, 1.0)
     outputs = shard_bytes(Shard.whole(deep), BATCH, "exact_sgd") - deep.bytes
     free = [deep.bytes // 4 + outputs] * 4
     packing = pack(problem_of([deep], memory=free), free)
     assert sorted(p.rows for p in packing.pieces) == [2500] * 4
     assert pack(problem_of([deep], memory=[f - 16 for f in free]), [f - 16 for f in free]) is None
+    # Four columns fit a device each, but a third of such tables does not fit the gaps that two leave.
+    tables = [Table(f"t{i}", 5000, 4, 1.0) for i in range(4)]
+    free = [2 * deep.bytes // 3 + 4 * outputs] * 3
+    assert pack(problem_of(tables, memory=free), free) is not None
+    assert pack(problem_of(tables, memory=free, constraints=Constraints(unsplit=("t0", "t1", "t2", "t3"))), free) is None

@@ -87,18 +87,60 @@ def test_a_hot_table_is_cut_by_rows_where_that_may_be():
     assert all(p.shard.full_rows for p in by_columns.placements)
 
 
+def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
+    hot, deep = Table("hot", 100_003, 32, 60.0, Zipf(0.2)), Table("deep", 1_200_000, 4, 1.0, Zipf(0.2))
+    small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
+    problem = Problem("deep", (deep, hot, *small), Topology((Device(16 * MIB),) * 3), BATCH)
+    plans = [local(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")]
+    for plan, names in zip(plans, ({"hot", "deep"}, {"deep"}), strict=True):
+        check_plan(plan, problem)
+        assert {p.shard.table.name for p in plan.placements if not p.shard.full_rows} == names
+    assert cost(plans[0]) < cost(plans[1])
+    ordered = replace(problem, tables=(replace(deep, ordered=True), hot, *small))
+    check_plan(local(ordered, model_for(ordered), budget=Budget(evals=2_000), space="all"), ordered)
+
+
 def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     small = tuple(Table(f"s{i}", 4, 64, 1.0, Zipf(0.0)) for i in range(9))
     large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))
     problem = Problem("tiny-rows", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
     model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
-    plan = SHARDERS["local_all"](problem, model, budget=Budget(evals=20_000))
+    plan = SHARDERS["local"](problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     everywhere = {p.shard.table.name for p in plan.placements if len(p.devices) > 1}
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(local(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
     assert all(len(p.devices) == 1 for p in local(kept, model, budget=Budget(evals=5000), space="all").placements)
+
+
+def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
+    small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
+    problem = Problem("outputs", small, Topology((Device(700_000),) * 6), 49_152)  # four columns: 1.6 MB
+    problem = replace(problem, topology=Topology((*problem.topology.devices[:5], Device(2_300_000, host="b"))))
+    check_plan(local(problem, model_for(problem), budget=Budget(evals=300)), problem)
+    with pytest.raises(Infeasible, match="no way was found to pack it"):
+        local(problem, model_for(problem), budget=Budget(evals=300), space="columns")
+
+
+@pytest.mark.parametrize("seed", [1, 217])
+def test_a_plan_to_start_from_does_not_become_dearer(seed):
+    problem = draw_problem(seed, 15, [MIB] * 6)  # on hosts of 4 and 2, what exchanges cost is far from linear
+    devices = tuple(Device(MIB, host="ab"[d > 3]) for d in range(6))
+    problem = replace(problem, topology=Topology(devices, within_host_gbps=1.0, between_hosts_gbps=0.05, latency_ms=0.01))
+    old = SHARDERS["neuroshard"](problem, model_for(problem))
+    for most in (1, None):
+        new = local(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))
+        assert cost(new) <= cost(old) * (1 + 1e-9)
+
+
+def test_a_table_cut_by_columns_of_too_few_rows_to_divide_is_kept():
+    flat = Table("flat", 9, 32, 10.0)  # over 8 devices ceil(9 / 8) rows each would leave the last none
+    problem = Problem("flat", (flat, Table("other", 500, 8, 1.0)), Topology((Device(MIB),) * 8), BATCH)
+    halves = [Placement(Shard(flat, 0, 9, c, c + 16), (d,)) for d, c in enumerate((0, 16))]
+    old = Plan((*halves, Placement(Shard.whole(problem.tables[1]), (2,))))
+    kept = local(problem, model_for(problem), budget=Budget(evals=300), reshard=Reshard(old, 0))
+    assert set(kept.placements) == set(old.placements)
 
 
 def test_memory_for_exactly_half_the_rows_is_enough():

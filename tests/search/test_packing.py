@@ -11,7 +11,7 @@ from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.local import local
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import even_rows
+from shardcore.search.pieces import divided, even_rows
 from shardcore.search.room import Room, piece_bytes
 from shardcore.search.space import Reshard
 from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
@@ -88,7 +88,7 @@ def test_what_has_few_places_is_placed_first(name):
         assert {p.shard.table.name for p in plan.placements if p.devices == (2,)} == {"t0", "t1", "t2"}
 
 
-@pytest.mark.parametrize("sharder", [n for n in SHARDERS if n not in ("embark", "torchrec")])  # embark's rows are as it cuts them
+@pytest.mark.parametrize("sharder", SHARDERS)
 def test_a_table_of_which_four_columns_fit_no_device_is_divided_as_torchrec_trains_rows(sharder):
     large = Table("large", 40_000, 8, 1.0)  # four columns: 640,000 bytes; a third of its rows: 430,000
     problem = problem_of([large, *TABLES[:2]], [600_000] * 3)
@@ -105,3 +105,17 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     old = Plan((*cut, *(Placement(Shard.whole(t), (1,)) for t in TABLES[:2])))
     kept = local(problem, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
+    # So do columns of them, as TorchRec's grid has them, though nothing limits what may move.
+    hosts = problem_of([table, *TABLES[:2]], [600_000] * 4, "aabb")
+    grid = [Placement(Shard(table, r, r + 2_000, c, c + 4), (d,)) for d, (c, r) in enumerate(product((0, 4), (0, 2_000)))]
+    kept = local(hosts, MODEL, budget=Budget(evals=2_000), space="halves",
+                 reshard=Reshard(Plan((*grid, *(Placement(Shard.whole(t), (1,)) for t in TABLES[:2]))), 2))
+    assert {p for p in kept.placements if p.shard.table == table} == set(grid)
+
+
+@pytest.mark.parametrize("sharder", SHARDERS)
+def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(sharder):
+    tall = Table("tall", 40_000, 4, 1.0)
+    problem = problem_of([tall, *TABLES[:2]], [600_000] * 6, "aabbcc", pinned=(("tall", ("b",)),))
+    plan = SHARDERS[sharder](problem, MODEL, budget=Budget(evals=2_000))
+    assert [p for p in plan.placements if p.shard.table == tall] == divided(tall, (2, 3))

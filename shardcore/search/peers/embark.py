@@ -3,9 +3,9 @@ embedding collection): split the hottest table again and again, with a greedy pa
 
 A table is cut into equal parts, in rows, columns or both, of which a device takes one at most. A part's cost is what it looks
 up and what it exchanges: hotness × columns + bw_ratio × columns, hotness being the lookups of a sample, which a cut by rows
-divides. A pass places parts by falling cost, each on the device that costs least. A round then doubles the parts of the table
-with the costliest part, by rows or by columns, whichever the next pass ends cheaper (rows, if even); where a part found no
-room, of its table instead. The cheapest pass of 20 rounds stays, or the plan that cuts every table by rows over all devices.
+divides. A pass places parts by falling cost, each on the device that costs least. A round then cuts the table with the
+costliest part further, by rows or in twice the columns, whichever the next pass ends cheaper (rows, if even); where a part found
+no room, its table instead. The cheapest pass of 20 rounds stays, or the plan that cuts every table by rows over all devices.
 The smallest tables are data-parallel and take memory everywhere; the cost does not know of them.
 
 Against the public code: what its users set by hand is swept, and the cheapest plan under the model that all sharders are
@@ -14,9 +14,10 @@ update), and what the cost model says of this hardware and the topology's links.
 The rows below which a table is data-parallel: none, or 0.28 of the batch (0.008 GB at dim 128 and batch 55,296: its MLPerf
 entries on a DGX H100).
 The public code once confuses rows with columns, where only one of both ways leads to a pass that fits; the one that fits is
-taken. Costs are at a device's speed, with the part's own, which on equal devices is the published rule. Parts of rows are ranges,
-not interleaved, so tables ordered by frequency are cut by columns alone. Tables that must stay whole, are kept together or pinned
-are never data-parallel. `packing` takes over where no round fits. Left out, as a Workload has no collectives within a host: the
+taken. Costs are at a device's speed, with the part's own, which on equal devices is the published rule. Its parts of rows are
+interleaved, on any number of devices; here they are ranges on all, which TorchRec trains: so rows are cut once, not doubled, and
+without columns, and tables ordered by frequency by columns alone. Tables that must stay whole, are kept together or pinned are
+never data-parallel. `packing` takes over where no round fits. Left out, as a Workload has no collectives within a host: the
 hierarchical variant, and the concatenated unique rows that are its compression.
 
 Shapes: D devices.
@@ -36,7 +37,7 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.greedy import looked_up
 from shardcore.search.peers.rates import exchange_ms, lookup_ms
-from shardcore.search.pieces import Item, items, placed, priced, to_plan
+from shardcore.search.pieces import Item, dividing_devices, even_rows, items, placed, priced, to_plan
 from shardcore.search.room import Room, freedom
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 
@@ -147,20 +148,24 @@ class _Search:
         return sorted(grids, key=lambda t: -self._cost(_parts(t, grids[t])[0]))
 
     def _doubled(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
-        """The ways to have twice the parts of a table: by rows, by columns."""
+        """The ways to cut a table further: by rows, or in twice the columns."""
         rows, columns = grids[table]
-        if table.name in self.problem.whole or 2 * rows * columns > len(self.problem.allowed_devices(table.name)):
+        if rows > 1 or table.name in self.problem.whole:
             return []
-        width = table.dim // columns
-        ways = [(2 * rows, columns)] if 2 * rows <= table.rows and not table.ordered else []
-        ways += [(rows, 2 * columns)] if width > self.narrowest and width % (2 * MIN_WIDTH) == 0 else []
-        return [{**grids, table: way} for way in ways]
+        width, most = table.dim // columns, len(self.problem.allowed_devices(table.name))
+        ways = [self._by_rows(table)]
+        if 2 * columns <= most and width > self.narrowest and width % (2 * MIN_WIDTH) == 0:
+            ways.append((1, 2 * columns))
+        return [{**grids, table: way} for way in ways if way]
+
+    def _by_rows(self, table: Table) -> Grid | None:
+        devices = dividing_devices(table, self.problem)
+        return (len(devices), 1) if devices and not table.ordered and even_rows(table.rows, len(devices)) else None
 
     def _uniform(self) -> dict[Table, Grid] | None:
         """Every table by rows over all devices that may hold it; None where one cannot be."""
-        if any(t.name in self.problem.whole or t.ordered or t.rows < len(self.speed) for t in self.tables):
-            return None
-        return {t: (len(self.problem.allowed_devices(t.name)), 1) for t in self.tables}
+        grids = {t: self._by_rows(t) for t in self.tables}
+        return grids if all(grids.values()) else None
 
     def _pass(self, grids: Mapping[Table, Grid]) -> _Pass:
         self.meter.evals += 1
@@ -189,7 +194,6 @@ class _Search:
 
 def _parts(table: Table, grid: Grid) -> list[Shard]:
     """Equal parts, by rows as far as the rows divide."""
-    rows, columns = grid
+    n_ranges, columns = grid
     width = table.dim // columns
-    return [Shard(table, table.rows * r // rows, table.rows * (r + 1) // rows, c * width, (c + 1) * width)
-            for r in range(rows) for c in range(columns)]
+    return [Shard(table, *rows, c * width, (c + 1) * width) for rows in even_rows(table.rows, n_ranges) for c in range(columns)]

@@ -28,7 +28,7 @@ from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.peers.rates import exchange_ms
-from shardcore.search.pieces import Item, halve_columns, items, placed, priced, rows_evened
+from shardcore.search.pieces import Item, devices_of, halve_columns, items, placed, priced
 from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Plan, Problem, Shard, ShardCoreError
 
@@ -101,21 +101,20 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
-            ways = [rows_evened(placed(program.items, d), problem) for d in (start, devices)]
-            plans += [priced(way, problem, model, algorithm="milp", seed=seed, packed=packed, surrogate=surrogate,
-                             share=share if share < np.inf else None) for way in ways]
+            plans += [priced(placed(program.items, d), problem, model, algorithm="milp", seed=seed, packed=packed,
+                             surrogate=surrogate, share=share if share < np.inf else None) for d in (start, devices)]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config) | {"shares": shares}})
 
 
 def _cut(pieces: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
-    """The pieces, halved by columns as long as one costs more, alone, than so much of a device's mean load."""
+    """The pieces, those of all rows halved by columns as long as one costs more, alone, than so much of a device's mean load."""
     limit = share * float(model.head(model.encode(pieces)).sum()) / sum(d.speed for d in problem.topology.devices)
     done, waiting = [], list(pieces)
     while waiting:
         costs = model.head(model.encode(waiting))
-        halves = [None if c <= limit or s.table.name in problem.whole else halve_columns(s)
+        halves = [None if c <= limit or not s.full_rows or s.table.name in problem.whole else halve_columns(s)
                   for s, c in zip(waiting, costs, strict=True)]
         done += [s for s, h in zip(waiting, halves, strict=True) if h is None]
         waiting = [part for h in halves if h for part in h]
@@ -134,7 +133,7 @@ class _Program:
         self.load = np.maximum(compute_ms, 0)[:, None] / speed + (columns * per_column_ms)[:, None]
         self.may = np.zeros(self.load.shape, dtype=bool)
         for i, item in enumerate(self.items):
-            self.may[i, list(problem.allowed_devices(item[0].table.name))] = True
+            self.may[i, list(devices_of(item[0], problem))] = True
 
     def start(self) -> np.ndarray | None:
         """[I] devices: items by falling load, each where the device is then done first; None where one finds no room."""

@@ -12,10 +12,11 @@ CUDA, with no GPU needed.
 
 Told through its extension points: links as the topology has them or, where it does not say, as the model has; a bandwidth of
 memory with which its costs of all tables come to the model's; bytes as `memory` counts them, per shard, so that what fits there
-fits here; each device's own memory, and its speed: what it computes counts for less on a faster device, in the heap of devices
-and in the rank of a plan. What it cannot be told: tables that are pinned or kept together are placed before, whole, those with
-the fewest devices to choose from first, each where it is done first; the rest is planned around them. Hosts with unequal numbers
-of devices are one host to it. `packing` takes over where no run finds a plan.
+fits here; each device's own memory (not by a custom topology: with that, it proposes uneven row ranges, which it does not train),
+and its speed: what it computes counts for less on a faster device, in the heap of devices and in the rank of a plan. Rows are not
+cut where the last rank would get none. What it cannot be told: tables that are pinned or kept together are placed before, whole,
+those with the fewest devices to choose from first, each where it is done first; the rest is planned around them. Hosts with
+unequal numbers of devices are one host to it. `packing` takes over where no run finds a plan.
 
 Its exhaustive proposer runs up to 1,000 combinations, not 10,000: either ends at some ten tables.
 
@@ -42,7 +43,7 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.greedy import looked_up
 from shardcore.search.peers.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.search.pieces import Item, items, placed, priced, to_plan
+from shardcore.search.pieces import Item, even_rows, items, placed, priced, to_plan
 from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table
 
@@ -217,13 +218,13 @@ class _Theirs:
         return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {})
 
     def topology(self, bandwidths: Mapping[str, float]) -> Any:
-        from torchrec.distributed.planner.types import CustomTopologyData, Topology
+        from torchrec.distributed.planner.types import Topology
 
         left = [int(self.given.left[d]) for d in self.ranks]
-        own = CustomTopologyData({"hbm_cap": left}, len(left)) if len(set(left)) > 1 else None
         topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0, local_world_size=self.per_host,
-                            custom_topology_data=own, **bandwidths)
+                            **bandwidths)
         for device, d in zip(topology.devices, self.ranks, strict=True):
+            device.storage.hbm = int(self.given.left[d])
             device.perf = _Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
         return topology
 
@@ -232,7 +233,13 @@ class _Theirs:
 
         several = self.per_host < len(self.ranks)
         types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
-        return {n: ParameterConstraints(sharding_types=["table_wise"] if t.name in self.problem.whole else list(types),
+        over = {"row_wise": len(self.ranks), "table_row_wise": self.per_host, "grid_shard": self.per_host}
+
+        def of(table: Table) -> list[str]:
+            whole = table.name in self.problem.whole
+            return ["table_wise"] if whole else [k for k in types if k not in over or even_rows(table.rows, over[k])]
+
+        return {n: ParameterConstraints(sharding_types=of(t),
                                         compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
                                         pooling_factors=[t.pooling], min_partition=min_partition)
                 for n, t in self.names.items()}

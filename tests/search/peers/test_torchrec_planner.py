@@ -8,6 +8,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.peers import torchrec as peer
 from shardcore.search.peers.torchrec import TorchRecConfig, placements_of
+from shardcore.search.pieces import divided
 from shardcore.types import Device, Placement, Problem, Setting, Shard, ShardCoreError, Table, Topology
 from shardcore.workload import lower
 
@@ -96,6 +97,15 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
         plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
         held = [sum(p.devices == (d,) for p in plan.placements) for d in range(4)]
         assert (held[3] > max(held[:3])) == more, held
+
+
+@installed
+def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
+    deep, flat = Table("deep", 20_001, 8, 300.0), Table("flat", 9, 8, 300.0)
+    problem = problem_of(deep, flat, TINY, devices=(Device(MIB // 2), Device(MIB // 3)) * 4)
+    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
+    lower(plan, problem)
+    assert [p for p in plan.placements if p.shard.table == deep] == divided(deep, range(8)) and not plan.provenance["packed"]
 
 
 @installed

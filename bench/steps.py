@@ -1,0 +1,434 @@
+"""Do plans train in TorchRec as predicted, and as replayed? Steps of the real client beside kept replays, on two processes.
+
+    python -m bench.replays MODEL --problems 30 --out FOLDER
+    python -m bench.steps MODEL FOLDER --out STEPS
+
+Each problem's plans of ALGORITHMS train a small DLRM (an EmbeddingBagCollection of the problem's tables, a dense part over its
+pooled outputs) by TorchRec's DistributedModelParallel and TrainPipelineSparseDist on gloo processes, with the batches that the
+replay looked up. Plans take turns of TURN steps, in another order each round, and of a turn all steps but the first are timed:
+
+  embedding part   from the gradients of the pooled outputs, known on all ranks, to the weights' update, and from the next lookup
+                   to the pooled outputs: what a replay times, and what TorchRec does around it (ids arranged and checked, outputs
+                   split and joined, the all-reduce of the dense part beside it)
+  whole step       from the dense part to the next one: exchange of the next ids, dense part, embedding part, optimizer
+
+Before each dense part caches are overwritten as before a replayed step, and ranks meet, outside of what is timed. Plans train
+over one piece of memory, as replays do, for allocating it takes longer than the steps; what plans learn, bench.torchrec checks.
+
+STEPS gets report.md with a plot, steps.csv, and a file for each problem: a rerun with the same arguments goes on after those
+done, and after --minutes the report is of these. Times of both are the median over the timed steps, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import itertools
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch.overrides import TorchFunctionMode
+
+from shardcore import files, replays, report, streams
+from shardcore.cost import neural, reality
+from shardcore.export.torchrec import to_torchrec
+from shardcore.measure import gang
+from shardcore.measure.timing import spread
+from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, ShardCoreError, Spread
+from shardcore.workload import lower
+
+ALGORITHMS = ("local", "neuroshard", "torchrec", "best greedy", reality.RANDOM)
+DENSE, HIDDEN = 13, 256
+"""Features of a sample beside the ids, and the width of the dense part's hidden layer."""
+BATCHES, TURN, LEARNING_RATE, EVICT_BYTES = 4, 3, 0.01, 64 << 20
+TIMEOUT_S = 240.0
+LARGE = 1 << 12
+"""Elements of zeros that only tables have."""
+LOOKUP, POOLED, DENSE_PART, GRADIENT, UPDATED = range(5)
+"""Marks of a step: lookup begun, pooled outputs received, dense part begun, the outputs' gradients known, weights updated."""
+RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "spearman": "{:.3f}", "regret": "{:.1f}%"}
+"""What of reality.by_problem is reported, and how."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a plan's steps took in TorchRec; share: the embedding part's of the whole step, in the median."""
+
+    embedding: Spread
+    whole: Spread
+    share: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A problem's replays, and the steps of their plans, by the plans' digests."""
+
+    kept: replays.Kept
+    steps: dict[str, Steps]
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------------------
+
+
+class InArena(TorchFunctionMode):
+    """Within it, tensors of zeros as large as tables lie in an arena, one after the other, and keep what is there."""
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        super().__init__()
+        self.arena, self.used = arena, 0
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and isinstance(args[0], int) and args[0] > LARGE and kwargs.get("dtype") == self.arena.dtype:
+            self.used += args[0]
+            return self.arena[self.used - args[0]:self.used]
+        own = func is torch.Tensor.uniform_ and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
+        return args[0] if own else func(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class Trainer:
+    """A plan's model in TorchRec's pipeline, and when its steps passed their marks, in s of the host's clock: of each turn
+    [TURN, 5]."""
+
+    pipeline: Any
+    batches: Iterator[Any]
+    turns: list[np.ndarray] = field(default_factory=list)
+    _marks: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor, batches: Sequence[Any],
+           cache: torch.Tensor) -> Trainer:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+        cpu, module = torch.device("cpu"), _model(problem)
+        adagrad = setting.optimizer == "rowwise_adagrad"
+        fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
+                 "learning_rate": LEARNING_RATE}
+        exported = to_torchrec(plan, problem, module, "cpu")
+        with InArena(arena):
+            model = DistributedModelParallel(module, device=cpu, plan=exported,
+                                             sharders=[EmbeddingBagCollectionSharder(fused_params=fused)])
+        copied = [f"embedding_bags.{name}." for name, s in exported.plan["tables"].items() if s.sharding_type == "data_parallel"]
+        dense = [p for name, p in model.named_parameters() if any(part in name for part in ("dense.", *copied))]
+        optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
+        trainer = cls(TrainPipelineSparseDist(model, optimizer, cpu), itertools.cycle(batches))
+        trainer.pipeline.progress(trainer.batches)  # traces the model, so marks come after it
+        inner = model.module
+        inner.tables.register_forward_pre_hook(lambda *_: trainer.mark())
+        inner.dense.register_forward_pre_hook(lambda _, inputs: trainer._dense_begins(*inputs, cache))
+        optimizer.register_step_pre_hook(lambda *_: trainer.mark())
+        return trainer
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def _dense_begins(self, inputs: torch.Tensor, cache: torch.Tensor) -> None:
+        self.mark()
+        cache.add_(1)
+        dist.barrier()
+        inputs.register_hook(lambda _: self.mark())
+        self.mark()
+
+    def turn(self) -> None:
+        self._marks.clear()
+        for _ in range(TURN):
+            self.pipeline.progress(self.batches)
+        self.turns.append(np.array(self._marks).reshape(TURN, 5))
+
+
+def _model(problem: Problem) -> torch.nn.Module:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.modules.embedding_configs import DataType
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+                EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name],
+                                   data_type=DataType[t.precision.upper()], init_fn=lambda _: None) for t in problem.tables])
+            columns = DENSE + sum(t.dim for t in problem.tables)
+            self.dense = torch.nn.Sequential(torch.nn.Linear(columns, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1))
+
+        def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            pooled = self.tables(batch.sparse_features).values()
+            logits = self.dense(torch.cat([batch.dense_features, pooled], 1)).squeeze(1)
+            return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits
+
+    return Model()
+
+
+def _batch(problem: Problem, rank: int, seed: int) -> Any:
+    """A rank's samples of the global batch that a replay of this seed looks up."""
+    from torchrec import KeyedJaggedTensor
+    from torchrec.datasets.utils import Batch
+
+    local = problem.local_batch
+    values, lengths = [], []
+    for table in problem.tables:
+        ids, offsets = streams.stream(table, problem.global_batch, seed)
+        mine = offsets[rank * local:(rank + 1) * local + 1]
+        values.append(ids[mine[0]:mine[-1]])
+        lengths.append(np.diff(mine))
+    features = KeyedJaggedTensor(keys=[t.name for t in problem.tables], values=torch.from_numpy(np.concatenate(values)),
+                                 lengths=torch.from_numpy(np.concatenate(lengths)).int())
+    return Batch(torch.randn(local, DENSE), features, torch.rand(local).round())
+
+
+def _work(rank: int, init_method: str, say: Callable[[Any], None], given: Sequence[tuple[Problem, dict[str, Plan]]],
+          setting: Setting, rounds: int, elements: int) -> None:
+    """One process of the gang: of each problem in turn it says its marks, by plan."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(given[0][0].topology)),
+                      LOCAL_WORLD_SIZE=str(len(given[0][0].topology)))
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    arena = torch.empty(elements, dtype={"fp32": torch.float32, "fp16": torch.float16}[setting.precision]).fill_(0.01)
+    cache = torch.zeros(EVICT_BYTES // 4)
+    say(None)
+    with gang.exchanging():
+        dist.init_process_group("gloo", init_method, rank=rank, world_size=len(given[0][0].topology))
+        for problem, plans in given:
+            batches = [_batch(problem, rank, seed) for seed in range(BATCHES)]
+            trainers = {}
+            for name, plan in plans.items():
+                trainers[name] = Trainer.of(plan, problem, setting, arena, batches, cache)
+                say(None)
+            for index in range(-1, rounds):
+                for i in np.random.default_rng([index + 1]).permutation(len(trainers)):
+                    list(trainers.values())[i].turn()
+                say(None)
+            say({name: np.stack(trainer.turns[1:]) for name, trainer in trainers.items()})
+            del trainers
+            gc.collect()
+
+
+# --- all ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def combine(marks_s: Sequence[np.ndarray]) -> Steps:
+    """A plan's steps from what each rank saw of them: D arrays [turns, TURN, 5]."""
+    marks = np.stack(marks_s) * 1e3
+    now, following = marks[:, :, :-1], marks[:, :, 1:]
+    began = np.minimum(now[..., GRADIENT].max(0), now[..., UPDATED])
+    embedding = (now[..., UPDATED] - began + following[..., POOLED] - following[..., LOOKUP]).max(0).ravel()
+    whole = (following[..., POOLED].max(0) - now[..., DENSE_PART].max(0)).ravel()
+    return Steps(spread(embedding), spread(whole), float(np.median(embedding / whole)))
+
+
+def plans_of(kept: replays.Kept) -> dict[str, Plan]:
+    """Those that are trained, each once, by digest: of ALGORITHMS, as far as TorchRec trains them."""
+    found = {name: kept.plans[name] for algorithm, name in kept.made if algorithm in ALGORITHMS}
+    return {name: plan for name, plan in found.items() if _trains(plan, kept.problem)}
+
+
+def _trains(plan: Plan, problem: Problem) -> bool:
+    try:
+        return bool(to_torchrec(plan, problem, "tables", "cpu"))
+    except ShardCoreError as error:
+        print(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}", file=sys.stderr, flush=True)
+        return False
+
+
+def run(all_kept: Sequence[replays.Kept], setting: Setting, out: Path, rounds: int, minutes: float) -> list[Trained]:
+    """The steps of as many problems as the time allows beside those that `out` has. Raises as gang.run."""
+    found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
+    waiting = [kept for kept in all_kept if kept.problem.name not in found]
+    until = time.monotonic() + 60 * minutes
+    with closing(_trained(waiting if minutes > 0 else [], setting, rounds)) as trained:
+        for kept, steps in trained:
+            files.write_json(_path(out, kept), {**_asked(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}})
+            found[kept.problem.name] = steps
+            print(f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}", file=sys.stderr, flush=True)
+            if time.monotonic() > until:
+                break
+    return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
+
+
+def _trained(waiting: Sequence[replays.Kept], setting: Setting, rounds: int) -> Iterator[tuple[replays.Kept, dict[str, Steps]]]:
+    """The steps of one problem after the other, by plan."""
+    if not waiting:
+        return
+    given = [(kept.problem, plans_of(kept)) for kept in waiting]
+    largest = max(max(lower(plan, problem).memory_bytes) for problem, plans in given for plan in plans.values())
+    elements = largest // PRECISION_BYTES[setting.precision] + LARGE  # for alignment
+    ranks = len(waiting[0].problem.topology)
+    marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
+    with closing(gang.run("steps", _work, ranks, (given, setting, rounds, elements), TIMEOUT_S)) as heard:
+        for rank, said in heard:
+            marks[rank] += [said] if said else []
+            if said and all(len(m) == len(marks[rank]) for m in marks):
+                yield waiting[len(marks[rank]) - 1], {name: combine([m[-1][name] for m in marks]) for name in said}
+
+
+def _line(kept: replays.Kept, steps: dict[str, Steps]) -> str:
+    name, own = next(iter(steps.items()))
+    return (f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms replayed, in TorchRec "
+            f"{own.embedding.median_ms:.1f} ± {reality.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
+
+
+def _path(out: Path, kept: replays.Kept) -> Path:
+    return out / f"{kept.problem.name}.json"
+
+
+def _asked(kept: replays.Kept, rounds: int) -> dict[str, Any]:
+    return {"problem": files.digest(files.problem_to_json(kept.problem)), "rounds": rounds, "turn": TURN}
+
+
+def _before(out: Path, kept: replays.Kept, rounds: int) -> dict[str, Steps] | None:
+    """The steps that `out` has, where they are of the same plans, made in the same way."""
+    path = _path(out, kept)
+    written = files.read_json(path) if path.exists() else {}
+    asked = _asked(kept, rounds)
+    if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(plans_of(kept)):
+        return None
+    return {name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"]) for name, s in written["plans"].items()}
+
+
+# --- the report --------------------------------------------------------------------------------------------------------------
+
+
+def stepped(trained: Sequence[Trained], replayed: Sequence[reality.Judged], part: str) -> list[reality.Judged]:
+    """What a part of each plan's steps took in TorchRec ("embedding" or "whole"), in the place of what was replayed."""
+    steps = {(t.kept.problem.name, plan): getattr(own, part) for t in trained for plan, own in t.steps.items()}
+    return [replace(r, replayed_ms=step.median_ms, noise_ms=reality.noise_ms(step))
+            for r in replayed for step in [steps[r.problem, r.plan]]]
+
+
+def text(replayed: Sequence[reality.Judged], embedding: Sequence[reality.Judged], whole: Sequence[reality.Judged],
+         head: str) -> str:
+    """The report: Markdown with two tables and the plot that lies beside it."""
+    ranks = []
+    for words, rows in (("predicted, replayed", replayed), ("predicted, embedding part in TorchRec", embedding),
+                        ("replayed, embedding part in TorchRec", foretold(embedding, replayed)),
+                        ("predicted, whole step", whole), ("replayed, whole step", foretold(whole, replayed))):
+        found = reality.by_problem(rows)
+        ranks.append((words, *(_interval(reality.bootstrap(found[name]), form) if np.isfinite(found[name]).any() else "-"
+                               for name, form in RANKING.items())))
+    predicted = reality.rivals([replace(r, replayed_ms=r.predicted_ms) for r in replayed])
+    by_part = [reality.rivals(rows) for rows in (replayed, embedding, whole)]
+    costs = [(name, f"{rival.cost.mean:.3f}", *(_interval(found[name].cost) for found in by_part),
+              f"{len(by_part[1][name].losses)} of {rival.problems}") for name, rival in predicted.items()]
+    return "\n\n".join([
+        "# Steps in TorchRec", head,
+        "## Are plans ranked in TorchRec as they are predicted, and as they are replayed?",
+        report.markdown_table(("one by the other", "Kendall's tau", "of pairs that differ beyond noise", "Spearman's rho",
+                               "regret of the best by the first"), ranks),
+        "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise of what is named "
+        "second; where replays are named first their noise counts against them.",
+        f"## Cost over {reality.OURS}'s",
+        report.markdown_table(("plans of", "predicted", "replayed", "embedding part in TorchRec", "whole step", "its embedding "
+                               f"part shorter than {reality.OURS}'s beyond noise"), costs), "![steps](steps.png)\n"])
+
+
+def foretold(rows: Sequence[reality.Judged], replayed: Sequence[reality.Judged]) -> list[reality.Judged]:
+    """Steps beside what was replayed, in the place of what was predicted."""
+    ms = {(r.problem, r.plan): r.replayed_ms for r in replayed}
+    return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in rows]
+
+
+def _head(trained: Sequence[Trained], rows: Sequence[reality.Judged], setting: Setting) -> str:
+    """rows: as of `foretold`."""
+    plans, ranks = reality.distinct(rows), len(trained[0].kept.problem.topology)
+    ratio = np.array([r.replayed_ms / r.predicted_ms for r in plans])
+    share = np.median([s.share for t in trained for s in t.steps.values()])
+    noise = np.median([r.noise_ms / r.replayed_ms for r in plans])
+    timed = next(iter(trained[0].steps.values())).embedding.repeats
+    return (f"{setting}; {len(trained)} problems, {len(plans)} plans on {ranks} gloo processes of one thread, {timed} steps of "
+            f"each, in turns; the embedding part is known to ±{noise:.1%} (median, 95%), is {share:.0%} of the step, and takes "
+            f"{np.median(ratio):.2f} times what the replay took (median over plans; {np.quantile(ratio, 0.1):.2f} to "
+            f"{np.quantile(ratio, 0.9):.2f} for eight in ten).")
+
+
+def _interval(found: reality.Interval, form: str = "{:.3f}") -> str:
+    return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
+
+
+def plot(rows: Sequence[reality.Judged], by_part: dict[str, dict[str, reality.Rival]]) -> Figure:
+    """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's cost over ours."""
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for problem in dict.fromkeys(r.problem for r in rows):
+        own = sorted((r.predicted_ms, r.replayed_ms) for r in rows if r.problem == problem)
+        left.plot(*np.array(own).T, color="0.8", linewidth=0.7, zorder=1)
+    for i, name in enumerate(ALGORITHMS):
+        if own := [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == name]:
+            x, y, noise = np.array(own).T
+            left.errorbar(x, y, np.minimum(noise, 0.9 * y), fmt="o", color=f"C{i}", markersize=4, elinewidth=0.7, label=name)
+    left.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="embedding part of a TorchRec step, ms")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+    names = [name for name in ALGORITHMS if name in by_part["replayed"]]
+    for i, (part, found) in enumerate(by_part.items()):
+        for k, cost in enumerate(found[name].cost for name in names):
+            at, ends = k + 0.2 * (i - 1), [x if np.isfinite(x) else cost.mean for x in (cost.low, cost.high)]
+            right.plot(ends, [at, at], color=f"C{i}", linewidth=2)
+            right.plot(cost.mean, at, "o", color=f"C{i}", label=None if k else part)
+    right.axvline(1, color="0.4", linewidth=1)
+    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"cost over {reality.OURS}'s, mean over problems, 95% interval")
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> str:
+    """report.md, its plot and steps.csv; the report."""
+    replayed = [r for t in trained for r in replays.judge([t.kept], model) if r.algorithm in ALGORITHMS and r.plan in t.steps]
+    embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
+    by_replay, content = foretold(embedding, replayed), io.BytesIO()
+    plot(by_replay, {part: reality.rivals(rows) for part, rows in (
+        ("replayed", replayed), ("embedding part in TorchRec", embedding), ("whole step in TorchRec", whole))}).savefig(
+            content, format="png", dpi=120)
+    files.write_atomic(out / "steps.png", content.getvalue())
+    files.write_csv(out / "steps.csv", [
+        {"problem": r.problem, "algorithm": r.algorithm, "plan": r.plan} | {k: round(v, 5) for k, v in (
+            ("predicted_ms", r.predicted_ms), ("replayed_ms", r.replayed_ms), ("embedding_ms", e.replayed_ms),
+            ("embedding_noise_ms", e.noise_ms), ("whole_ms", w.replayed_ms), ("whole_noise_ms", w.noise_ms))}
+        for r, e, w in zip(replayed, embedding, whole, strict=True)])
+    page = text(replayed, embedding, whole, _head(trained, by_replay, model.setting))
+    files.write_atomic(out / "report.md", page.encode())
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of the cost model")
+    parser.add_argument("replays", type=Path, help="folder of bench.replays, of this machine")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
+    parser.add_argument("--problems", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps each (7)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="begin no problem after so many (7); 0: report what is done")
+    args = parser.parse_args()
+    model = neural.load(args.model)
+    kept = replays.read_all(args.replays, model.setting)[:args.problems]
+    if not kept:
+        raise ShardCoreError(f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python -m bench.replays")
+    trained = run(kept, model.setting, args.out, args.rounds, args.minutes)
+    if not trained:
+        raise ShardCoreError(f"no problem was done in {args.minutes:g} minutes; give more --minutes")
+    print(write(args.out, trained, model))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ShardCoreError as error:
+        sys.exit(str(error))
