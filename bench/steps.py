@@ -30,6 +30,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -270,11 +271,13 @@ def _trained(waiting: Sequence[replays.Kept], setting: Setting, rounds: int) -> 
     elements = largest // PRECISION_BYTES[setting.precision] + LARGE  # for alignment
     ranks = len(waiting[0].problem.topology)
     marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
+    done = 0
     with closing(gang.run("steps", _work, ranks, (given, setting, rounds, elements), TIMEOUT_S)) as heard:
         for rank, said in heard:
             marks[rank] += [said] if said else []
-            if said and all(len(m) == len(marks[rank]) for m in marks):
-                yield waiting[len(marks[rank]) - 1], {name: combine([m[-1][name] for m in marks]) for name in said}
+            while min(map(len, marks)) > done:
+                yield waiting[done], {name: combine([m[done][name] for m in marks]) for name in marks[0][done]}
+                done += 1
 
 
 def _line(kept: replays.Kept, steps: dict[str, Steps]) -> str:
@@ -421,6 +424,9 @@ def main() -> None:
     kept = replays.read_all(args.replays, model.setting)[:args.problems]
     if not kept:
         raise ShardCoreError(f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python -m bench.replays")
+    twice = [name for name, n in Counter(one.problem.name for one in kept).items() if n > 1]
+    if twice:
+        raise ShardCoreError(f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of bench.replays")
     trained = run(kept, model.setting, args.out, args.rounds, args.minutes)
     if not trained:
         raise ShardCoreError(f"no problem was done in {args.minutes:g} minutes; give more --minutes")

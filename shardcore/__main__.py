@@ -48,9 +48,12 @@ def train(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for [{'; '.join(map(str, found)) or 'nothing'}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
     known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
+    replayed = replays.steps(args.datasets, chosen[0])
     config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
-    model = steps.fit(trained.model, replays.steps(args.datasets, chosen[0]))
+    model = steps.fit(trained.model, replayed)
+    if replayed:
+        print(f"of {len(replayed)} replayed steps {model.meta.get('steps', 0)} tell what exchanges take in them", file=sys.stderr)
     neural.save(model, args.out)
     metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))
@@ -162,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--repeats", type=_positive(int), default=50, help="steps of each plan that enter a median")
     p.add_argument("--arena-gib", type=_positive(float), default=1.0, help="weights in memory a process, the largest shard")
     p.add_argument("--timeout-s", type=_positive(float), default=120.0, help="a round of steps that takes longer has hung")

@@ -3,7 +3,7 @@
   pool-<digest>.json            the tables that the samples of some parts speak of
   compute-<sha256>.parquet      compute samples, columns as in COMPUTE
   comm-<sha256>.parquet         communication samples, columns as in COMM
-  replays/<problem>/            steps of plans, as replays.py keeps them
+  replays/<name>/               steps of a problem's plans, as replays.py keeps them
 
 A part is named after its content, written to a temporary name and renamed; the name is checked when it is read, so a part cut
 short is refused. A sample's id is the digest of its setting, its request and MEASUREMENT_VERSION: the same request is the same

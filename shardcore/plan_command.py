@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from shardcore import files, plan_report, replays, store
+from shardcore import files, plan_report, store
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, at_confidence
 from shardcore.cost.model import price as predicted
@@ -119,19 +119,20 @@ def price(args: argparse.Namespace) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
+    from shardcore import replays  # with torch
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
 
     device = args.device or hardware.detect_device()
     problem = files.read_problem(args.problem)
-    setting = Setting(hardware.hardware_name(device), problem.global_batch, problem.precision, problem.optimizer)
+    setting = Setting(args.hardware or hardware.hardware_name(device), problem.global_batch, problem.precision, problem.optimizer)
     plans = [files.read_plan(path, problem) for path in args.plans]
     workloads = [lower(plan, problem) for plan in plans]
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s, seed=args.seed)
     if args.append:
         made = [(plan.provenance.get("algorithm", path.stem), plan) for path, plan in zip(args.plans, plans, strict=True)]
-        kept = replays.append(args.append, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))
-        costs = [kept.costs[replays.plan_digest(plan, problem)] for plan in plans]
+        known = replays.append(args.append, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))
+        costs = [known[replays.plan_digest(plan, problem)] for plan in plans]
     else:
         costs = replay_all(workloads, setting, config, device)
     body = {"setting": files.setting_to_json(setting), "replays": [

@@ -94,16 +94,35 @@ def read_all(folder: Path, setting: Setting) -> list[Kept]:
     return [kept for kept in found if kept.setting == setting]
 
 
-def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig, replay: Replay) -> Kept:
-    """`keep` in a dataset's folder, beside what it has of this problem and of others."""
-    which = files.digest([plan_digest(plan, problem) for _, plan in made])
-    return keep(folder / dataset.REPLAYS / f"{problem.name}-{which[:8]}", problem, made, setting, config, replay)
+def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig,
+           replay: Replay) -> dict[str, Replayed]:
+    """What these plans take, by their digests: as a dataset's folder has it, in whatever way they were replayed, or replayed now
+    and kept there, beside all that it has. Raises as `keep`."""
+    kept = read_all(folder / dataset.REPLAYS, setting)
+    known = {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()}
+    missing = [(algorithm, plan) for algorithm, plan in made if plan_digest(plan, problem) not in known]
+    if missing:
+        of = [files.problem_to_json(problem), files.setting_to_json(setting), [plan_digest(plan, problem) for _, plan in missing]]
+        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
+        known |= keep(where, problem, missing, setting, config, replay).costs
+    return known
 
 
 def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:
-    """What datasets' folders hold of replays of a setting, each plan once: for cost/steps.py. Raises as `read`."""
-    kept = [one for folder in folders for one in read_all(folder / dataset.REPLAYS, setting)]
-    return [(lower(plan, one.problem), one.costs[name]) for one in kept for name, plan in one.plans.items()]
+    """What datasets' folders hold of replays of a setting, each plan of a problem once and none of more processes than cores: for
+    cost/steps.py. Raises as `read`, and where a folder has neither replays nor samples of the setting, but replays of others."""
+    found: dict[tuple[str, str], Step] = {}
+    for folder in folders:
+        kept = [read(path.parent) for path in sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))]
+        others = sorted({str(one.setting) for one in kept if one.setting != setting})
+        if len(others) and not any(one.setting == setting for one in kept) and setting not in dataset.settings(folder):
+            raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
+        for one in kept:
+            if one.setting == setting:
+                which = files.digest(files.problem_to_json(one.problem))
+                found |= {(which, name): (lower(plan, one.problem), one.costs[name]) for name, plan in one.plans.items()
+                          if not one.costs[name].oversubscribed}
+    return list(found.values())
 
 
 def digests(folder: Path) -> list[str]:
@@ -123,9 +142,9 @@ def judge(kept: Sequence[Kept], model: CostModel) -> list[Judged]:
 
 def parts(kept: Sequence[Kept], model: CostModel) -> dict[str, float]:
     """How many times as long as predicted each part of all steps took, by its name in StepCost."""
-    steps = [(price(lower(plan, one.problem), model), one.costs[name]) for one in kept for name, plan in one.plans.items()]
+    pairs = [(price(lower(plan, one.problem), model), one.costs[name]) for one in kept for name, plan in one.plans.items()]
     names = [f.name for f in dataclasses.fields(StepCost)]
-    said, took = (np.array([[sum(getattr(step[i], name)) for name in names] for step in steps]).sum(0) for i in (0, 1))
+    said, took = (np.array([[sum(getattr(pair[i], name)) for name in names] for pair in pairs]).sum(0) for i in (0, 1))
     return {name: float(t / s) for name, s, t in zip(names, said, took, strict=True) if s > 0}
 
 

@@ -1,6 +1,8 @@
 """The house's import directions, and that every DVC stage depends on the code that its flow reaches."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,11 @@ def test_dvc_stage_depends_on_the_code_it_reaches(stage):
     missing = {p.relative_to(ROOT) for p in reached(ROOT / f"flows/{stage}.py")
                if not any(p == c or c in p.parents for c in covered)}
     assert not missing, f"stage {stage} reaches {sorted(map(str, missing))}, which dvc.yaml does not list"
+
+
+def test_planning_and_pricing_start_without_torch():
+    code = "import sys, shardcore.plan_command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():

@@ -11,7 +11,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig, Replayed, replay_all
 from shardcore.search import Budget, compare
-from shardcore.types import Device, Problem, Setting, ShardCoreError, Spread, StepCost, Topology
+from shardcore.types import Device, Plan, Problem, Setting, ShardCoreError, Spread, StepCost, Topology
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
@@ -60,15 +60,29 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
 
 
 def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made, clock, tmp_path):
-    replays.append(tmp_path, problem, made[:2], SETTING, CONFIG, clock)
+    first, more = made[-2:], made[-4:]  # random ones: all differ
+    replays.append(tmp_path, problem, first, SETTING, CONFIG, clock)
     before = replays.digests(tmp_path)
-    for _ in range(2):
-        replays.append(tmp_path, problem, made[2:4], SETTING, CONFIG, clock)
-    assert len(clock.ran) == 2 and set(before) < set(replays.digests(tmp_path))
-    steps = replays.steps([tmp_path], SETTING)
-    assert len(steps) == len({plan for _, plan in made[:2]}) + len({plan for _, plan in made[2:4]})
+    for config in (CONFIG, dataclasses.replace(CONFIG, repeats=9)):
+        known = replays.append(tmp_path, problem, more, SETTING, config, clock)
+        assert {replays.plan_digest(plan, problem) for _, plan in more} <= set(known)
+    assert clock.ran == [2, len({p for _, p in more}) - 2] and set(before) < set(replays.digests(tmp_path))
+    fresh = dataclasses.replace(problem, tables=tuple(dataclasses.replace(t, pooling=t.pooling + 1) for t in problem.tables))
+    plans = [(n, Plan(tuple(dataclasses.replace(x, shard=dataclasses.replace(x.shard, table=of[x.shard.table.name]))
+                            for x in p.placements))) for of in [{t.name: t for t in fresh.tables}] for n, p in first]
+    replays.append(tmp_path, fresh, plans, SETTING, CONFIG, clock)
+    steps = replays.steps([tmp_path, tmp_path], SETTING)
+    assert len(steps) == len({plan for _, plan in more}) + len(first)
     assert all(took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms) for workload, took in steps)
     assert replays.steps([tmp_path / "none"], SETTING) == []
+    with pytest.raises(ShardCoreError, match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"):
+        replays.steps([tmp_path], dataclasses.replace(SETTING, batch=64))
+
+
+def test_replays_of_more_processes_than_cores_are_no_steps(problem, made, clock, tmp_path):
+    shared = lambda workloads: [dataclasses.replace(cost, oversubscribed=True) for cost in clock(workloads)]  # noqa: E731
+    replays.append(tmp_path, problem, made[:2], SETTING, CONFIG, shared)
+    assert replays.steps([tmp_path], SETTING) == []
 
 
 def rewrite(path, change):

@@ -140,7 +140,9 @@ def step_weight(collective: str, way: str) -> str:
 
 
 def in_step(w: Mapping[str, np.ndarray], collective: str, way: str) -> float:
-    return float(w[name][0]) if (name := step_weight(collective, way)) in w else 1.0
+    """Its factor or, where it ran in too few steps, the all-to-all's; 1 where that did too."""
+    found = w.get(step_weight(collective, way), w.get(step_weight("all_to_all", way)))
+    return 1.0 if found is None else float(found[0])
 
 
 def is_measured(w: Mapping[str, np.ndarray], collective: str) -> bool:

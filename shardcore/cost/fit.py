@@ -94,15 +94,16 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
 
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start), **exchange.fit(*_sides(comm), note)}
-    ranges = measured_ranges(_sides(compute)[0], _sides(comm)[0])
+    ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
         ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
+        carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm)) for side in ("train", "validation", "test")}
     hidden = [weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")][:-1]
     meta = {"ranges": ranges, "samples": splits, "config": {**dataclasses.asdict(config), "hidden": hidden}, "metrics": {},
-            "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}} if start else {}}
+            "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}} if start else {}, **carried}
     model = NeuralModel(setting, weights, meta)
     metrics = evaluate(model, _sides(compute)[1], _sides(comm)[1])
     return TrainedModel(dataclasses.replace(model, meta={**meta, "metrics": metrics}), curves)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore import dataset
-from shardcore.cost import features
+from shardcore.cost import exchange, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.rates import fit_law
 from shardcore.types import COLLECTIVES, CommSample, ComputeSample, Setting, ShardCoreError, Spread
@@ -55,7 +55,7 @@ def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
     def chosen(collective: str) -> list[CommSample]:
         mine = [s for s in comm if s.request.collective == collective]
         busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
-        return busy if not idle or sum(s.error is None for s in busy) >= FEWEST_BUSY else idle
+        return busy if not idle or sum(s.error is None for s in exchange.priced(busy)) >= FEWEST_BUSY else idle
 
     kept = {s.id for c in COLLECTIVES for s in chosen(c)}
     return [s for s in comm if s.id in kept]

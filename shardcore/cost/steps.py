@@ -18,22 +18,25 @@ from shardcore.cost import exchange
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.rates import fit_law
-from shardcore.types import StepCost
+from shardcore.types import StepCost, Topology
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8
-"""A collective that ran in fewer is priced as measured alone."""
+"""A collective that ran in fewer has the factor of the all-to-all."""
 
 Step = tuple[Workload, StepCost]
 """What was replayed, and what it took."""
 
 
 def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
-    """The model whose collectives take as long as in these steps, on links that were measured. meta["steps"]: how many there
-    were; where they tell nothing, the model as it is."""
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and w.topology.within_host_gbps is None]
+    """The model whose collectives take as long as in these steps, on links that were measured. meta["steps"]: how many told so;
+    where they tell nothing, the model as it is."""
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
+    if not exchange.is_measured(model.weights, "all_to_all"):
+        return model
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     factors: dict[str, np.ndarray] = {}
+    told = 0
     for way in ("forward", "backward"):
         often = [c for c in _OF_WAY[way] if sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
         known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)}) and ran <= set(often)]
@@ -41,13 +44,18 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
             terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known), strict=True))
             fitted = zip(often, fit_law(terms, took), strict=True)
             factors |= {exchange.step_weight(c, way): np.array([k]) for c, k in fitted if k > 0}
+            told = max(told, len(known))
     if not factors:
         return model
-    return dataclasses.replace(model, weights={**model.weights, **factors}, meta={**model.meta, "steps": len(steps)})
+    return dataclasses.replace(alone, weights={**alone.weights, **factors}, meta={**model.meta, "steps": told})
 
 
 _OF_WAY = {way: [c for c, ways in exchange.WAYS.items() if way in ways] for way in ("forward", "backward")}
 _NAMES = {exchange.step_weight(c, way) for way, names in _OF_WAY.items() for c in names}
+
+
+def _are_measured(topology: Topology) -> bool:
+    return topology.within_host_gbps is topology.between_hosts_gbps is topology.latency_ms is None
 
 
 def _runs(workload: Workload, collective: str) -> bool:

@@ -119,9 +119,10 @@ class ShardCorePlanner:
         if batch != self.model.setting.batch:
             raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a global batch of {batch}; "
                                  f"the cost model is for ({self.model.setting}): give its batch, or measure with --batch {batch}")
+        optimizer = self.model.setting.optimizer
+        self.problem = problem_for(module, self.topology, batch, lookups, optimizer, Constraints(unsplit=whole))
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
-            self.found, self.problem = plan_for(module, self.topology, self.model, lookups, algorithm, self.seed, self.budget,
-                                                Constraints(unsplit=whole))
+            self.found = SHARDERS[algorithm](self.problem, self.model, seed=self.seed, budget=self.budget)
             if not (refused := self._refused(theirs)):
                 break
         else:

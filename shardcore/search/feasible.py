@@ -21,10 +21,10 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
     columns until its parts are not or, where MIN_WIDTH columns are too large, its rows are `divided`. Tables in problem.whole are
     never cut.
 
-    Raises Infeasible where it is certain that there is no plan that TorchRec trains: the tables take more than all devices have,
-    or those pinned to some devices more than these, or one that must stay whole, or a bundle, more than the largest device where
-    it may live; or MIN_WIDTH columns of one take more, and its rows cannot be divided or a share takes more than its device has;
-    and where the row ranges of such tables find no packing.
+    Raises Infeasible where it is certain that there is no plan that TorchRec trains, copies (data-parallel tables) apart: the
+    tables take more than all devices have, or those pinned to some devices more than these, or one that must stay whole, or a
+    bundle, more than the largest device where it may live; or MIN_WIDTH columns of one take more, and its rows cannot be
+    divided or a share takes more than its device has; and where the row ranges of such tables find no packing.
     """
     free = free_bytes(problem)
     needed, available = least_bytes(problem), sum(max(0, f) for f in free)

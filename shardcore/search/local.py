@@ -75,17 +75,9 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     if space not in SPACES:
         raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
     search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed)
-    if reshard:
-        best = search.run(search.resharded(reshard, space))
-    elif space == "all":
-        try:
-            columns = search.run(search.starts("columns"), 0.0, _COLUMNS).placements
-        except Infeasible:  # copies may fit, where a table's outputs take more than its rows
-            columns = ()
-        best = search.run(search.starts("all", columns), _COLUMNS, 1.0)
-    else:
-        best = search.run(search.starts(space))
-    name = "local" if space == "all" else "local_columns"
+    kept = [search.resharded(reshard, space)] if reshard else []
+    best = search.run(kept) if reshard and reshard.limited else search.best(space, kept)
+    name = "local" if space == "all" else "local_columns"  # halves are for comparisons alone
     return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 
 
@@ -117,6 +109,15 @@ class Search:
         self.anneal, self.spaces, self.meter = anneal, spaces, budget.start()
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
+
+    def best(self, kind: str, kept: list[Start]) -> Start:
+        """The best plan found in a space from its starts and those `kept`."""
+        pieces, columns, begin = feasible_pieces(self.problem), [], 0.0
+        if kind == "all":
+            begin = _COLUMNS
+            with suppress(Infeasible):  # copies may fit, where a table's outputs take more than its rows
+                columns = self.run(self.starts("columns", pieces), 0.0, begin).placements
+        return self.run([*kept, *self.starts(kind, pieces, columns)], begin, 1.0)
 
     def run(self, starts: list[Start], begin: float = 0.0, end: float = 1.0) -> Start:
         """The best plan found from one share of the budget to another: the starts are improved in turn for a part of it, then the
@@ -175,9 +176,9 @@ class Search:
 
     # --- starts --------------------------------------------------------------------------------------------------------
 
-    def starts(self, kind: str, columns: Sequence[Placement] = ()) -> list[Start]:
+    def starts(self, kind: str, pieces: Sequence[Shard], columns: Sequence[Placement] = ()) -> list[Start]:
         """Plans in a space, of SPACES. columns: a plan in that of columns, in place of the start that has no table everywhere."""
-        space = self._space(feasible_pieces(self.problem), kind)
+        space = self._space(pieces, kind)
         found = [self._of(columns, kind)] if columns else self._by_columns(space)
         if space.fixed.every.any():
             whole = np.flatnonzero(space.fixed.every[self.spaces.ROWS])
@@ -321,8 +322,8 @@ class Search:
         self.anneal.refresh(self.head, space.fixed, state)
         return Start(space, state, space.fixed)
 
-    def resharded(self, reshard: Reshard, kind: str) -> list[Start]:
-        """The plan to start from, with what it lacks placed greedily; where nothing limits what may move, also fresh ones."""
+    def resharded(self, reshard: Reshard, kind: str) -> Start:
+        """The plan to start from, with what it lacks placed greedily."""
         old = reshard.sorted(self.problem)
         pieces, devices = [s for s, _ in old.placed], [d for _, d in old.placed]
         others = map(Shard.whole, (*old.copies, *old.rows, *old.new))
@@ -340,7 +341,7 @@ class Search:
         if kind != "all":
             start.space = replace(start.space, fixed=start.space.as_it_is)
         start.fixed = start.space.as_it_is
-        return [start] if reshard.limited else [start, *self.starts(kind)]
+        return start
 
 
 def _choice(fixed: Fixed, strips: np.ndarray) -> np.ndarray:

@@ -70,11 +70,12 @@ def test_factors_are_found_whatever_the_pace_and_prices_have_them(model, pace):
     assert exchange.errors(fitted.weights, samples) == exchange.errors(model.weights, samples)
 
 
-def test_a_collective_of_few_steps_is_priced_as_alone_and_no_steps_change_nothing(model):
+def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_change_nothing(model):
     columns, rows = workloads("columns"), workloads("rows", n=steps.FEWEST_STEPS - 1)
     fitted = steps.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
-    assert found_factors(fitted) == pytest.approx({**dict.fromkeys(found_factors(model), 1.0), ("all_to_all", "forward"): 1.4},
+    assert found_factors(fitted) == pytest.approx({(c, way): 1.4 if way == "forward" else 1.0 for c, way in found_factors(model)},
                                                   rel=1e-3)
+    assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
         assert steps.fit(model, few) is model
 
@@ -89,3 +90,9 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
     assert steps.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
     linked, = workloads("columns", 1, given)
     assert price(linked, once) == price(linked, model)
+
+
+def test_a_model_without_exchanges_learns_nothing_from_steps(model):
+    told = [(w, replayed(model, w)) for w in workloads("columns")]
+    bare = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if not k.startswith("exchange")})
+    assert steps.fit(bare, told) is bare
