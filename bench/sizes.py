@@ -59,7 +59,7 @@ def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, f
     found["greedy_ms"] = min(SHARDERS[n](asked, model).provenance["predicted_ms"] for n in BASELINES)
     best = local(asked, model, seed=1, budget=Budget(seconds=long_s)).provenance["predicted_ms"] if long_s else np.inf
     found["best_ms"] = min(best, found["local_ms"])
-    found["estimate_ms"] = bound(asked, model, rows=False, replicas=False).estimate_ms
+    found["estimate_ms"] = bound(asked, model).estimate_ms
     return found
 
 
