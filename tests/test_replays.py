@@ -67,7 +67,7 @@ def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_st
         known = replays.append(tmp_path, problem, more, SETTING, config, clock)
         assert {replays.plan_digest(plan, problem) for _, plan in more} <= set(known)
     assert clock.ran == [2, len({p for _, p in more}) - 2] and set(before) < set(replays.digests(tmp_path))
-    fresh = dataclasses.replace(problem, tables=tuple(dataclasses.replace(t, pooling=t.pooling + 1) for t in problem.tables))
+    fresh = dataclasses.replace(problem, tables=tuple(dataclasses.replace(t, pooling=2 * t.pooling) for t in problem.tables))
     plans = [(n, Plan(tuple(dataclasses.replace(x, shard=dataclasses.replace(x.shard, table=of[x.shard.table.name]))
                             for x in p.placements))) for of in [{t.name: t for t in fresh.tables}] for n, p in first]
     replays.append(tmp_path, fresh, plans, SETTING, CONFIG, clock)
