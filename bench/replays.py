@@ -9,9 +9,9 @@ search exploit the model's errors, and what is it worth?
 
 The replays of ten problems first join the measurements: training learns from them what exchanges take in steps. MODEL must be
 of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at dims up
-to 16. All plans of a problem are replayed in alternation. `local` is the default; `chosen` is of several of its plans the one
-that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the measured
-bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
+to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `chosen` is of several plans of
+local the one that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the
+measured bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments goes on after the
 problems done; one with another MODEL or other arguments replays again where plans differ. What figures mean: cost/reality.py.

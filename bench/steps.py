@@ -51,7 +51,7 @@ from shardcore.measure.timing import spread
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, ShardCoreError, Spread
 from shardcore.workload import lower
 
-ALGORITHMS = ("local", "neuroshard", "torchrec", "best greedy", reality.RANDOM)
+ALGORITHMS = (reality.OURS, "neuroshard", "torchrec", "best greedy", reality.RANDOM)
 DENSE, HIDDEN = 13, 256
 """Features of a sample beside the ids, and the width of the dense part's hidden layer."""
 BATCHES, TURN, LEARNING_RATE, EVICT_BYTES = 4, 3, 0.01, 64 << 20

@@ -134,9 +134,10 @@ def _parser() -> argparse.ArgumentParser:
                                                                    "since: tables new, gone, or with other statistics")
     p.add_argument("--max-moved-tables", type=_natural, metavar="N", help="with --start: so many tables may move (any)")
     p.add_argument("--max-moved-gib", type=_amount, metavar="G", help="with --start: so many GiB of weights may move (any)")
-    p.add_argument("--algorithm", default="local", help="random, size_greedy, dim_greedy, lookup_greedy, "
+    p.add_argument("--algorithm", default="local_columns", help="random, size_greedy, dim_greedy, lookup_greedy, "
                    "size_lookup_greedy, neuroshard, embark, milp, torchrec (where "
-                   "installed), local (the default) or local_columns (without rows divided over all devices and copies on all)")
+                   "installed), local_columns (tables whole or cut by columns) or local (also rows divided over "
+                   "all devices, and copies on all)")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=_positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=_positive(int), help="plans to price; the same seed then gives the same plan")

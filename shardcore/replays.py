@@ -20,13 +20,14 @@ from shardcore import dataset, files
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.reality import Judged, noise_ms
 from shardcore.cost.steps import Step
-from shardcore.measure.replay import ReplayConfig, Replayed
-from shardcore.types import Plan, Problem, Setting, ShardCoreError, Spread, StepCost
+from shardcore.types import Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 1
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
+Config = Any
+"""A measure.replay.ReplayConfig. (Not imported: training reads replays, and need not run again after a change of measuring.)"""
 Made = Sequence[tuple[str, Plan]]
 """Plans with the algorithm that made each; one may have several."""
 
@@ -47,7 +48,7 @@ def plan_digest(plan: Plan, problem: Problem) -> str:
     return files.digest(files.plan_to_json(plan, problem)["placements"])
 
 
-def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig, replay: Replay) -> Kept:
+def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config, replay: Replay) -> Kept:
     """The replays of these plans: those that `folder` has, or made now by `replay` and kept there instead of what it had. Equal
     plans run once. Raises what `lower` and `replay` raise."""
     names = tuple((algorithm, plan_digest(plan, problem)) for algorithm, plan in made)
@@ -67,7 +68,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: R
     return Kept(problem, setting, names, plans, costs)
 
 
-def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig) -> bool:
+def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
     """Whether `folder` has the replays of just these plans, made in this way; one that cannot be read has not."""
     try:
         body, known = _read(folder), files.read_problem(folder / PROBLEM_JSON)
@@ -94,7 +95,7 @@ def read_all(folder: Path, setting: Setting) -> list[Kept]:
     return [kept for kept in found if kept.setting == setting]
 
 
-def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: ReplayConfig,
+def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
            replay: Replay) -> dict[str, Replayed]:
     """What these plans take, by their digests: as a dataset's folder has it, in whatever way they were replayed, or replayed now
     and kept there, beside all that it has. Raises as `keep`."""

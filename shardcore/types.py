@@ -427,6 +427,19 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class Replayed(StepCost):
+    """A measured StepCost: each part the median over the repeats, per device.
+
+    step: spread over the repeats of the slowest device's total. On a busy machine it lies above total_ms, whose parts leave
+    out disturbances one by one. oversubscribed: there were more processes than cores, so that the parts measure the scheduler
+    as much as the plan.
+    """
+
+    step: Spread
+    oversubscribed: bool
+
+
+@dataclass(frozen=True)
 class ComputeRequest:
     """Shards to run as one fused op over `batch` samples."""
 

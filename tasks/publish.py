@@ -44,7 +44,7 @@ class PublishConfig:
     versions are kept. max_moved_tables: so many tables may move from a published plan that still fits (null: any number; an
     algorithm of local search needed). plans: the folder or object-store URL to publish in."""
 
-    algorithm: str = "local"
+    algorithm: str = "local_columns"
     seed: int = 0
     budget_evals: int = 200_000
     threshold: float = 0.02

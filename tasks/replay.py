@@ -13,8 +13,8 @@ import ray
 from prefect import task
 
 from shardcore.measure import collectives
-from shardcore.measure.replay import ReplayConfig, Replayed, combine, replay_rank, require_replayable
-from shardcore.types import Setting
+from shardcore.measure.replay import ReplayConfig, combine, replay_rank, require_replayable
+from shardcore.types import Replayed, Setting
 from shardcore.workload import Workload
 from tasks import actors
 from tasks.measure import cluster_device

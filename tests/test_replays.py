@@ -9,9 +9,9 @@ from shardcore import replays
 from shardcore.cost import reality
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.measure.replay import ReplayConfig, Replayed, replay_all
+from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.search import Budget, compare
-from shardcore.types import Device, Plan, Problem, Setting, ShardCoreError, Spread, StepCost, Topology
+from shardcore.types import Device, Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost, Topology
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)

@@ -68,8 +68,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints())
 
 
-def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups, algorithm: str = "local",
-             seed: int = 0, budget: Budget | None = None, constraints: Constraints | None = None) -> tuple[Plan, Problem]:
+def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
+             algorithm: str = "local_columns", seed: int = 0, budget: Budget | None = None,
+             constraints: Constraints | None = None) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
     `problem_for` and all sharders do, and for an algorithm that is not known."""
     _require_model(model)
@@ -94,9 +95,9 @@ class ShardCorePlanner:
     """
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
-                 constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel, algorithm: str = "local",
-                 seed: int = 0, budget: Budget | None = None, lookups: Lookups | None = None, reserved: float = RESERVED,
-                 uneven_rows: bool = False) -> None:
+                 constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel,
+                 algorithm: str = "local_columns", seed: int = 0, budget: Budget | None = None,
+                 lookups: Lookups | None = None, reserved: float = RESERVED, uneven_rows: bool = False) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
         _require_model(model)

@@ -36,11 +36,10 @@ from shardcore.types import (
     OUTPUT_BYTES,
     PRECISION_BYTES,
     ComputeRequest,
+    Replayed,
     Setting,
     SettingMismatch,
     ShardCoreError,
-    Spread,
-    StepCost,
 )
 from shardcore.workload import COLUMN, REPLICATED, ROW, Workload
 
@@ -67,19 +66,6 @@ class ReplayConfig:
         if not positive or min(self.warmups, self.evict_bytes, self.seed) < 0:
             raise ShardCoreError(f"replay config {self} needs repeats and batches of at least 1, a positive arena_bytes and "
                                  "timeout_s, and the rest 0 or more")
-
-
-@dataclass(frozen=True)
-class Replayed(StepCost):
-    """A measured StepCost: each part the median over the repeats, per device.
-
-    step: spread over the repeats of the slowest device's total. On a busy machine it lies above total_ms, whose parts leave
-    out disturbances one by one. oversubscribed: there were more processes than cores, so that the parts measure the scheduler
-    as much as the plan.
-    """
-
-    step: Spread
-    oversubscribed: bool
 
 
 def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu") -> Replayed:
@@ -155,7 +141,9 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     cache = torch.zeros(max(1, config.evict_bytes // 4), device=device)
     with gang.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
-        groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})}
+        # All devices need no group of their own, whose threads and links would wait for this one exchange of a step.
+        groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})
+                  if len(devices) < len(workloads[0].ops)}
     marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
@@ -219,7 +207,7 @@ class _Step:
         if self._rows:
             all_gather(self._unless_uneven(self._gradients), self._sent[ROW])
         for devices, gradient in self._dense.items():
-            dist.all_reduce(gradient, group=groups[devices])
+            dist.all_reduce(gradient, group=groups.get(devices))
 
     @property
     def _theirs(self) -> list[int]:

@@ -16,10 +16,10 @@ def problem(name, ms, predicted=None, noise_ms=0.0):
     return [Judged(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
 
 
-TWO = [*problem("a", {"local": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
-                {"local": 9.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 16.0}),
-       *problem("b", {"local": 11.0, "random": 30.0, "torchrec": 10.0, "dim_greedy": 20.0},
-                {"local": 9.9, "random": 33.0, "torchrec": 12.0, "dim_greedy": 20.0})]
+TWO = [*problem("a", {"local_columns": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
+                {"local_columns": 9.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 16.0}),
+       *problem("b", {"local_columns": 11.0, "random": 30.0, "torchrec": 10.0, "dim_greedy": 20.0},
+                {"local_columns": 9.9, "random": 33.0, "torchrec": 12.0, "dim_greedy": 20.0})]
 
 
 def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
@@ -38,7 +38,7 @@ def test_regret_and_rank_correlation_are_within_problems():
 
 
 def test_a_plan_that_several_algorithms_found_is_judged_once():
-    rows = [Judged("a", name, "same", 10.0, 20.0, 0.0) for name in ("local", "neuroshard", "random")]
+    rows = [Judged("a", name, "same", 10.0, 20.0, 0.0) for name in ("local_columns", "neuroshard", "random")]
     rows.append(Judged("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
     assert len(reality.distinct(rows)) == 2
     found = reality.figures(rows)
@@ -46,9 +46,9 @@ def test_a_plan_that_several_algorithms_found_is_judged_once():
 
 
 def test_a_problem_with_one_plan_has_no_rank_correlation():
-    found = reality.by_problem([Judged("a", "local", "p", 1.0, 2.0, 0.0)])
+    found = reality.by_problem([Judged("a", "local_columns", "p", 1.0, 2.0, 0.0)])
     assert math.isnan(found["kendall_tau"][0]) and math.isnan(found["spearman"][0]) and found["regret"] == [0]
-    assert "kendall_tau" not in reality.figures([Judged("a", "local", "p", 1.0, 2.0, 0.0)])
+    assert "kendall_tau" not in reality.figures([Judged("a", "local_columns", "p", 1.0, 2.0, 0.0)])
 
 
 def test_pairs_within_noise_count_for_nothing():
@@ -63,13 +63,14 @@ def test_rivals_cost_losses_and_the_gap_closed():
     assert found["torchrec"].losses == pytest.approx({"b": 0.1})
     assert found["torchrec"].gap_closed.mean == pytest.approx((0.2 - 0.1) / 0.2)  # lacks 20% and 0%; ours 20% less, 10% more
     assert found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0)) and not found["dim_greedy"].losses
-    assert found["local"].cost.mean == 1 and found["local"].gap_closed is None
-    noisy = reality.rivals([*problem("a", {"local": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
+    assert found["local_columns"].cost.mean == 1 and found["local_columns"].gap_closed is None
+    noisy = reality.rivals([*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
 
 
 def test_several_plans_of_an_algorithm_count_as_their_mean():
-    rows = [Judged("a", "local", "p", 1.0, 10.0, 0.0)] + [Judged("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
+    rows = [Judged("a", "local_columns", "p", 1.0, 10.0, 0.0)]
+    rows += [Judged("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
     assert reality.rivals(rows)["random"].cost.mean == 3
 
 
@@ -92,9 +93,9 @@ def test_noise_is_half_the_interval_of_the_median():
     assert np.mean(np.abs(np.array(medians) - 20) < noises) == pytest.approx(0.95, abs=0.03)
 
 
-PLANS = {"local": 10.0, "torchrec": 11.0, "dim_greedy": 15.0, "random": 20.0}
-BLIND = {"local": 20.0, "torchrec": 15.0, "dim_greedy": 11.0, "random": 10.0}
-FLAT = {"local": 10.0, "torchrec": 11.0, "dim_greedy": 20.0, "random": 15.0}
+PLANS = {"local_columns": 10.0, "torchrec": 11.0, "dim_greedy": 15.0, "random": 20.0}
+BLIND = {"local_columns": 20.0, "torchrec": 15.0, "dim_greedy": 11.0, "random": 10.0}
+FLAT = {"local_columns": 10.0, "torchrec": 11.0, "dim_greedy": 20.0, "random": 15.0}
 
 
 def many(predicted, n=6):

@@ -32,7 +32,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100
     for i in range(2):
         plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
-        assert plan.provenance["algorithm"] == "local" and plan.provenance["model_version"] == "1"
+        assert plan.provenance["algorithm"] == "local_columns" and plan.provenance["model_version"] == "1"
         assert problem.global_batch == 64
 
 

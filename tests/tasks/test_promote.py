@@ -14,9 +14,9 @@ from prefect.logging import disable_run_logger
 from shardcore import dataset, files, replays, sampling
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
-from shardcore.measure.replay import ReplayConfig, Replayed
+from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
-from shardcore.types import Spread
+from shardcore.types import Replayed, Spread
 from tasks import publication, registry
 from tasks.promote import PromoteConfig, promote_model
 

@@ -64,7 +64,7 @@ def test_a_first_plan_names_all_that_it_comes_from_and_has_a_page(problem, model
     assert {k: plan.provenance[k] for k in ("model", "model_version", "data_version", "model_git_commit", "seed", "algorithm",
                                             "budget_evals", "setting")} == {
         "model": "shardcore-cost-law", "model_version": "1", "data_version": "d1", "model_git_commit": "c1", "seed": 0,
-        "algorithm": "local", "budget_evals": 2_000, "setting": str(SETTING)}
+        "algorithm": "local_columns", "budget_evals": 2_000, "setting": str(SETTING)}
     assert len(plan.provenance["git_commit"]) >= 40
     assert dict(plan.provenance) | dict(published.decision.provenance) == plan.provenance
     page = store.load_page(tmp_path, "published", published.decision.current).decode()

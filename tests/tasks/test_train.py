@@ -16,9 +16,9 @@ from shardcore import dataset, files, replays
 from shardcore.cost import accuracy, exchange, neural
 from shardcore.cost.model import price
 from shardcore.cost.steps import FEWEST_STEPS
-from shardcore.measure.replay import ReplayConfig, Replayed
+from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
-from shardcore.types import Device, Problem, Setting, ShardCoreError, Spread, Topology
+from shardcore.types import Device, Problem, Replayed, Setting, ShardCoreError, Spread, Topology
 from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig
 from tasks.train import TrainConfig, train_model
