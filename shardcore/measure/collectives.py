@@ -7,8 +7,7 @@ BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors ar
 collective, inside the timed part, for a step pays for both. Gloo sums BF16 (seen with torch 2.13).
 
 In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, the caches hold other
-things. (CPUs, plans of 0.3 to 1 ms exchanges: alone 0.4 ms, after 20 ms of work 0.7, in a step 0.6 to 0.9.) So ranks may be
-kept busy before each.
+things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
 
 Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is corrected by its
 offset, from ping-pongs over the process group. NCCL and several hosts are written for the same interface and have not been run
