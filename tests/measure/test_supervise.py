@@ -125,7 +125,7 @@ def test_killed_and_resumed_it_has_every_sample_once(tables, tmp_path):
     files.write_pool(pool, tables)
     command = [sys.executable, "-m", "shardcore", "measure", "--pool", str(pool), "--samples", "48", "--out", str(folder),
                "--batch", "64", "--max-shards", "6", "--arena-gib", "0.03125", "--chunk", "8", "--minutes", "60",
-               "--tolerance", "100"]
+               "--tolerance", "0.9"]
     with open(tmp_path / "said.txt", "w") as said:
         run = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
     while run.poll() is None and not list(folder.glob("compute-*.parquet")):
