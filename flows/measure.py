@@ -8,6 +8,7 @@ from tasks import params, paths, services
 from tasks.estimate import estimate
 from tasks.measure import MeasureConfig, cluster_setting, measure_comm, measure_compute, merge_parts
 from tasks.ray_cluster import ray_cluster
+from tasks.replay import measure_steps
 from tasks.setting import SettingConfig
 
 
@@ -20,8 +21,9 @@ def measure() -> None:
         get_run_logger().info("setting: %s", setting)
         groups = measure_compute(paths.POOL, setting, config, paths.MEASUREMENTS)
         exchanges = measure_comm(setting, config, paths.MEASUREMENTS)
+        steps = measure_steps(paths.POOL, setting, config, paths.MEASUREMENTS) if config.step_samples else 0
     merge_parts(paths.MEASUREMENTS)
-    get_run_logger().info("measured %d groups and %d exchanges", groups, exchanges)
+    get_run_logger().info("measured %d groups, %d exchanges and %d steps of plans", groups, exchanges, steps)
 
 
 def dry_run() -> None:

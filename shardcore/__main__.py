@@ -53,7 +53,8 @@ def train(args: argparse.Namespace) -> None:
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
     model = steps.fit(trained.model, replayed)
     if replayed:
-        print(f"of {len(replayed)} replayed steps {model.meta.get('steps', 0)} tell what exchanges take in them", file=sys.stderr)
+        used = "" if "steps" in model.meta else f"; too few, {steps.FEWEST_STEPS} are needed"
+        print(f"{len(replayed)} replayed steps tell what ops and exchanges take in them{used}", file=sys.stderr)
     neural.save(model, args.out)
     metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))
@@ -65,7 +66,7 @@ def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from shardcore import dataset
+    from shardcore import dataset, replays
     from shardcore import report as reports
 
     found = dataset.settings(args.dataset)
@@ -76,6 +77,8 @@ def report(args: argparse.Namespace) -> None:
         rows = reports.dataset_summary(samples, repeats)
         if comm := dataset.read_comm(args.dataset, setting):
             rows += reports.exchange_summary(comm)
+        if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
+            rows += reports.step_summary(kept)
         print(f"{setting}\n\n{reports.text_table(('quantity', 'value'), rows)}\n")
         if args.out:
             path = args.out / f"{setting.hardware}-{setting.batch}-{setting.precision}-{setting.optimizer}.png"
@@ -211,9 +214,11 @@ def _parser() -> argparse.ArgumentParser:
                    "that run")
     p.add_argument("--hang-s", type=_positive(float), default=60.0, help="the measuring process has hung where no op ended for "
                    "so long; it is replaced, and the group that does it recorded as failed")
-    p.add_argument("--ranks", type=_positive(int), default=2, help="processes (GPUs) of an exchange")
+    p.add_argument("--ranks", type=_positive(int), default=2, help="processes (GPUs) of an exchange or a step")
     p.add_argument("--exchanges", type=_natural, default=0, metavar="M", help="afterwards measure the first M exchanges among "
                    "--ranks of this machine, into the same dataset")
+    p.add_argument("--steps", type=_natural, default=0, metavar="P", help="afterwards replay a step of each of the first P "
+                   "plans among --ranks: what exchanges take in steps")
     p.add_argument("--held-out", action="store_true", help="draw groups from the twentieth of the tables alone on which models "
                    "are tested")
     p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, from some seconds of "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.cost import exchange, neural, reality
+from shardcore.cost import exchange, neural, reality, steps
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
@@ -259,7 +259,7 @@ def _trained_on(model: NeuralModel) -> str:
         ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
         ("groups: train / validation / test", groups),
         ("exchanges: train / validation / test", exchanges),
-        *([("replayed steps: exchanges take there, of what they take alone", _in_steps(model))] if "steps" in model.meta else []),
+        *([("replayed steps: there takes, of what it takes alone", _in_steps(model))] if "steps" in model.meta else []),
         ("measurements, DVC version", provenance.get("data_version", "-")),
         *((f"joined: {folder}, version", version) for folder, version in provenance.get("datasets", {}).items()),
         ("code, git commit", provenance.get("git_commit", "-")),
@@ -268,7 +268,8 @@ def _trained_on(model: NeuralModel) -> str:
 
 
 def _in_steps(model: NeuralModel) -> str:
-    factors = [f"{collective.replace('_', '-')} {way} {exchange.in_step(model.weights, collective, way):.2f}"
+    factors = [f"ops {way} {k:.2f}" for way, k in zip(("forward", "backward"), steps.compute_factors(model.weights), strict=True)]
+    factors += [f"{collective.replace('_', '-')} {way} {exchange.in_step(model.weights, collective, way):.2f}"
                for collective, ways in exchange.WAYS.items() for way in ways
                if exchange.step_weight(collective, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"

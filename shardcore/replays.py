@@ -95,18 +95,26 @@ def read_all(folder: Path, setting: Setting) -> list[Kept]:
     return [kept for kept in found if kept.setting == setting]
 
 
+def missing(folder: Path, problem: Problem, made: Made, setting: Setting) -> list[tuple[str, Plan]]:
+    """Those of these plans of which a dataset's folder has no replays."""
+    known = _known(folder, problem, setting)
+    return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan, problem) not in known]
+
+
 def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
            replay: Replay) -> dict[str, Replayed]:
     """What these plans take, by their digests: as a dataset's folder has it, in whatever way they were replayed, or replayed now
     and kept there, beside all that it has. Raises as `keep`."""
+    lacks = missing(folder, problem, made, setting)
+    if lacks:
+        of = [files.problem_to_json(problem), files.setting_to_json(setting), [plan_digest(plan, problem) for _, plan in lacks]]
+        keep(folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}", problem, lacks, setting, config, replay)
+    return _known(folder, problem, setting)
+
+
+def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, Replayed]:
     kept = read_all(folder / dataset.REPLAYS, setting)
-    known = {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()}
-    missing = [(algorithm, plan) for algorithm, plan in made if plan_digest(plan, problem) not in known]
-    if missing:
-        of = [files.problem_to_json(problem), files.setting_to_json(setting), [plan_digest(plan, problem) for _, plan in missing]]
-        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
-        known |= keep(where, problem, missing, setting, config, replay).costs
-    return known
+    return {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()}
 
 
 def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:

@@ -11,9 +11,12 @@ import numpy as np
 
 from shardcore.memory import gib
 from shardcore.types import CommSample, ComputeSample
+from shardcore.workload import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from shardcore.replays import Kept
 
 _NUMBER = re.compile(r"[+-]?\d")
 
@@ -91,6 +94,19 @@ def exchange_summary(samples: Sequence[CommSample]) -> list[tuple[str, str]]:
                  ("spread of one transfer's repeats", _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers])),
                  ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges")]
     return rows
+
+
+def step_summary(kept: Sequence[Kept]) -> list[tuple[str, str]]:
+    """What a dataset has of replayed steps: rows of name and value."""
+    costs = [cost for one in kept for cost in one.costs.values()]
+    kinds = Counter(name for one in kept for plan in one.plans.values() for name in dict.fromkeys(
+        kind_of(p.shard, p.devices) for p in plan.placements))
+    return [("steps", f"{len(costs)} plans of {len(kept)} problems"),
+            ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
+            ("devices", _range([len(one.problem.topology) for one in kept])),
+            ("step ms", _range([c.total_ms for c in costs])),
+            ("spread of one step's repeats", _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs])),
+            ("more devices than cores", f"{sum(c.oversubscribed for c in costs)} plans")]
 
 
 _REPEATABILITY = 8

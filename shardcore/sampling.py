@@ -1,4 +1,4 @@
-"""Seeded draws: groups of shards and communication loads to measure, and problems to evaluate on.
+"""Seeded draws: groups of shards, communication loads and steps to measure, and problems to evaluate on.
 
 Draw i depends on (seed, i) alone, so asking for more keeps those that were drawn before.
 """
@@ -21,6 +21,8 @@ from shardcore.types import (
     ComputeRequest,
     Device,
     Infeasible,
+    Placement,
+    Plan,
     Problem,
     Setting,
     Shard,
@@ -40,6 +42,18 @@ REPLICATED_BYTES = 64 << 20
 _PLANNED_SEED = 2**32 - 2
 """Kept for the problems whose plans are measured: `evaluate` never sees them."""
 _PLANNED_EVALS = 300
+
+STEP_WAYS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
+"""What the plans of a problem have whose steps are measured: tables whole or cut by columns, and some in these ways."""
+_STEP_SEED = 2**32 - 3
+_STEP_TABLES = (8, 24)
+_STEP_DIMS = (16, 32, 64, 128)
+STEP_BYTES = 512 << 20
+"""Of the largest table of a step."""
+_COPIED_BYTES = 4 << 20
+"""Larger tables are not copied in a step: their gradients would hide what a small exchange takes."""
+_DIVIDED = 0.4
+"""Share of a step's tables that are divided by rows, in plans that have such."""
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
@@ -192,6 +206,56 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     if collective == "all_reduce":
         widths = [max(widths)] * ranks
     return CommRequest(tuple(widths), batch, tuple(round(float(s), 3) for s in starts), collective, payload, hosts, BUSY_MS)
+
+
+def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int, seed: int = 0,
+               max_table_bytes: int = STEP_BYTES) -> tuple[Problem, list[tuple[str, Plan]]]:
+    """Problem `index` whose steps are measured, with plans of STEP_WAYS and these names. They are random, so loads are uneven and
+    every collective runs with many and with few bytes. A problem without tables small enough to copy has fewer plans.
+
+    `devices` divide the batch. Raises ShardCoreError where no table of the pool has lookups and is small enough.
+    """
+    rng = np.random.default_rng([4, seed, index])
+    fitting = {dim: [t for t in pool if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
+               for dim in (MIN_WIDTH, *_STEP_DIMS)}
+    max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= _STEP_TABLES[0]] or [MIN_WIDTH]))
+    fewest, most = (max(1, min(n, len(fitting[max_dim]))) for n in _STEP_TABLES)
+    shape = ProblemConfig(devices, fewest, most, max_dim)
+    drawn = problem(fitting[max_dim], int(rng.integers(1 << 31)), setting, _STEP_SEED, shape)
+    room = Device(2 * sum(shard_bytes(Shard.whole(t), setting.batch, setting.optimizer) for t in drawn.tables))
+    drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
+    small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
+    return drawn, [(way, _step_plan(drawn, way, small, rng)) for way in STEP_WAYS if small or "copies" not in way]
+
+
+def first_steps(pool: Sequence[Table], n: int, setting: Setting, devices: int, seed: int = 0,
+                max_table_bytes: int = STEP_BYTES) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+    """The first n plans of step_plans, by their problems."""
+    found: list[tuple[Problem, list[tuple[str, Plan]]]] = []
+    while (missing := n - sum(len(plans) for _, plans in found)) > 0:
+        drawn, plans = step_plans(pool, len(found), setting, devices, seed, max_table_bytes)
+        found.append((drawn, plans[:missing]))
+    return found
+
+
+def _step_plan(problem: Problem, way: str, small: Sequence[Table], rng: np.random.Generator) -> Plan:
+    from shardcore.search.pieces import consolidate, divided
+
+    everywhere = tuple(range(len(problem.topology)))
+    copied = {small[i].name for i in rng.permutation(len(small))[: rng.integers(1, 4)]} if "copies" in way else ()
+    placements: list[Placement] = []
+    for table in problem.tables:
+        if table.name in copied:
+            placements.append(Placement(Shard.whole(table), everywhere))
+        elif "rows" in way and rng.random() < _DIVIDED and (ranges := divided(table, everywhere)):
+            placements += ranges
+        else:
+            units = table.dim // MIN_WIDTH
+            parts = min(units, len(everywhere), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
+            cuts = [0, *sorted(rng.choice(np.arange(1, units), parts - 1, replace=False)), units]
+            placements += [Placement(Shard(table, 0, table.rows, int(lo) * MIN_WIDTH, int(hi) * MIN_WIDTH), (int(d),))
+                           for lo, hi, d in zip(cuts, cuts[1:], rng.choice(everywhere, parts, replace=False), strict=False)]
+    return Plan(consolidate(placements))
 
 
 def different(draw: Callable[[int], Request], identify: Callable[[Request], str], n: int | None) -> Iterator[tuple[str, Request]]:

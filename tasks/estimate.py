@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore import dataset, files
+from shardcore import dataset, files, replays
 from shardcore.streams import access_share, lookups
 from shardcore.types import OUTPUT_BYTES, CommRequest, ComputeRequest
+from shardcore.workload import Workload, lower
 from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute
+from tasks.replay import step_devices, wanted_steps
 from tasks.setting import SettingConfig
 
 _PAUSE_S = 60.0
@@ -33,8 +35,8 @@ _OVERHEAD_MS = 0.3
 
 @dataclass(frozen=True)
 class Estimate:
-    """wanted, missing: samples of a kind ("compute", "comm"). devices: that measure it. seconds: to measure what is missing, on
-    the ground that `basis` names."""
+    """wanted, missing: samples of a kind ("compute", "comm", "steps"). devices: that measure it. seconds: to measure what is
+    missing, on the ground that `basis` names."""
 
     kind: str
     wanted: int
@@ -51,20 +53,24 @@ class Estimate:
 
 
 def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
-    """Of compute and of comm. Asks the connected cluster only what it has; where `wanted` leaves the hardware open, that of the
-    dataset, or of this machine, counts."""
+    """Of compute, comm and steps. Asks the connected cluster only what it has; where `wanted` leaves the hardware open, that of
+    the dataset, or of this machine, counts."""
     setting, device = wanted.of_dataset_or_local(folder), cluster_device()
     ranks = rank_count(config, device, setting.batch)
     groups = wanted_compute(files.read_pool(pool_path), setting, config)
     exchanges = wanted_comm(setting, ranks, config) if ranks > 1 else {}
     compute = [r for k, r in groups.items() if k not in dataset.read_ids(folder, "compute")]
     comm = [r for k, r in exchanges.items() if k not in dataset.read_ids(folder, "comm")]
-    actors = actor_count(config, device)
+    actors, devices = actor_count(config, device), step_devices(config, setting.batch)
+    steps = wanted_steps(files.read_pool(pool_path), setting, devices, config) if devices > 1 else []
+    lacking = [lower(plan, problem) for problem, made in steps for _, plan in replays.missing(folder, problem, made, setting)]
     return [
         _estimate("compute", len(groups), len(compute), actors, [s.measured_at for s in dataset.read_compute(folder, setting)],
                   _compute_ms(compute, device) * (1 + config.max_repeats) / actors),
         _estimate("comm", len(exchanges), len(comm), ranks, [s.measured_at for s in dataset.read_comm(folder, setting)],
                   _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)),
+        _estimate("steps", sum(len(made) for _, made in steps), len(lacking), devices, [],
+                  _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats)),
     ]
 
 
@@ -89,6 +95,13 @@ def _comm_ms(requests: Sequence[CommRequest], device: str) -> float:
     sent = [max(r.widths) * r.batch * OUTPUT_BYTES for r in requests]
     starts = [max(r.start_ms) for r in requests]
     return 2 * _OVERHEAD_MS + float(np.mean(starts or [0])) + 2 * float(np.mean(sent or [0])) / (_COMM_GBPS[device] * 1e6)
+
+
+def _step_ms(workloads: Sequence[Workload], device: str) -> float:
+    """Mean ms of one step, of whose exchanges a tenth more is a rough guess."""
+    slowest = [max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops) for ops in w.ops)
+               for w in workloads]
+    return 1.1 * float(np.mean(slowest or [0]))
 
 
 def _duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ from prefect import get_run_logger, task
 
 from shardcore import dataset, files, sampling
 from shardcore.measure import collectives, gang, hardware, kernels
+from shardcore.measure.replay import ReplayConfig
 from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError, Table
 from tasks import actors
 from tasks.progress import Progress
@@ -34,11 +35,12 @@ class MeasureConfig:
     """How much to measure. actors: Ray actors, each measuring one device (0: one for each GPU of the cluster, or each CPU core
     where there is none, as far as memory goes; all cores at once disturb no medians); ranks: processes of an exchange (0: the
     most devices of `hosts` hosts that divide the batch); hosts: how many the ranks are on, evenly; chunk: samples an actor
-    call; hang_s: a device on which no op ends for so long has hung. The rest as in KernelConfig, GroupConfig and
-    CommConfig."""
+    call; hang_s: a device on which no op ends for so long has hung. The rest as in KernelConfig, GroupConfig,
+    CommConfig and, of the steps of step_samples plans, ReplayConfig."""
 
     compute_samples: int = 400
     comm_samples: int = 150
+    step_samples: int = 30
     seed: int = 0
     actors: int = 0
     ranks: int = 0
@@ -52,15 +54,16 @@ class MeasureConfig:
     interleave: int = 16
     max_shards: int = 30
     comm_repeats: int = 7
+    step_repeats: int = 20
 
     def __post_init__(self) -> None:
-        counts = (self.compute_samples, self.comm_samples, self.actors, self.ranks, self.seed)
+        counts = (self.compute_samples, self.comm_samples, self.step_samples, self.actors, self.ranks, self.seed)
         if min(counts) < 0 or min(self.chunk, self.hosts) < 1 or not self.hang_s > 0:
             raise ShardCoreError(f"measure config {self} needs counts and a seed of 0 or more, chunk and hosts of at least 1, "
                                  "and a positive hang_s")
         if self.ranks % self.hosts:
             raise ShardCoreError(f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts")
-        self.kernels(), self.groups(), self.comm()
+        self.kernels(), self.groups(), self.comm(), self.steps()
 
     def kernels(self) -> kernels.KernelConfig:
         return kernels.KernelConfig(self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats, self.interleave)
@@ -70,6 +73,9 @@ class MeasureConfig:
 
     def comm(self) -> collectives.CommConfig:
         return collectives.CommConfig(repeats=self.comm_repeats)
+
+    def steps(self) -> ReplayConfig:
+        return ReplayConfig(repeats=self.step_repeats, arena_bytes=min(self.arena_bytes, sampling.STEP_BYTES))
 
 
 @ray.remote(max_restarts=0)

@@ -17,7 +17,7 @@ _EVERY_S = 5.0
 
 
 class Progress:
-    """Samples done of `total` of a kind ("compute", "comm"), rate, time left, and the share of time in kernels."""
+    """Samples done of `total` of a kind ("compute", "comm", "steps"), rate, time left, and the share of time in kernels."""
 
     def __init__(self, kind: str, total: int):
         self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}

@@ -1,4 +1,5 @@
-"""Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host."""
+"""Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host; for `evaluate`, and as
+samples of what exchanges take in steps."""
 
 from __future__ import annotations
 
@@ -6,18 +7,21 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from prefect import task
+from prefect import get_run_logger, task
 
+from shardcore import files, replays, sampling
 from shardcore.measure import collectives
 from shardcore.measure.replay import ReplayConfig, combine, replay_rank, require_replayable
-from shardcore.types import Replayed, Setting
+from shardcore.types import Plan, Problem, Replayed, Setting, Table
 from shardcore.workload import Workload
 from tasks import actors
-from tasks.measure import cluster_device
+from tasks.measure import MeasureConfig, cluster_device, rank_count
+from tasks.progress import Progress
 
 _PROBE_S = 5.0
 
@@ -73,6 +77,39 @@ def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig
         require_replayable(workload, workloads[0], setting, "cpu")
     with replaying(len(workloads[0].ops), setting, config or ReplayConfig()) as run:
         return run(workloads)
+
+
+@task(task_run_name="measure-steps")
+def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
+    """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster; the number replayed. None
+    where its devices would have to share a core, for such steps tell nothing."""
+    devices = step_devices(config, setting.batch)
+    if devices < 2:
+        get_run_logger().warning("no host has two devices that steps could run on: what exchanges take in them stays unknown")
+        return 0
+    drawn = wanted_steps(files.read_pool(pool_path), setting, devices, config)
+    lacking = [(problem, lacks) for problem, made in drawn if (lacks := replays.missing(folder, problem, made, setting))]
+    total = sum(len(made) for _, made in lacking)
+    if not total:
+        return 0
+    progress = Progress("steps", total)
+    with replaying(devices, setting, config.steps()) as run:
+        for problem, made in lacking:
+            replays.append(folder, problem, made, setting, config.steps(), run)
+            progress.add(f"{devices} ranks", len(made))
+            progress.say()
+    return total
+
+
+def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
+                 config: MeasureConfig) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+    """The first step_samples plans of the seed's draws, by their problems."""
+    return sampling.first_steps(pool, config.step_samples, setting, devices, config.seed, config.steps().arena_bytes)
+
+
+def step_devices(config: MeasureConfig, batch: int) -> int:
+    """How many devices of one host steps run on: those of an exchange, as far as they share no core."""
+    return devices_of_a_host(rank_count(config, cluster_device(), batch) // config.hosts, batch)
 
 
 def devices_of_a_host(most: int, batch: int) -> int:

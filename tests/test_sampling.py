@@ -6,6 +6,7 @@ from shardcore import sampling
 from shardcore.sampling import GroupConfig, ProblemConfig
 from shardcore.tables import kept_for_testing
 from shardcore.types import Setting, ShardCoreError
+from shardcore.workload import lower
 
 SETTING = Setting("test", 256)
 
@@ -45,6 +46,25 @@ def test_exchanges_vary_in_balance_and_skew():
     ratios = [max(r.widths) / max(1, min(r.widths)) for r in requests]
     assert min(ratios) < 1.1 and max(ratios) > 1.5
     assert all(min(r.start_ms) == 0 for r in requests) and sum(max(r.start_ms) > 0 for r in requests) == 50
+
+
+def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
+    pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
+    steps = sampling.first_steps(pool, 15, SETTING, 2, seed=3, max_table_bytes=32 << 20)
+    assert [len(made) for _, made in steps] == [6, 6, 3]
+    for problem, made in steps:
+        assert len(problem.topology) == 2 and all(t.bytes <= 32 << 20 for t in problem.tables)
+        for way, plan in made:
+            traffic = lower(plan, problem).traffic
+            assert traffic.all_to_all.any() and traffic.reduce_scatter.any() == ("rows" in way)
+            assert traffic.all_reduce.any() == ("copies" in way)
+    more = sampling.first_steps(pool, 30, SETTING, 2, seed=3, max_table_bytes=32 << 20)
+    assert more[:2] == steps[:2] and more[2][1][:3] == steps[2][1]
+    large = [dataclasses.replace(t, rows=2_000_000) for t in pool]
+    assert {way for way, _ in sampling.step_plans(large, 0, SETTING, 2)[1]} == {"columns", "rows"}
+    with pytest.raises(ShardCoreError, match="0 tables"):
+        sampling.first_steps(large, 1, SETTING, 2, max_table_bytes=1 << 10)
+    assert sampling.first_steps(large, 0, SETTING, 2) == []
 
 
 def test_problems_are_like_neuroshards(tables):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import band, exchange, features, nets, neural
+from shardcore.cost import band, exchange, features, nets, neural, steps
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -97,6 +97,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
+        weights = steps.with_compute(weights, steps.compute_factors(start.weights)) if "steps" in start.meta else weights
         ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
         carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from shardcore import dataset, files, sampling, tables
+from shardcore import dataset, files, replays, sampling, tables
 from shardcore.measure import collectives, hardware, kernels
+from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.supervise import SupervisedBench
-from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, ShardCoreError
+from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
 _PROGRESS_S = 5.0
+_STEP_REPEATS = 20
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -32,7 +34,11 @@ def measure(args: argparse.Namespace) -> None:
     config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
                                   max_repeats=args.max_repeats, interleave=args.interleave)
     groups = sampling.GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
-    exchanges = _missing_exchanges(args, setting, device) if args.exchanges else []
+    if args.exchanges or args.steps:
+        _require_ranks(args, setting, device)
+    exchanges = _missing_exchanges(args, setting) if args.exchanges else []
+    steps = _missing_steps(args, live, setting)
+    plans = sum(len(made) for _, made in steps)
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
     drawn = [t for t in live if tables.kept_for_testing(t)] if args.held_out else live
@@ -57,6 +63,10 @@ def measure(args: argparse.Namespace) -> None:
         print(f"{len(exchanges)} of the first {args.exchanges} exchanges are missing")
     elif exchanges:
         _measure_exchanges(args, exchanges, setting, device)
+    if plans and args.dry_run:
+        print(f"{plans} of the first {args.steps} steps are missing")
+    elif plans:
+        _measure_steps(args, steps, setting, device)
     if not args.dry_run:
         dataset.merge_parts(args.out)
 
@@ -98,12 +108,15 @@ def _estimate(args: argparse.Namespace, bench: SupervisedBench, missing: Iterabl
         print(f"about {rate * args.minutes * 60:.0f} samples in {args.minutes:g} min, at {rate:.1f} a second")
 
 
-def _missing_exchanges(args: argparse.Namespace, setting: Setting, device: str) -> list[CommRequest]:
+def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> None:
     if setting.batch % args.ranks or args.ranks < 2:
         raise ShardCoreError(f"--ranks is {args.ranks}; an exchange needs at least 2, and a number that divides the batch of "
                              f"{setting.batch}")
     if device == "cuda" and torch.cuda.device_count() < args.ranks:
         raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
+
+
+def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[CommRequest]:
     known = dataset.read_ids(args.out, "comm")
     draws = sampling.different(lambda i: sampling.comm_request(i, args.ranks, setting.batch, args.seed),
                        lambda r: dataset.comm_id(setting, r), args.exchanges)
@@ -121,6 +134,26 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CommRequest],
 
     samples = collectives.measure_all(missing, args.ranks, setting, collectives.CommConfig(), device)
     _keep(samples, args.chunk, lambda some: dataset.write_comm(args.out, some), tell)
+
+
+def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Setting) -> list[tuple[Problem, list]]:
+    """The plans to replay, by their problems."""
+    drawn = sampling.first_steps(live, args.steps, setting, args.ranks, args.seed, _step_config(args).arena_bytes)
+    return [(problem, lacks) for problem, made in drawn if (lacks := replays.missing(args.out, problem, made, setting))]
+
+
+def _step_config(args: argparse.Namespace) -> ReplayConfig:
+    return ReplayConfig(repeats=_STEP_REPEATS, arena_bytes=min(int(args.arena_gib * 2**30), sampling.STEP_BYTES),
+                        timeout_s=2 * args.hang_s)
+
+
+def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
+    config = _step_config(args)
+    done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
+    for problem, made in missing:
+        replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))
+        done += len(made)
+        print(f"{done} of {total} steps, {(time.monotonic() - began) / done:.1f} s each", flush=True)
 
 
 def _keep(samples: Iterable[Any], chunk: int, write: Callable[[list[Any]], Any], tell: Callable[[Any], None]) -> None:

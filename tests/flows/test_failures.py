@@ -74,6 +74,7 @@ def test_an_unknown_parameter_is_named_before_anything_runs(empty):
     assert not (empty.folder / "data/pool.json").exists()
 
 
+@pytest.mark.long
 def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_project, rng, outcome):
     project = new_project()
     project.set_params("measure", compute_samples=30, comm_samples=12, chunk=5)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import dataset, files, sampling
+from shardcore import dataset, files, replays, sampling
 from shardcore.__main__ import main
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.supervise import SupervisedBench
@@ -85,12 +85,14 @@ def command(tables, tmp_path):
 
 
 def test_the_command_says_what_is_missing_measures_it_and_goes_on(command, tables, tmp_path, capsys):
-    assert main([*command, "--samples", "10", "--exchanges", "4", "--dry-run"]) == 0
+    assert main([*command, "--samples", "10", "--exchanges", "4", "--steps", "3", "--dry-run"]) == 0
     assert "10 of the first 10 samples are missing" in (said := capsys.readouterr().out) and "4 exchanges are missing" in said
+    assert "3 of the first 3 steps are missing" in said
     assert not (tmp_path / "data").exists()
-    assert main([*command, "--samples", "10", "--exchanges", "4"]) == 0
+    assert main([*command, "--samples", "10", "--exchanges", "4", "--steps", "3"]) == 0
     said = capsys.readouterr().out
     assert "10 samples" in said and "in kernels" in said and "entered a median" in said and "4 of 4 exchanges" in said
+    assert "3 of 3 steps" in said and len(replays.digests(tmp_path / "data")) == 1
     [setting] = dataset.settings(tmp_path / "data")
     shape = sampling.GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
     control = dataset.compute_id(setting, sampling.control_request(tables[:5], setting, shape))
@@ -100,7 +102,10 @@ def test_the_command_says_what_is_missing_measures_it_and_goes_on(command, table
     assert int(re.search(r"(\d+) samples, ", capsys.readouterr().out)[1]) >= 4  # and those that other work disturbed
     assert first < dataset.read_ids(tmp_path / "data", "compute") and len(dataset.read_compute(tmp_path / "data")) == 13
     assert len([s for s in dataset.read_repeats(tmp_path / "data") if s[0].id != control]) >= 2
-    assert main([*command, "--samples", "12"]) == 0 and "already" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "data")]) == 0 and re.search(r"steps +3 plans of 1 problems", capsys.readouterr().out)
+    assert main([*command, "--samples", "12", "--steps", "4"]) == 0 and "1 of 1 steps" in capsys.readouterr().out
+    assert main([*command, "--samples", "12", "--steps", "4"]) == 0
+    assert "already" in (said := capsys.readouterr().out) and "steps" not in said
     assert main([*command, "--ranks", "3", "--exchanges", "4"]) == 1 and "divides the batch of 64" in capsys.readouterr().err
 
 
