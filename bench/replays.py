@@ -1,15 +1,12 @@
 """Plans of the search, of its peers and random ones, predicted and replayed on two processes: do predictions hold, does the
 search exploit the model's errors, and what is it worth?
 
-    python -m shardcore measure --samples 600 --exchanges 200 --tolerance 0.05 --max-repeats 8 --minutes 4 --out DATA
-    python -m shardcore train DATA --out MODEL
-    python -m bench.replays MODEL --problems 10 --seed 1 --out DATA/replays
-    python -m shardcore train DATA --out MODEL
-    python -m bench.replays MODEL --problems 30 --out FOLDER
+    dvc repro train
+    python -m bench.replays data/model --problems 30 --out FOLDER
 
-The replays of ten problems first join the measurements: training learns from them what exchanges take in steps. MODEL must be
-of this machine and for two processes. Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at dims up
-to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `chosen` is of several plans of
+MODEL must be of this machine and for two processes, and know what ops and exchanges take in steps (measure.step_samples in
+params.yaml; more samples make better models). Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at
+dims up to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `chosen` is of several plans of
 local the one that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the
 measured bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
 

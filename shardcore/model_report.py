@@ -304,8 +304,8 @@ def _proxies(model: NeuralModel) -> list[str]:
 def _how_good(studied: Studied) -> str:
     rows = [(words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
             for words, key, form in _SPLIT_ROWS if any(key in found for found in studied.metrics.values())]
-    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of training, and "
-            "judges which version is promoted."]
+    said = ["Errors are mean absolute ones of groups and exchanges alone, relative to what was measured; the test split was kept "
+            "out of training, and judges which version is promoted."]
     if studied.unseen_tables is not None:
         said.append(f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%.")
     if studied.repeatability is not None:
@@ -323,6 +323,6 @@ curl localhost:5001/invocations -H 'Content-Type: application/json' -d \\
 ```
 
 In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`, whose `predict`
-takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to `high_ms` (holds 90% of measurements),
-`extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
+takes the list under "inputs". A group's answer, alone: `ms`, of it `forward_ms`, `low_ms` to `high_ms` (holds 90% of
+measurements), `extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
 """

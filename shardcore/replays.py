@@ -3,8 +3,9 @@ be trained on it.
 
   problem.json    as files.write_problem
   <plan>.json     as files.write_plan; named by the digest of what it places
-  replays.json    schema shardcore/replays, version 1: the setting and the ReplayConfig; `replays`: algorithm, plan, total_ms and
-                  the parts of each; sealed by a digest. Written last, so a folder without it holds no replays
+  replays.json    schema shardcore/replays, version 1: the setting, the ReplayConfig and dataset.MEASUREMENT_VERSION (without one:
+                  2); `replays`: algorithm (or kind of plan), plan, total_ms and the parts of each; sealed by a digest. Written
+                  last, so a folder without it holds no replays; nor does one of another measurement version
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     files.write_problem(folder / PROBLEM_JSON, problem)
     for name, plan in plans.items():
         files.write_plan(folder / f"{name}.json", plan, problem)
-    body = {"setting": files.setting_to_json(setting), "config": dataclasses.asdict(config), "replays": [
+    body = {"setting": files.setting_to_json(setting), "config": dataclasses.asdict(config), "measurement_version":
+            dataset.MEASUREMENT_VERSION, "replays": [
         {"algorithm": algorithm, "plan": name, "total_ms": costs[name].total_ms, **dataclasses.asdict(costs[name])}
         for algorithm, name in names]}
     files.write_json(folder / REPLAYS_JSON, {"schema": SCHEMA, "version": VERSION, **body, "digest": files.digest(body)})
@@ -75,7 +77,7 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
-    return (known == problem and body["setting"] == files.setting_to_json(setting)
+    return (_is_current(body) and known == problem and body["setting"] == files.setting_to_json(setting)
             and body["config"] == dataclasses.asdict(config) and [(r["algorithm"], r["plan"]) for r in body["replays"]] == names
             and all((folder / f"{name}.json").exists() for _, name in names))
 
@@ -91,13 +93,26 @@ def read(folder: Path) -> Kept:
 
 def read_all(folder: Path, setting: Setting) -> list[Kept]:
     """The kept replays of a setting in the folders of `folder`, by their names; [] where there are none."""
-    found = [read(path.parent) for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
-    return [kept for kept in found if kept.setting == setting]
+    return [kept for kept in _read_current(folder) if kept.setting == setting]
 
 
-def missing(folder: Path, problem: Problem, made: Made, setting: Setting) -> list[tuple[str, Plan]]:
-    """Those of these plans of which a dataset's folder has no replays."""
-    known = _known(folder, problem, setting)
+def _read_current(folder: Path) -> list[Kept]:
+    """Those in the folders of `folder` whose timings mean what they mean today."""
+    there = [path.parent for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
+    return [read(one) for one in there if _is_current(_read(one))]
+
+
+def _is_current(body: Mapping[str, Any]) -> bool:
+    return body.get("measurement_version", 2) == dataset.MEASUREMENT_VERSION
+
+
+def missing(folder: Path, made: Sequence[tuple[Problem, Made]], setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+    """Those of these problems' plans of which a dataset's folder has no replays; problems that lack none are left out."""
+    lacks = [(problem, _missing(plans, problem, _known(folder, problem, setting))) for problem, plans in made]
+    return [(problem, plans) for problem, plans in lacks if plans]
+
+
+def _missing(made: Made, problem: Problem, known: Mapping[str, Replayed]) -> list[tuple[str, Plan]]:
     return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan, problem) not in known]
 
 
@@ -105,7 +120,7 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
            replay: Replay) -> dict[str, Replayed]:
     """What these plans take, by their digests: as a dataset's folder has it, in whatever way they were replayed, or replayed now
     and kept there, beside all that it has. Raises as `keep`."""
-    lacks = missing(folder, problem, made, setting)
+    lacks = _missing(made, problem, _known(folder, problem, setting))
     if lacks:
         of = [files.problem_to_json(problem), files.setting_to_json(setting), [plan_digest(plan, problem) for _, plan in lacks]]
         keep(folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}", problem, lacks, setting, config, replay)
@@ -122,7 +137,7 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:
     cost/steps.py. Raises as `read`, and where a folder has neither replays nor samples of the setting, but replays of others."""
     found: dict[tuple[str, str], Step] = {}
     for folder in folders:
-        kept = [read(path.parent) for path in sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))]
+        kept = _read_current(folder / dataset.REPLAYS)
         others = sorted({str(one.setting) for one in kept if one.setting != setting})
         if len(others) and not any(one.setting == setting for one in kept) and setting not in dataset.settings(folder):
             raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")

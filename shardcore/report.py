@@ -101,7 +101,8 @@ def step_summary(kept: Sequence[Kept]) -> list[tuple[str, str]]:
     costs = [cost for one in kept for cost in one.costs.values()]
     kinds = Counter(name for one in kept for plan in one.plans.values() for name in dict.fromkeys(
         kind_of(p.shard, p.devices) for p in plan.placements))
-    return [("steps", f"{len(costs)} plans of {len(kept)} problems"),
+    problems = sum(all(one.problem != other.problem for other in kept[:i]) for i, one in enumerate(kept))
+    return [("steps", f"{len(costs)} plans of {problems} problems"),
             ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
             ("devices", _range([len(one.problem.topology) for one in kept])),
             ("step ms", _range([c.total_ms for c in costs])),

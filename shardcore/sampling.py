@@ -43,13 +43,11 @@ _PLANNED_SEED = 2**32 - 2
 """Kept for the problems whose plans are measured: `evaluate` never sees them."""
 _PLANNED_EVALS = 300
 
-STEP_WAYS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
-"""What the plans of a problem have whose steps are measured: tables whole or cut by columns, and some in these ways."""
+STEP_KINDS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
+"""What the plans of a problem have whose steps are measured: tables whole or cut by columns, and some of these kinds."""
 _STEP_SEED = 2**32 - 3
 _STEP_TABLES = (8, 24)
 _STEP_DIMS = (16, 32, 64, 128)
-STEP_BYTES = 512 << 20
-"""Of the largest table of a step."""
 _COPIED_BYTES = 4 << 20
 """Larger tables are not copied in a step: their gradients would hide what a small exchange takes."""
 _DIVIDED = 0.4
@@ -208,46 +206,50 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     return CommRequest(tuple(widths), batch, tuple(round(float(s), 3) for s in starts), collective, payload, hosts, BUSY_MS)
 
 
-def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int, seed: int = 0,
-               max_table_bytes: int = STEP_BYTES) -> tuple[Problem, list[tuple[str, Plan]]]:
-    """Problem `index` whose steps are measured, with plans of STEP_WAYS and these names. They are random, so loads are uneven and
-    every collective runs with many and with few bytes. A problem without tables small enough to copy has fewer plans.
+def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int, max_table_bytes: int,
+               seed: int = 0) -> tuple[Problem, list[tuple[str, Plan]]]:
+    """Problem `index` whose steps are measured, with plans of STEP_KINDS and these names. They are random, so loads are uneven
+    and every collective runs with many and with few bytes. A problem without tables small enough to copy has fewer plans.
 
-    `devices` divide the batch. Raises ShardCoreError where no table of the pool has lookups and is small enough.
+    `devices` divide the batch. Raises ShardCoreError where no table of the pool has lookups and fits max_table_bytes.
     """
     rng = np.random.default_rng([4, seed, index])
     fitting = {dim: [t for t in pool if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
                for dim in (MIN_WIDTH, *_STEP_DIMS)}
-    max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= _STEP_TABLES[0]] or [MIN_WIDTH]))
-    fewest, most = (max(1, min(n, len(fitting[max_dim]))) for n in _STEP_TABLES)
+    if not fitting[MIN_WIDTH]:
+        raise ShardCoreError(f"none of the pool's {len(pool)} tables has lookups and fits {max_table_bytes >> 20} MiB at a dim "
+                             f"of {MIN_WIDTH}: no step can be replayed; give more memory, or ask for no steps")
+    enough = min(_STEP_TABLES[0], len(fitting[MIN_WIDTH]))
+    max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= enough] or [MIN_WIDTH]))
+    fewest, most = (min(n, len(fitting[max_dim])) for n in _STEP_TABLES)
     shape = ProblemConfig(devices, fewest, most, max_dim)
     drawn = problem(fitting[max_dim], int(rng.integers(1 << 31)), setting, _STEP_SEED, shape)
     room = Device(2 * sum(shard_bytes(Shard.whole(t), setting.batch, setting.optimizer) for t in drawn.tables))
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
-    return drawn, [(way, _step_plan(drawn, way, small, rng)) for way in STEP_WAYS if small or "copies" not in way]
+    return drawn, [(kind, _step_plan(drawn, kind, small, rng)) for kind in STEP_KINDS if small or "copies" not in kind]
 
 
-def first_steps(pool: Sequence[Table], n: int, setting: Setting, devices: int, seed: int = 0,
-                max_table_bytes: int = STEP_BYTES) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int,
+                     seed: int = 0) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The first n plans of step_plans, by their problems."""
     found: list[tuple[Problem, list[tuple[str, Plan]]]] = []
     while (missing := n - sum(len(plans) for _, plans in found)) > 0:
-        drawn, plans = step_plans(pool, len(found), setting, devices, seed, max_table_bytes)
+        drawn, plans = step_plans(pool, len(found), setting, devices, max_table_bytes, seed)
         found.append((drawn, plans[:missing]))
     return found
 
 
-def _step_plan(problem: Problem, way: str, small: Sequence[Table], rng: np.random.Generator) -> Plan:
+def _step_plan(problem: Problem, kind: str, small: Sequence[Table], rng: np.random.Generator) -> Plan:
     from shardcore.search.pieces import consolidate, divided
 
     everywhere = tuple(range(len(problem.topology)))
-    copied = {small[i].name for i in rng.permutation(len(small))[: rng.integers(1, 4)]} if "copies" in way else ()
+    copied = {small[i].name for i in rng.permutation(len(small))[: rng.integers(1, 4)]} if "copies" in kind else ()
     placements: list[Placement] = []
     for table in problem.tables:
         if table.name in copied:
             placements.append(Placement(Shard.whole(table), everywhere))
-        elif "rows" in way and rng.random() < _DIVIDED and (ranges := divided(table, everywhere)):
+        elif "rows" in kind and rng.random() < _DIVIDED and (ranges := divided(table, everywhere)):
             placements += ranges
         else:
             units = table.dim // MIN_WIDTH

@@ -17,7 +17,7 @@ from shardcore.streams import access_share, lookups
 from shardcore.types import OUTPUT_BYTES, CommRequest, ComputeRequest
 from shardcore.workload import Workload, lower
 from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute
-from tasks.replay import step_devices, wanted_steps
+from tasks.replay import step_devices, wanted_steps, why_no_steps
 from tasks.setting import SettingConfig
 
 _PAUSE_S = 60.0
@@ -62,15 +62,17 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     compute = [r for k, r in groups.items() if k not in dataset.read_ids(folder, "compute")]
     comm = [r for k, r in exchanges.items() if k not in dataset.read_ids(folder, "comm")]
     actors, devices = actor_count(config, device), step_devices(config, setting.batch)
-    steps = wanted_steps(files.read_pool(pool_path), setting, devices, config) if devices > 1 else []
-    lacking = [lower(plan, problem) for problem, made in steps for _, plan in replays.missing(folder, problem, made, setting)]
+    pool = files.read_pool(pool_path)
+    steps = [] if why_no_steps(pool, devices, config) else wanted_steps(pool, setting, devices, config)
+    lacking = [lower(plan, problem) for problem, made in replays.missing(folder, steps, setting) for _, plan in made]
     return [
         _estimate("compute", len(groups), len(compute), actors, [s.measured_at for s in dataset.read_compute(folder, setting)],
                   _compute_ms(compute, device) * (1 + config.max_repeats) / actors),
         _estimate("comm", len(exchanges), len(comm), ranks, [s.measured_at for s in dataset.read_comm(folder, setting)],
                   _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)),
-        _estimate("steps", sum(len(made) for _, made in steps), len(lacking), devices, [],
-                  _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats)),
+        Estimate("steps", sum(len(made) for _, made in steps), len(lacking), devices,
+                 len(lacking) * _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats) / 1e3,
+                 "a physical estimate from bytes and rough bandwidths, without what it takes to build the ops"),
     ]
 
 

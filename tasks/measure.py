@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from prefect import get_run_logger, task
 
 from shardcore import dataset, files, sampling
 from shardcore.measure import collectives, gang, hardware, kernels
-from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
 from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError, Table
 from tasks import actors
 from tasks.progress import Progress
@@ -54,7 +54,7 @@ class MeasureConfig:
     interleave: int = 16
     max_shards: int = 30
     comm_repeats: int = 7
-    step_repeats: int = 20
+    step_repeats: int = STEP_REPEATS
 
     def __post_init__(self) -> None:
         counts = (self.compute_samples, self.comm_samples, self.step_samples, self.actors, self.ranks, self.seed)
@@ -75,7 +75,7 @@ class MeasureConfig:
         return collectives.CommConfig(repeats=self.comm_repeats)
 
     def steps(self) -> ReplayConfig:
-        return ReplayConfig(repeats=self.step_repeats, arena_bytes=min(self.arena_bytes, sampling.STEP_BYTES))
+        return of_samples(self.arena_bytes, self.hang_s, self.step_repeats)
 
 
 @ray.remote(max_restarts=0)
@@ -134,8 +134,12 @@ def actor_count(config: MeasureConfig, device: str) -> int:
     resources = ray.cluster_resources()
     if config.actors or device == "cuda":
         return config.actors or int(resources["GPU"])
-    room = resources.get("memory", float("inf")) // (config.arena_bytes + _WORKER_BYTES)
-    return int(max(1, min(resources.get("CPU", 1), room)))
+    return int(max(1, min(resources.get("CPU", 1), with_room(resources, config.arena_bytes))))
+
+
+def with_room(resources: Mapping[str, float], arena_bytes: int) -> float:
+    """Measuring processes that the memory among Ray's resources holds."""
+    return resources.get("memory", float("inf")) // (arena_bytes + _WORKER_BYTES)
 
 
 def rank_count(config: MeasureConfig, device: str, batch: int) -> int:

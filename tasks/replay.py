@@ -1,5 +1,5 @@
 """Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host; for `evaluate`, and as
-samples of what exchanges take in steps."""
+samples of what ops and exchanges take in steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from prefect import get_run_logger, task
 from shardcore import files, replays, sampling
 from shardcore.measure import collectives
 from shardcore.measure.replay import ReplayConfig, combine, replay_rank, require_replayable
-from shardcore.types import Plan, Problem, Replayed, Setting, Table
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Plan, Problem, Replayed, Setting, Table
 from shardcore.workload import Workload
 from tasks import actors
-from tasks.measure import MeasureConfig, cluster_device, rank_count
+from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress
 
 _PROBE_S = 5.0
@@ -82,13 +82,12 @@ def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig
 @task(task_run_name="measure-steps")
 def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
     """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster; the number replayed. None
-    where its devices would have to share a core, for such steps tell nothing."""
-    devices = step_devices(config, setting.batch)
-    if devices < 2:
-        get_run_logger().warning("no host has two devices that steps could run on: what exchanges take in them stays unknown")
+    where it cannot: a line says why."""
+    pool, devices = files.read_pool(pool_path), step_devices(config, setting.batch)
+    if reason := why_no_steps(pool, devices, config):
+        get_run_logger().warning("what ops and exchanges take in steps stays unknown: %s", reason)
         return 0
-    drawn = wanted_steps(files.read_pool(pool_path), setting, devices, config)
-    lacking = [(problem, lacks) for problem, made in drawn if (lacks := replays.missing(folder, problem, made, setting))]
+    lacking = replays.missing(folder, wanted_steps(pool, setting, devices, config), setting)
     total = sum(len(made) for _, made in lacking)
     if not total:
         return 0
@@ -104,12 +103,26 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
 def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
                  config: MeasureConfig) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The first step_samples plans of the seed's draws, by their problems."""
-    return sampling.first_steps(pool, config.step_samples, setting, devices, config.seed, config.steps().arena_bytes)
+    return sampling.first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
+
+
+def why_no_steps(pool: Sequence[Table], devices: int, config: MeasureConfig) -> str | None:
+    """Why steps of a pool's tables cannot run on so many devices, or None."""
+    if devices < 2:
+        return "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
+    most = config.steps().arena_bytes
+    fits = any(t.pooling > 0 and t.rows * MIN_WIDTH * PRECISION_BYTES[t.precision] <= most for t in pool)
+    return None if fits else f"no table of the pool with lookups fits {most >> 20} MiB at a dim of {MIN_WIDTH}"
 
 
 def step_devices(config: MeasureConfig, batch: int) -> int:
-    """How many devices of one host steps run on: those of an exchange, as far as they share no core."""
-    return devices_of_a_host(rank_count(config, cluster_device(), batch) // config.hosts, batch)
+    """How many devices of one host steps run on: those of an exchange, as far as they share no core and memory goes."""
+    device = cluster_device()
+    most = rank_count(config, device, batch) // config.hosts
+    if device == "cpu":
+        largest = max((node["Resources"] for node in ray.nodes() if node["Alive"]), key=lambda r: r.get("CPU", 0))
+        most = int(min(most, with_room(largest, config.steps().arena_bytes)))
+    return devices_of_a_host(most, batch)
 
 
 def devices_of_a_host(most: int, batch: int) -> int:

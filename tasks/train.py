@@ -104,6 +104,8 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
         trained = fit.train(known.compute, known.comm, setting, config.fit, progress)
         _say_best(trained.curves)
         fitted = steps.fit(trained.model, replayed)
+        if replayed:
+            logger.info(steps.said(trained.model, fitted, len(replayed)))
         joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
         model = dataclasses.replace(fitted, meta={**fitted.meta, "provenance": {
             "data_version": version, "git_commit": commit, "seed": config.seed, **joined}})

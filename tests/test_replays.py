@@ -75,6 +75,9 @@ def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_st
     assert len(steps) == len({plan for _, plan in more}) + len(first)
     assert all(took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms) for workload, took in steps)
     assert replays.steps([tmp_path / "none"], SETTING) == []
+    assert replays.missing(tmp_path, [(problem, more), (fresh, plans)], SETTING) == []
+    [(of, lacks)] = replays.missing(tmp_path, [(problem, made)], SETTING)
+    assert of == problem and len(lacks) == len([p for _, p in made if p not in [q for _, q in more]])
     with pytest.raises(ShardCoreError, match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"):
         replays.steps([tmp_path], dataclasses.replace(SETTING, batch=64))
 

@@ -50,21 +50,23 @@ def test_exchanges_vary_in_balance_and_skew():
 
 def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
-    steps = sampling.first_steps(pool, 15, SETTING, 2, seed=3, max_table_bytes=32 << 20)
+    steps = sampling.first_step_plans(pool, 15, SETTING, 2, 32 << 20, seed=3)
     assert [len(made) for _, made in steps] == [6, 6, 3]
     for problem, made in steps:
         assert len(problem.topology) == 2 and all(t.bytes <= 32 << 20 for t in problem.tables)
-        for way, plan in made:
+        for kind, plan in made:
             traffic = lower(plan, problem).traffic
-            assert traffic.all_to_all.any() and traffic.reduce_scatter.any() == ("rows" in way)
-            assert traffic.all_reduce.any() == ("copies" in way)
-    more = sampling.first_steps(pool, 30, SETTING, 2, seed=3, max_table_bytes=32 << 20)
+            assert traffic.all_to_all.any() and traffic.reduce_scatter.any() == ("rows" in kind)
+            assert traffic.all_reduce.any() == ("copies" in kind)
+    more = sampling.first_step_plans(pool, 30, SETTING, 2, 32 << 20, seed=3)
     assert more[:2] == steps[:2] and more[2][1][:3] == steps[2][1]
     large = [dataclasses.replace(t, rows=2_000_000) for t in pool]
-    assert {way for way, _ in sampling.step_plans(large, 0, SETTING, 2)[1]} == {"columns", "rows"}
-    with pytest.raises(ShardCoreError, match="0 tables"):
-        sampling.first_steps(large, 1, SETTING, 2, max_table_bytes=1 << 10)
-    assert sampling.first_steps(large, 0, SETTING, 2) == []
+    assert {kind for kind, _ in sampling.step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"columns", "rows"}
+    few = {sampling.step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
+    assert max(t.dim for some in few for t in some) >= 32
+    with pytest.raises(ShardCoreError, match="none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"):
+        sampling.first_step_plans(large, 1, SETTING, 2, 1 << 20)
+    assert sampling.first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
 
 
 def test_problems_are_like_neuroshards(tables):

@@ -24,7 +24,7 @@ from shardcore.types import StepCost, Topology
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8
-"""A collective that ran in fewer has the factor of the all-to-all."""
+"""Fewer tell nothing; a collective that ran in fewer of them has the factor of the all-to-all."""
 
 Step = tuple[Workload, StepCost]
 """What was replayed, and what it took."""
@@ -38,6 +38,14 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         return model
     fitted = _fit_collectives(_fit_compute(alone(model), steps), steps)
     return dataclasses.replace(fitted, meta={**model.meta, "steps": len(steps)})
+
+
+def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
+    """What `fit` made of n steps, in words."""
+    if fitted is before:
+        return (f"{n} replayed steps tell nothing of what ops and exchanges take in them: needed are {FEWEST_STEPS} on links "
+                "that were measured, and measured exchanges")
+    return f"{fitted.meta['steps']} of {n} replayed steps tell what ops and exchanges take in them"
 
 
 def alone(model: NeuralModel) -> NeuralModel:
@@ -55,7 +63,7 @@ def compute_factors(w: Mapping[str, np.ndarray]) -> np.ndarray:
 def with_compute(w: Mapping[str, np.ndarray], factors: np.ndarray) -> dict[str, np.ndarray]:
     """Weights of a model whose ops take factors [2] times as long as those of `w`."""
     return {**w, "rates": w["rates"] * factors, "launch": w["launch"] * factors,
-            "band.log_ms": w["band.log_ms"] + np.log(factors.mean()), _COMPUTE: compute_factors(w) * factors}
+            "band.log_ms": w["band.log_ms"] + np.log(factors).mean(), _COMPUTE: compute_factors(w) * factors}
 
 
 def _fit_compute(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
@@ -69,10 +77,12 @@ def _fit_compute(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
 
 
 def _fit_collectives(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
-    """The model, which has no factors of collectives yet, with theirs."""
+    """The model, which has no factors of collectives yet, with theirs. Steps run on one host: they say nothing of collectives
+    that were measured between hosts alone."""
     factors: dict[str, np.ndarray] = {}
     for way in ("forward", "backward"):
-        often = [c for c in _OF_WAY[way] if sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
+        often = [c for c in _OF_WAY[way] if "within" in exchange.measured_links(model.weights, c)
+                 and sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
         known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)}) and ran <= set(often)]
         if known:
             terms, took = (np.concatenate(x) for x in zip(*(_observed(model, s, way, often) for s in known), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +12,15 @@ from typing import Any
 
 import torch
 
-from shardcore import dataset, files, replays, sampling, tables
+from shardcore import dataset, files, sampling, tables
 from shardcore.measure import collectives, hardware, kernels
-from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
 _PROGRESS_S = 5.0
-_STEP_REPEATS = 20
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -36,6 +36,8 @@ def measure(args: argparse.Namespace) -> None:
     groups = sampling.GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
+    if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
+        raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, here are {cores}")
     exchanges = _missing_exchanges(args, setting) if args.exchanges else []
     steps = _missing_steps(args, live, setting)
     plans = sum(len(made) for _, made in steps)
@@ -138,17 +140,17 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CommRequest],
 
 def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Setting) -> list[tuple[Problem, list]]:
     """The plans to replay, by their problems."""
-    drawn = sampling.first_steps(live, args.steps, setting, args.ranks, args.seed, _step_config(args).arena_bytes)
-    return [(problem, lacks) for problem, made in drawn if (lacks := replays.missing(args.out, problem, made, setting))]
+    from shardcore import replays  # reaches the cost models, which measuring does without
 
-
-def _step_config(args: argparse.Namespace) -> ReplayConfig:
-    return ReplayConfig(repeats=_STEP_REPEATS, arena_bytes=min(int(args.arena_gib * 2**30), sampling.STEP_BYTES),
-                        timeout_s=2 * args.hang_s)
+    arena = of_samples(int(args.arena_gib * 2**30), args.hang_s).arena_bytes
+    drawn = sampling.first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
+    return replays.missing(args.out, drawn, setting)
 
 
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
-    config = _step_config(args)
+    from shardcore import replays
+
+    config = of_samples(int(args.arena_gib * 2**30), args.hang_s)
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
         replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))

@@ -68,6 +68,16 @@ class ReplayConfig:
                                  "timeout_s, and the rest 0 or more")
 
 
+STEP_REPEATS = 20
+STEP_BYTES = 512 << 20
+
+
+def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
+    """How plans are replayed whose steps are samples of a dataset: weights of STEP_BYTES a rank at most; in a round, or while a
+    plan's ops are built, more happens than in one op that hangs after hang_s."""
+    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=2 * hang_s)
+
+
 def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu") -> Replayed:
     """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one GPU a device).
 

@@ -76,6 +76,28 @@ def test_factors_are_found_and_prices_have_them(model, compute, pace):
     assert (ratio > min(compute) * pace * 0.99).all() and (ratio < max(compute) * pace * 1.01).all()
 
 
+def test_what_is_alone_is_what_it_was(model):
+    fitted = steps.fit(model, [(w, replayed(model, w, compute=(1.1, 1.9))) for w in workloads("columns")])
+    again = steps.alone(fitted)
+    assert set(again.weights) == set(model.weights) and "steps" not in again.meta
+    assert all(np.allclose(again.weights[k], v) for k, v in model.weights.items())
+    sums = fitted.encode([Shard.whole(t) for t in pool()])
+    for level in (None, 0.9):
+        compiled = fitted.compiled(level)
+        found = [compiled.head(np.ascontiguousarray(row), compiled.parameters) for row in sums]
+        assert found == pytest.approx(fitted.head(sums) if level is None else fitted.quantile(sums, level))
+
+
+def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model):
+    weights = {name: v.copy() for name, v in model.weights.items()}
+    for rates in (v for name, v in weights.items() if name.startswith("exchange_")):
+        rates[exchange.FAR], rates[exchange.NEAR] = rates[exchange.NEAR].sum(), 0
+    between = dataclasses.replace(model, weights=weights)
+    assert exchange.measured_links(between.weights, "all_to_all") == {"between"}
+    fitted = steps.fit(between, [(w, replayed(between, w, compute=(1.2, 1.2))) for w in workloads("columns")])
+    assert steps.compute_factors(fitted.weights) == pytest.approx([1.2, 1.2]) and found_factors(fitted) == found_factors(between)
+
+
 def test_a_slow_step_among_others_says_nothing_of_exchanges(model):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
     fitted = steps.fit(model, [(w, replayed(model, w, pace=3.0 if i % 5 == 0 else 1.0)) for i, w in enumerate(seen)])
@@ -89,9 +111,6 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
     assert found_factors(fitted) == pytest.approx({(c, way): 1.4 if way == "forward" else 1.0 for c, way in found_factors(model)},
                                                   rel=1e-3)
     assert fitted.meta["steps"] == len(columns) + len(rows)
-    again = steps.alone(fitted)
-    assert set(again.weights) == set(model.weights) and "steps" not in again.meta
-    assert all(np.allclose(again.weights[k], v) for k, v in model.weights.items())
     for few in ([], [(w, replayed(model, w)) for w in rows]):
         assert steps.fit(model, few) is model
 

@@ -107,6 +107,7 @@ def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, ou
     assert outcome.lost == 0 and outcome.completed
 
 
+@pytest.mark.long
 def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, rng, outcome):
     shutil.rmtree(toy.folder / "data/measurements", ignore_errors=True)
     toy.set_params("measure", compute_samples=SAMPLES)

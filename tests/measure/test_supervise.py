@@ -107,6 +107,7 @@ def test_the_command_says_what_is_missing_measures_it_and_goes_on(command, table
     assert main([*command, "--samples", "12", "--steps", "4"]) == 0
     assert "already" in (said := capsys.readouterr().out) and "steps" not in said
     assert main([*command, "--ranks", "3", "--exchanges", "4"]) == 1 and "divides the batch of 64" in capsys.readouterr().err
+    assert main([*command, "--ranks", "64", "--steps", "4"]) == 1 and "need as many cores" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(command, tmp_path):

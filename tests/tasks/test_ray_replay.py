@@ -21,7 +21,8 @@ from shardcore.types import (
     Topology,
 )
 from shardcore.workload import lower
-from tasks.replay import devices_of_a_host, replay, replaying
+from tasks.measure import MeasureConfig
+from tasks.replay import devices_of_a_host, replay, replaying, step_devices, why_no_steps
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
@@ -62,6 +63,14 @@ def test_one_gang_replays_problem_after_problem(tables, actor_processes):
 
 def test_devices_of_a_host_share_no_core_and_divide_the_batch():
     assert devices_of_a_host(4, SETTING.batch) == 1  # each host of this cluster has one CPU
+
+
+def test_steps_need_two_devices_of_a_host_and_a_table_that_fits(tables):
+    config = MeasureConfig(arena_bytes=8 * MIB)
+    assert step_devices(config, SETTING.batch) == 1
+    assert "no host has two devices" in why_no_steps(tables, 1, config) and why_no_steps(tables, 2, config) is None
+    large = [dataclasses.replace(t, rows=10**8) for t in tables]
+    assert why_no_steps(large, 2, config) == "no table of the pool with lookups fits 8 MiB at a dim of 4"
 
 
 def test_a_workload_of_another_setting_is_refused(workload):
