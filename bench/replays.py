@@ -2,9 +2,9 @@
 search exploit the model's errors, and what is it worth?
 
     dvc repro train
-    python -m bench.replays data/model --problems 30 --out FOLDER
+    python -m bench.replays data/model --measurements data/measurements --problems 30 --out FOLDER
 
-MODEL must be of this machine and for two processes, and know what ops and exchanges take in steps (measure.step_samples in
+MODEL must be of this machine and for two processes, and know what exchanges take in steps (measure.step_samples in
 params.yaml; more samples make better models). Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at
 dims up to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `chosen` is of several plans of
 local the one that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import files, model_report, replays, report, sampling, tables
+from shardcore import dataset, files, model_report, replays, report, sampling, tables
 from shardcore.cost import neural, reality
 from shardcore.cost.model import at_confidence, price
 from shardcore.measure.replay import ReplayConfig, replay_all
@@ -114,6 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
+    parser.add_argument("--measurements", type=Path, metavar="DIR", help="the dataset of MODEL: its control group tells the "
+                        "machine's pace while it replays (without: as the clock shows it)")
     parser.add_argument("--problems", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
     parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
@@ -121,9 +123,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
+    control = dataset.control(args.measurements, model.setting) if args.measurements else None
     for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim)):
         kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting, config,
-                                 lambda workloads: replay_all(workloads, model.setting, config, "cpu")))
+                                 lambda workloads: replay_all(workloads, model.setting, config, "cpu", control)))
         [mine] = (r for r in replays.judge(kept[-1:], model) if r.algorithm == reality.OURS)
         print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {reality.OURS} {mine.replayed_ms:.2f} ms "
               f"replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted", file=sys.stderr, flush=True)

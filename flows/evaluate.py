@@ -15,7 +15,7 @@ def evaluate() -> None:
     accuracy = evaluate_model(paths.MODEL, paths.MEASUREMENTS, paths.EVALUATION)
     sharders = compare_sharders(paths.MODEL, paths.POOL, config, paths.EVALUATION)
     with ray_cluster() if config.replay_problems else nullcontext():
-        reality = replay_plans(paths.MODEL, paths.POOL, config, paths.REPLAYS)
+        reality = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
     write_metrics(paths.EVALUATION, accuracy, sharders, reality)
     get_run_logger().info("held-out groups: error %.1f%%, Kendall tau %.3f", accuracy["compute_mape"],
                           accuracy["compute_kendall_tau"])

@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--timeout-s", type=_positive(float), default=120.0, help="a round of steps that takes longer has hung")
     p.add_argument("--seed", type=_natural, default=0, help="of the batches")
     p.add_argument("--append", type=Path, metavar="DIR", help="keep the replays in this dataset too: training on it learns what "
-                   "ops and exchanges take in steps; what it has of these plans is not run again")
+                   "exchanges take in steps; what it has of these plans is not run again")
     p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
 
     p = add(export, "Write a plan as TorchRec's: what shardcore.export.torchrec_json.read_torchrec reads, "
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--exchanges", type=_natural, default=0, metavar="M", help="afterwards measure the first M exchanges among "
                    "--ranks of this machine, into the same dataset")
     p.add_argument("--steps", type=_natural, default=0, metavar="P", help="afterwards replay a step of each of the first P "
-                   "plans among --ranks: what ops and exchanges take in steps")
+                   "plans among --ranks: what exchanges take in steps")
     p.add_argument("--held-out", action="store_true", help="draw groups from the twentieth of the tables alone on which models "
                    "are tested")
     p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, from some seconds of "

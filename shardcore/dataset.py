@@ -29,6 +29,10 @@ from shardcore import files
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread, Table
 
 REPLAYS = "replays"
+MOST_REPEATED = 8
+"""What was timed more often than this is the control group."""
+Control = tuple[ComputeRequest, float]
+"""The group that runs throughout, so that drift shows, and its ms at the usual pace."""
 Sample = TypeVar("Sample", ComputeSample, CommSample)
 
 MEASUREMENT_VERSION = 2
@@ -223,6 +227,15 @@ def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> f
     if key not in read_ids(folder, "compute"):
         return None
     return next(s.total_ms for s in read_compute(folder, setting) if s.id == key)
+
+
+def control(folder: str | Path, setting: Setting) -> Control | None:
+    """The control group of a folder's compute samples, what was timed most often, and its ms at the usual pace; None where
+    nothing was timed more often than a repeatability set is."""
+    most, *_ = [*read_repeats(folder, setting), []]
+    if len(most) <= MOST_REPEATED:
+        return None
+    return most[0].request, statistics.median(s.total_ms for s in most)
 
 
 def merge_parts(folder: str | Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.cost import exchange, neural, reality, steps
+from shardcore.cost import exchange, neural, reality
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
@@ -259,7 +259,7 @@ def _trained_on(model: NeuralModel) -> str:
         ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
         ("groups: train / validation / test", groups),
         ("exchanges: train / validation / test", exchanges),
-        *([("replayed steps: there takes, of what it takes alone", _in_steps(model))] if "steps" in model.meta else []),
+        *([("replayed steps: exchanges take there, of what they take alone", _in_steps(model))] if "steps" in model.meta else []),
         ("measurements, DVC version", provenance.get("data_version", "-")),
         *((f"joined: {folder}, version", version) for folder, version in provenance.get("datasets", {}).items()),
         ("code, git commit", provenance.get("git_commit", "-")),
@@ -268,8 +268,7 @@ def _trained_on(model: NeuralModel) -> str:
 
 
 def _in_steps(model: NeuralModel) -> str:
-    factors = [f"ops {way} {k:.2f}" for way, k in zip(("forward", "backward"), steps.compute_factors(model.weights), strict=True)]
-    factors += [f"{collective.replace('_', '-')} {way} {exchange.in_step(model.weights, collective, way):.2f}"
+    factors = [f"{collective.replace('_', '-')} {way} {exchange.in_step(model.weights, collective, way):.2f}"
                for collective, ways in exchange.WAYS.items() for way in ways
                if exchange.step_weight(collective, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
@@ -304,8 +303,8 @@ def _proxies(model: NeuralModel) -> list[str]:
 def _how_good(studied: Studied) -> str:
     rows = [(words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
             for words, key, form in _SPLIT_ROWS if any(key in found for found in studied.metrics.values())]
-    said = ["Errors are mean absolute ones of groups and exchanges alone, relative to what was measured; the test split was kept "
-            "out of training, and judges which version is promoted."]
+    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of training, and "
+            "judges which version is promoted."]
     if studied.unseen_tables is not None:
         said.append(f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%.")
     if studied.repeatability is not None:
@@ -323,6 +322,6 @@ curl localhost:5001/invocations -H 'Content-Type: application/json' -d \\
 ```
 
 In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`, whose `predict`
-takes the list under "inputs". A group's answer, alone: `ms`, of it `forward_ms`, `low_ms` to `high_ms` (holds 90% of
-measurements), `extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
+takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to `high_ms` (holds 90% of measurements),
+`extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
 """

@@ -26,6 +26,8 @@ from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 1
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
+MOST_PACE = 1.5
+"""At a pace further than this from the usual one, either way, a replay was disturbed: it tells nothing, and is made again."""
 Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
 Config = Any
 """A measure.replay.ReplayConfig. (Not imported: training reads replays, and need not run again after a change of measuring.)"""
@@ -42,6 +44,10 @@ class Kept:
     made: tuple[tuple[str, str], ...]
     plans: Mapping[str, Plan]
     costs: Mapping[str, Replayed]
+
+
+def _is_disturbed(cost: Replayed) -> bool:
+    return max(cost.pace, 1 / cost.pace) > MOST_PACE
 
 
 def plan_digest(plan: Plan, problem: Problem) -> str:
@@ -77,7 +83,9 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
-    return (_is_current(body) and known == problem and body["setting"] == files.setting_to_json(setting)
+    if not _is_current(body) or any(_is_disturbed(_cost(r)) for r in body["replays"]):
+        return False
+    return (known == problem and body["setting"] == files.setting_to_json(setting)
             and body["config"] == dataclasses.asdict(config) and [(r["algorithm"], r["plan"]) for r in body["replays"]] == names
             and all((folder / f"{name}.json").exists() for _, name in names))
 
@@ -107,7 +115,8 @@ def _is_current(body: Mapping[str, Any]) -> bool:
 
 
 def missing(folder: Path, made: Sequence[tuple[Problem, Made]], setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
-    """Those of these problems' plans of which a dataset's folder has no replays; problems that lack none are left out."""
+    """Those of these problems' plans of which a dataset's folder has no replays that were not disturbed; problems that lack none
+    are left out."""
     lacks = [(problem, _missing(plans, problem, _known(folder, problem, setting))) for problem, plans in made]
     return [(problem, plans) for problem, plans in lacks if plans]
 
@@ -120,21 +129,24 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
            replay: Replay) -> dict[str, Replayed]:
     """What these plans take, by their digests: as a dataset's folder has it, in whatever way they were replayed, or replayed now
     and kept there, beside all that it has. Raises as `keep`."""
-    lacks = _missing(made, problem, _known(folder, problem, setting))
+    known = _known(folder, problem, setting)
+    lacks = _missing(made, problem, known)
     if lacks:
         of = [files.problem_to_json(problem), files.setting_to_json(setting), [plan_digest(plan, problem) for _, plan in lacks]]
-        keep(folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}", problem, lacks, setting, config, replay)
-    return _known(folder, problem, setting)
+        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
+        known |= keep(where, problem, lacks, setting, config, replay).costs
+    return known
 
 
 def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, Replayed]:
     kept = read_all(folder / dataset.REPLAYS, setting)
-    return {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()}
+    return {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items() if not _is_disturbed(cost)}
 
 
 def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:
-    """What datasets' folders hold of replays of a setting, each plan of a problem once and none of more processes than cores: for
-    cost/steps.py. Raises as `read`, and where a folder has neither replays nor samples of the setting, but replays of others."""
+    """What datasets' folders hold of replays of a setting at the usual pace, each plan of a problem once, none of more processes
+    than cores and none that was disturbed: for cost/steps.py. Raises as `read`, and where a folder has neither replays nor
+    samples of the setting, but replays of others."""
     found: dict[tuple[str, str], Step] = {}
     for folder in folders:
         kept = _read_current(folder / dataset.REPLAYS)
@@ -144,8 +156,9 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:
         for one in kept:
             if one.setting == setting:
                 which = files.digest(files.problem_to_json(one.problem))
-                found |= {(which, name): (lower(plan, one.problem), one.costs[name]) for name, plan in one.plans.items()
-                          if not one.costs[name].oversubscribed}
+                found |= {(which, name): (lower(plan, one.problem), one.costs[name].at_usual_pace())
+                          for name, plan in one.plans.items()
+                          if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])}
     return list(found.values())
 
 
@@ -155,18 +168,20 @@ def digests(folder: Path) -> list[str]:
 
 
 def judge(kept: Sequence[Kept], model: CostModel) -> list[Judged]:
-    """Every replay beside what a model says of its plan."""
+    """Every replay, at the usual pace, beside what a model says of its plan."""
     rows = []
     for one in kept:
         predicted = {name: price(lower(plan, one.problem), model).total_ms for name, plan in one.plans.items()}
-        rows += [Judged(one.problem.name, algorithm, name, predicted[name], one.costs[name].total_ms,
-                        noise_ms(one.costs[name].step)) for algorithm, name in one.made]
+        costs = {name: cost.at_usual_pace() for name, cost in one.costs.items()}
+        rows += [Judged(one.problem.name, algorithm, name, predicted[name], costs[name].total_ms, noise_ms(costs[name].step))
+                 for algorithm, name in one.made]
     return rows
 
 
 def parts(kept: Sequence[Kept], model: CostModel) -> dict[str, float]:
-    """How many times as long as predicted each part of all steps took, by its name in StepCost."""
-    pairs = [(price(lower(plan, one.problem), model), one.costs[name]) for one in kept for name, plan in one.plans.items()]
+    """How many times as long as predicted each part of all steps took at the usual pace, by its name in StepCost."""
+    pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_pace())
+             for one in kept for name, plan in one.plans.items()]
     names = [f.name for f in dataclasses.fields(StepCost)]
     said, took = (np.array([[sum(getattr(pair[i], name)) for name in names] for pair in pairs]).sum(0) for i in (0, 1))
     return {name: float(t / s) for name, s, t in zip(names, said, took, strict=True) if s > 0}
@@ -190,4 +205,4 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _cost(row: Mapping[str, Any]) -> Replayed:
     parts = {f.name: tuple(row[f.name]) for f in dataclasses.fields(StepCost)}
-    return Replayed(**parts, step=Spread(**row["step"]), oversubscribed=row["oversubscribed"])
+    return Replayed(**parts, step=Spread(**row["step"]), oversubscribed=row["oversubscribed"], pace=row.get("pace", 1.0))

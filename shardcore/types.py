@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -432,11 +432,19 @@ class Replayed(StepCost):
 
     step: spread over the repeats of the slowest device's total. On a busy machine it lies above total_ms, whose parts leave
     out disturbances one by one. oversubscribed: there were more processes than cores, so that the parts measure the scheduler
-    as much as the plan.
+    as much as the plan. pace: how slow the machine was meanwhile, by a dataset's control group: all times are as the clock showed
+    them, which is pace times as much as at the dataset's usual pace (1 where no control group ran).
     """
 
     step: Spread
     oversubscribed: bool
+    pace: float = 1.0
+
+    def at_usual_pace(self) -> Replayed:
+        parts = {f.name: tuple(ms / self.pace for ms in getattr(self, f.name)) for f in fields(StepCost)}
+        step = replace(self.step, median_ms=self.step.median_ms / self.pace, q1_ms=self.step.q1_ms / self.pace,
+                       q3_ms=self.step.q3_ms / self.pace)
+        return replace(self, **parts, step=step, pace=1.0)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import files, model_report, replays, sampling
+from shardcore import dataset, files, model_report, replays, sampling
 from shardcore.cost import accuracy, neural, reality, settle
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS, compare
@@ -101,10 +101,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 @task(task_run_name="replay-plans")
-def replay_plans(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
-    """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected cluster: figures as
-    reality.figures, and in `out` what replays.keep keeps of each problem, replays.csv and replays.png. What is kept is not run
-    again while the plans are the same. {} where the parameters want none or the cluster cannot: a line says why."""
+def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
+    """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected cluster beside the
+    measurements' control group: figures as reality.figures, and in `out` what replays.keep keeps of each problem, replays.csv
+    and replays.png. What is kept is not run again while the plans are the same. {} where the parameters want none or the cluster
+    cannot: a line says why."""
     logger = get_run_logger()
     if not config.replay_problems:
         shutil.rmtree(out, ignore_errors=True)
@@ -120,7 +121,7 @@ def replay_plans(folder: Path, pool_path: Path, config: EvaluateConfig, out: Pat
     if reason := _why_not(model.setting, devices, problems):
         logger.warning("no plans are replayed: %s", reason)
         return {}
-    rows = replays.judge(_replayed(model, problems, config, out), model)
+    rows = replays.judge(_replayed(model, problems, dataset.control(measurements, model.setting), config, out), model)
     files.write_csv(out / "replays.csv", replays.csv_rows(rows))
     _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"))
     return reality.figures(rows)
@@ -146,7 +147,8 @@ def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: Ev
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
 
-def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], config: EvaluateConfig, out: Path) -> list[replays.Kept]:
+def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: dataset.Control | None, config: EvaluateConfig,
+              out: Path) -> list[replays.Kept]:
     """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
@@ -158,7 +160,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], config: Ev
         for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
             where, again = out / problem.name, "as kept"
             if not replays.is_kept(where, problem, plans, model.setting, steps):
-                replay = replay or stack.enter_context(replaying(len(problem.topology), model.setting, steps))
+                replay = replay or stack.enter_context(replaying(len(problem.topology), model.setting, steps, control))
                 again = "replayed"
             kept.append(replays.keep(where, problem, plans, model.setting, steps, replay))
             found = reality.figures(replays.judge(kept[-1:], model))

@@ -1,5 +1,5 @@
 """Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host; for `evaluate`, and as
-samples of what ops and exchanges take in steps."""
+samples of what exchanges take in steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 import ray
 from prefect import get_run_logger, task
 
-from shardcore import files, replays, sampling
+from shardcore import dataset, files, replays, sampling
 from shardcore.measure import collectives
-from shardcore.measure.replay import ReplayConfig, combine, replay_rank, require_replayable
+from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Plan, Problem, Replayed, Setting, Table
 from shardcore.workload import Workload
 from tasks import actors
@@ -37,9 +37,9 @@ class ReplayRank:
         return f"tcp://{ray.util.get_node_ip_address()}:{collectives.free_port()}"
 
     def run(self, rank: int, address: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-            device: str) -> list[np.ndarray]:
+            device: str, control: dataset.Control | None) -> tuple[list[np.ndarray], np.ndarray]:
         self._progress()
-        return replay_rank(rank, address, workloads, setting, config, device, self._progress)
+        return replay_rank(rank, address, workloads, setting, config, device, self._progress, control)
 
     @ray.method(concurrency_group="watch")  # so that it answers while the rank works
     def silent_s(self) -> float:
@@ -50,16 +50,18 @@ class ReplayRank:
 
 
 @contextmanager
-def replaying(ranks: int, setting: Setting, config: ReplayConfig) -> Iterator[Callable[[Sequence[Workload]], list[Replayed]]]:
-    """A gang that replays plans of one problem after those of another, each call as `replay`; it ends with the context."""
+def replaying(ranks: int, setting: Setting, config: ReplayConfig,
+              control: dataset.Control | None = None) -> Iterator[Callable[[Sequence[Workload]], list[Replayed]]]:
+    """A gang that replays plans of one problem after those of another, each call as `replay`, beside a dataset's control group;
+    it ends with the context."""
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
     with actors.gang(ReplayRank, "replay", ranks, device) as members:
         def run(workloads: Sequence[Workload]) -> list[Replayed]:
             for workload in workloads:
                 require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
-            marks = _marks(members, workloads, setting, config, device)
-            return [dataclasses.replace(combine(seen), oversubscribed=shared) for seen in zip(*marks, strict=True)]
+            found = combine_all(_marks(members, workloads, setting, config, device, control), control)
+            return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
 
         yield run
 
@@ -85,18 +87,21 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     where it cannot: a line says why."""
     pool, devices = files.read_pool(pool_path), step_devices(config, setting.batch)
     if reason := why_no_steps(pool, devices, config):
-        get_run_logger().warning("what ops and exchanges take in steps stays unknown: %s", reason)
+        get_run_logger().warning("what exchanges take in steps stays unknown: %s", reason)
         return 0
     lacking = replays.missing(folder, wanted_steps(pool, setting, devices, config), setting)
     total = sum(len(made) for _, made in lacking)
     if not total:
         return 0
     progress = Progress("steps", total)
-    with replaying(devices, setting, config.steps()) as run:
+    with replaying(devices, setting, config.steps(), dataset.control(folder, setting)) as run:
         for problem, made in lacking:
             replays.append(folder, problem, made, setting, config.steps(), run)
             progress.add(f"{devices} ranks", len(made))
             progress.say()
+        for problem, made in replays.missing(folder, lacking, setting):
+            get_run_logger().info("%d steps of %s were disturbed and are replayed once more", len(made), problem.name)
+            replays.append(folder, problem, made, setting, config.steps(), run)
     return total
 
 
@@ -134,11 +139,11 @@ def devices_of_a_host(most: int, batch: int) -> int:
 
 
 def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-           device: str) -> list[list[np.ndarray]]:
-    """Each rank's marks of each workload."""
+           device: str, control: dataset.Control | None) -> list[tuple[list[np.ndarray], np.ndarray]]:
+    """What replay_rank gives of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))
-    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device)
+    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device, control)
              for rank, m in enumerate(members)]
     heard = [time.monotonic()] * len(members)
 

@@ -2,8 +2,8 @@
 
 Input: groups of shards, each to run as one fused op: {"shards": [...], "batch": samples the op runs over; the setting's without}.
 A shard is {"table": a table as in problem files, "rows": [low, high], "columns": [low, high]}; without rows or columns, all of
-them. Output: for each group its ms alone, as it is measured, forward + backward, the part of it that is forward, the ends of the
-interval that holds 90% of measurements, and what of the group lies beyond what was measured, in sentences.
+them. Output: for each group its ms, forward + backward, the part of it that is forward, the ends of the interval that holds 90%
+of measurements, and what of the group lies beyond what was measured, in sentences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 
 from shardcore import files
-from shardcore.cost import neural, steps
+from shardcore.cost import neural
 from shardcore.types import Device, Setting, SettingMismatch, Shard, ShardCoreError, Topology
 from shardcore.workload import COLUMN, Op, Traffic, Workload
 
@@ -25,7 +25,7 @@ CONFIDENCE = 0.9
 
 class ServedCostModel(PythonModel):
     def load_context(self, context: Any) -> None:
-        self._model = steps.alone(neural.load(context.artifacts["model"]))
+        self._model = neural.load(context.artifacts["model"])
 
     def predict(self, context: Any, model_input: list[dict[str, Any]], params: Any = None) -> list[dict[str, Any]]:
         """Answers as above; raises MlflowException (HTTP 400) that says what is wrong with which group."""

@@ -42,6 +42,16 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     assert dataset.read_compute(tmp_path, Setting("other", 256)) == []
 
 
+def test_the_control_group_is_what_was_timed_most_often(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    assert dataset.control(tmp_path, SETTING) is None
+    dataset.write_compute(tmp_path, [compute_sample(tables, 1, at=float(at)) for at in range(dataset.MOST_REPEATED)], pool)
+    assert dataset.control(tmp_path, SETTING) is None  # a repeatability set
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=float(at)) for at in range(dataset.MOST_REPEATED + 1)], pool)
+    request, usual_ms = dataset.control(tmp_path, SETTING)
+    assert request == compute_sample(tables, 0).request and usual_ms == pytest.approx(2.0)
+
+
 def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=2.0)], pool)

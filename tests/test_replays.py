@@ -31,14 +31,16 @@ def made(problem):
 
 @pytest.fixture
 def clock():
-    """Takes 1.5 times what the analytic model says, and notes how many plans it ran at each call."""
+    """Takes 1.5 times what the analytic model says at the usual pace, at 1/1.25 of which it runs; notes how many plans it ran at
+    each call."""
     ran = []
 
     def replay(workloads):
         ran.append(len(workloads))
         costs = [price(w, MODEL) for w in workloads]
-        return [Replayed(*(tuple(1.5 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
-                         Spread(1.5 * c.total_ms, 1.4 * c.total_ms, 1.6 * c.total_ms, 4), oversubscribed=False) for c in costs]
+        return [Replayed(*(tuple(1.875 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
+                         Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4), oversubscribed=False, pace=1.25)
+                for c in costs]
 
     replay.ran = ran
     return replay
@@ -57,6 +59,20 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert reality.figures(rows)["bias"] == pytest.approx(-100 / 3)
     parts = replays.parts([kept], MODEL)
     assert "backward_compute_ms" in parts and all(ratio == pytest.approx(1.5) for ratio in parts.values())
+
+
+def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, clock, tmp_path):
+    def disturbed(workloads):
+        return [dataclasses.replace(cost, pace=replays.MOST_PACE + 0.1) for cost in clock(workloads)]
+
+    first = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, disturbed)
+    assert len(first) == 2 and replays.steps([tmp_path], SETTING) == []
+    assert replays.missing(tmp_path, [(problem, made[-2:])], SETTING) == [(problem, made[-2:])]
+    again = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady := (
+        lambda workloads: [dataclasses.replace(cost, pace=1.2) for cost in clock(workloads)]))
+    assert {cost.pace for cost in again.values()} == {1.2} and len(replays.steps([tmp_path], SETTING)) == 2
+    assert replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady) == again and clock.ran == [2, 2]
+    assert len(replays.digests(tmp_path)) == 1
 
 
 def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made, clock, tmp_path):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardcore.cost import exchange, features, nets, steps
+from shardcore.cost import exchange, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import CommSample, ComputeSample
@@ -33,14 +33,12 @@ def held_out(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S] forward + backward ms of groups alone, as they are measured."""
-    model = steps.alone(model)
+    """[S] forward + backward ms."""
     return model.head(_sums(model, samples))
 
 
 def intervals(model: NeuralModel, samples: Sequence[ComputeSample], confidence: float) -> tuple[np.ndarray, np.ndarray]:
     """[S] ms, low and high, between which the measured forward + backward is to lie with probability `confidence`."""
-    model = steps.alone(model)
     return model.interval(_sums(model, samples), confidence)
 
 
@@ -57,7 +55,6 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
     compute_* is of forward + backward of a group: errors, and compute_coverage_* the share that the interval of so many percent
     holds, in percent too; of exchanges as exchange.errors.
     """
-    model = steps.alone(model)
     compute, comm = ([s for s in samples if s.error is None] for samples in (compute, exchange.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:

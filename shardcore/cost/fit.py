@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import band, exchange, features, nets, neural, steps
+from shardcore.cost import band, exchange, features, nets, neural
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -79,9 +79,8 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
 
     Samples that carry an error are skipped. progress(model, epoch, values) is called once an epoch. The same samples and config
     give the same model. start: a model to fine-tune, of another batch, optimizer or machine, where some dozens of samples have to
-    do; of the same hardware, its factors of ops in steps are kept and, where there are no exchanges, its exchanges. Otherwise,
-    without any exchange, the model prices only topologies that give their links. Raises ShardCoreError for samples of another
-    setting, or too few.
+    do; without exchanges, a model of the same hardware keeps start's. Otherwise, without any exchange, the model prices only
+    topologies that give their links. Raises ShardCoreError for samples of another setting, or too few.
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
@@ -96,13 +95,10 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start), **exchange.fit(*_sides(comm), note)}
     ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
-    if start is not None and start.setting.hardware == setting.hardware:
-        if not comm:
-            weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
-            ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
-        if "steps" in start.meta:
-            weights = steps.with_compute(weights, steps.compute_factors(start.weights))
-            carried = {"steps": start.meta["steps"]}
+    if start is not None and not comm and start.setting.hardware == setting.hardware:
+        weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
+        ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
+        carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm)) for side in ("train", "validation", "test")}
     hidden = [weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")][:-1]

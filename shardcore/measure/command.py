@@ -150,10 +150,10 @@ def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Set
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
     from shardcore import replays
 
-    config = of_samples(int(args.arena_gib * 2**30), args.hang_s)
+    config, control = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.control(args.out, setting)
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
-        replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device))
+        replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device, control))
         done += len(made)
         print(f"{done} of {total} steps, {(time.monotonic() - began) / done:.1f} s each", flush=True)
 

@@ -21,13 +21,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardcore.dataset import Control
 from shardcore.measure import gang
 from shardcore.measure.collectives import CommConfig, Rank, all_gather, reduce_scatter, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
@@ -86,9 +87,10 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
     return replay_all([workload], setting, config, device)[0]
 
 
-def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
-               device: str = "cpu") -> list[Replayed]:
-    """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets them all.
+def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None, device: str = "cpu",
+               control: Control | None = None) -> list[Replayed]:
+    """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets them all; and with
+    them a dataset's control group, on all devices at once, which tells the machine's pace.
 
     Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ in their devices, a
     shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names the rank and the reason, and no
@@ -100,8 +102,14 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device)
     n_devices = len(workloads[0].ops)
-    last_said = dict(gang.run("replay", _work, n_devices, (workloads, setting, config, device), config.timeout_s))
-    return [combine(marks) for marks in zip(*(last_said[rank] for rank in range(n_devices)), strict=True)]
+    last_said = dict(gang.run("replay", _work, n_devices, (workloads, setting, config, device, control), config.timeout_s))
+    return combine_all([last_said[rank] for rank in range(n_devices)], control)
+
+
+def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], control: Control | None) -> list[Replayed]:
+    """The workloads' costs from what replay_rank gives of each rank of one host."""
+    pace = float(np.median([control_ms for _, control_ms in ranks], axis=1).mean()) / control[1] if control else 1.0
+    return [replace(combine(marks), pace=pace) for marks in zip(*(marks for marks, _ in ranks), strict=True)]
 
 
 def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
@@ -135,15 +143,20 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
 
 
 def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-                device: str = "cpu", progress: Callable[[], None] = lambda: None) -> list[np.ndarray]:
-    """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's monotonic clock.
+                device: str = "cpu", progress: Callable[[], None] = lambda: None,
+                control: Control | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+    """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's monotonic clock; and [R] ms
+    of the control group, once a round (without one: [0]).
 
     The marks of a step: its begin, gradients received, weights updated, the next batch pooled, outputs received. All ranks of
     the gang need the same arguments; `progress` is called after each op built and each round of steps.
     """
     if device == "cpu":
         torch.set_num_threads(1)
-    bench = KernelBench(setting, device, KernelConfig(arena_bytes=min(config.arena_bytes, _arena_bytes(workloads, rank))))
+    room = min(config.arena_bytes, _arena_bytes(workloads, rank))
+    bench = KernelBench(setting, device, KernelConfig(arena_bytes=max(room, *(s.bytes for s in control[0].shards)) if control
+                                                      else room))
+    beside = bench.prepare(control[0], config.seed) if control else None
     steps = []
     for workload in workloads:
         steps.append(_Step(bench, workload, rank, config))
@@ -155,14 +168,18 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})
                   if len(devices) < len(workloads[0].ops)}
     marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
+    control_ms: list[float] = []
     for index in range(config.warmups + config.repeats):
         progress()
         # In another order each round, the same for all ranks: whoever hears of the progress takes a core from the first.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             cache.add_(1)
             marks[i].append(steps[i].once(index % config.batches, groups))
+        if beside:
+            cache.add_(1)
+            control_ms.append(bench.once_ms(beside))
     member.close()
-    return [np.array(m[config.warmups:]) for m in marks]
+    return [np.array(m[config.warmups:]) for m in marks], np.array(control_ms[config.warmups:])
 
 
 class _Step:
@@ -261,8 +278,8 @@ def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:
 
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload], setting: Setting,
-          config: ReplayConfig, device: str) -> None:
+          config: ReplayConfig, device: str, control: Control | None) -> None:
     """One process of replay_all's gang; the last thing it says is its marks."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None)))
+    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None), control))

@@ -8,7 +8,7 @@ import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
 from shardcore import files
-from shardcore.cost import accuracy, fit, steps
+from shardcore.cost import accuracy, fit
 from shardcore.types import Device, Setting, ShardCoreError, Topology
 from shardcore.workload import Traffic
 
@@ -132,15 +132,3 @@ def test_fine_tuning_needs_fewer_samples():
     assert not any(v.any() for v in exchanges(tuned).values())  # another machine's say nothing
     again = exchanges(fit.train(compute_samples(cache_law, 60), [], SETTING, QUICK, start=known).model)
     assert again and all(np.array_equal(v, again[k]) for k, v in exchanges(known).items())
-
-
-def test_fine_tuning_for_the_same_hardware_keeps_what_ops_take_in_steps():
-    known = fit.train(compute_samples(cache_law, 60), comm_samples(), SETTING, QUICK).model
-    longer = steps.with_compute(known.weights, np.array([1.2, 1.5]))
-    start = dataclasses.replace(known, weights=longer, meta={**known.meta, "steps": 9})
-    for hardware, comm, factors in ((SETTING.hardware, [], [1.2, 1.5]), (SETTING.hardware, comm_samples(), [1.2, 1.5]),
-                                    ("another", [], [1, 1])):
-        of = dataclasses.replace(SETTING, hardware=hardware)
-        tuned = fit.train(compute_samples(cache_law, 60, of), comm, of, QUICK, start=start).model
-        assert np.array_equal(steps.compute_factors(tuned.weights), factors)
-        assert tuned.meta.get("steps") == (9 if factors[0] > 1 else None)

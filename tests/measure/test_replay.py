@@ -15,6 +15,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig, combine, replay, replay_all
 from shardcore.types import (
+    ComputeRequest,
     Device,
     Placement,
     Plan,
@@ -72,6 +73,19 @@ def test_plans_run_in_alternation_and_their_parts_add_up(tables, devices):
         assert cost.oversubscribed == (devices > len(os.sched_getaffinity(0)))
         assert np.isfinite(price(workload, AnalyticModel(SETTING)).total_ms - cost.total_ms)
     assert not gang()
+
+
+def test_a_control_group_tells_the_pace(tables):
+    problem = problem_of(tables, 2)
+    control = ComputeRequest(tuple(map(Shard.whole, problem.tables)), SETTING.batch)
+    assert control.shards[0].bytes > 1 << 20
+    small = dataclasses.replace(CONFIG, arena_bytes=max(t.bytes for t in problem.tables))
+    alone, = replay_all([whole(problem)], SETTING, small)
+    slow, fast = (replay_all([whole(problem)], SETTING, small, control=(control, ms))[0] for ms in (1e-3, 1e3))
+    assert alone.pace == 1.0 and slow.pace > 10 and 0 < fast.pace < 0.1
+    usual = slow.at_usual_pace()
+    assert usual.total_ms == pytest.approx(slow.total_ms / slow.pace) and usual.pace == 1.0
+    assert usual.step.median_ms == pytest.approx(slow.step.median_ms / slow.pace)
 
 
 def test_one_device_computes_and_exchanges_nothing(tables):

@@ -38,7 +38,8 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
     (out / "replays.csv").write_text("of another model")
     monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
     with caplog.at_level(logging.INFO, "evaluate"):
-        found = replay_plans.fn(tmp_path / "model", tmp_path / "pool.json", EvaluateConfig(replay_problems=problems), out)
+        found = replay_plans.fn(tmp_path / "model", tmp_path / "pool.json", tmp_path, EvaluateConfig(replay_problems=problems),
+                                out)
     assert found == {} and not list(out.iterdir())
     assert re.search(f"no plans are replayed: {said}", caplog.text), caplog.text
     write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)

@@ -97,7 +97,7 @@ def test_without_datasets_and_learning_curve_there_is_neither(joined):
     assert "datasets" not in neural.load("data/model").meta["provenance"] and "Twice" not in Path("data/card.md").read_text()
 
 
-def test_replays_in_a_dataset_tell_what_ops_and_exchanges_take_in_steps(place):
+def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     train(learning_curve=False)
     model, topology = neural.load("data/model"), Topology((Device(1 << 30),) * 2)
     problem = Problem("p", tuple(pool(12)), topology, SETTING.batch)
@@ -116,7 +116,7 @@ def test_replays_in_a_dataset_tell_what_ops_and_exchanges_take_in_steps(place):
     version = files.digest(replays.digests(Path("datasets/steps")))
     assert found.meta["steps"] == FEWEST_STEPS and found.meta["provenance"]["datasets"] == {"datasets/steps": version}
     assert exchange.in_step(found.weights, "all_to_all", "forward") == pytest.approx(1.4, rel=1e-3)
-    said = "8: ops forward 1.00, ops backward 1.00, all-to-all forward 1.40, all-to-all backward 1.40"
+    said = "8: all-to-all forward 1.40, all-to-all backward 1.40"
     assert said in Path("data/card.md").read_text()
 
 
