@@ -29,8 +29,7 @@ from shardcore import files
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread, Table
 
 REPLAYS = "replays"
-MOST_REPEATED = 8
-"""What was timed more often than this is the control group."""
+_FEWEST_OF_CONTROL = 4
 Control = tuple[ComputeRequest, float]
 """The group that runs throughout, so that drift shows, and its ms at the usual pace."""
 Sample = TypeVar("Sample", ComputeSample, CommSample)
@@ -230,12 +229,19 @@ def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> f
 
 
 def control(folder: str | Path, setting: Setting) -> Control | None:
-    """The control group of a folder's compute samples, what was timed most often, and its ms at the usual pace; None where
-    nothing was timed more often than a repeatability set is."""
-    most, *_ = [*read_repeats(folder, setting), []]
-    if len(most) <= MOST_REPEATED:
+    """The control group of a folder's compute samples, and its ms at the usual pace; None where too little was measured to tell
+    it from others."""
+    repeats = read_repeats(folder, setting)
+    if not has_control(repeats):
         return None
-    return most[0].request, statistics.median(s.total_ms for s in most)
+    return repeats[0][0].request, statistics.median(s.total_ms for s in repeats[0])
+
+
+def has_control(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
+    """Whether the first of what was timed several times (see `repeated`) is the control group: more than twice as often as any
+    other, as which a repeatability set is not."""
+    first, second, *_ = [*map(len, repeats), 0, 0]
+    return first >= _FEWEST_OF_CONTROL and first > 2 * second
 
 
 def merge_parts(folder: str | Path) -> None:

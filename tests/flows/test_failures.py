@@ -241,6 +241,7 @@ class Payload:
         return Path.write_text, (self._path, "ran")
 
 
+@pytest.mark.long
 def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(promoted, tracking, tmp_path, rng, outcome):
     ran, evil = tmp_path / "ran", tmp_path / "evil"
     shutil.copytree(promoted.folder / "data/model", evil / "artifacts/model")

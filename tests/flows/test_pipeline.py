@@ -24,7 +24,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the control group
-    assert "24 exchanges and 6 steps of plans" in log and replays.digests(project.folder / "data/measurements")
+    assert "24 exchanges and 2 steps of plans" in log and replays.digests(project.folder / "data/measurements")
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["local_solved"] == 1
     assert metrics["reality"]["mape"] > 0 and metrics["reality"]["random_relative_cost"] > 0
