@@ -214,8 +214,7 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     `devices` divide the batch. Raises ShardCoreError where no table of the pool has lookups and fits max_table_bytes.
     """
     rng = np.random.default_rng([4, seed, index])
-    fitting = {dim: [t for t in pool if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
-               for dim in (MIN_WIDTH, *_STEP_DIMS)}
+    fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
     if not fitting[MIN_WIDTH]:
         raise ShardCoreError(f"none of the pool's {len(pool)} tables has lookups and fits {max_table_bytes >> 20} MiB at a dim "
                              f"of {MIN_WIDTH}: no step can be replayed; give more memory, or ask for no steps")
@@ -228,6 +227,11 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
     return drawn, [(kind, _step_plan(drawn, kind, small, rng)) for kind in STEP_KINDS if small or "copies" not in kind]
+
+
+def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int, dim: int = MIN_WIDTH) -> list[Table]:
+    """The pool's tables that have lookups and at this dim are small enough for a step."""
+    return [t for t in pool if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
 
 
 def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int,

@@ -63,7 +63,7 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     comm = [r for k, r in exchanges.items() if k not in dataset.read_ids(folder, "comm")]
     actors, devices = actor_count(config, device), step_devices(config, setting.batch)
     pool = files.read_pool(pool_path)
-    steps = [] if why_no_steps(pool, devices, config) else wanted_steps(pool, setting, devices, config)
+    steps = [] if why_no_steps(pool, setting, devices, config) else wanted_steps(pool, setting, devices, config)
     lacking = [lower(plan, problem) for problem, made in replays.missing(folder, steps, setting) for _, plan in made]
     return [
         _estimate("compute", len(groups), len(compute), actors, [s.measured_at for s in dataset.read_compute(folder, setting)],

@@ -17,7 +17,7 @@ from prefect import get_run_logger, task
 from shardcore import dataset, files, replays, sampling
 from shardcore.measure import collectives
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Plan, Problem, Replayed, Setting, Table
+from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, Table
 from shardcore.workload import Workload
 from tasks import actors
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
@@ -86,7 +86,7 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster; the number replayed. None
     where it cannot: a line says why."""
     pool, devices = files.read_pool(pool_path), step_devices(config, setting.batch)
-    if reason := why_no_steps(pool, devices, config):
+    if reason := why_no_steps(pool, setting, devices, config):
         get_run_logger().warning("what exchanges take in steps stays unknown: %s", reason)
         return 0
     lacking = replays.missing(folder, wanted_steps(pool, setting, devices, config), setting)
@@ -111,13 +111,14 @@ def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
     return sampling.first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
 
 
-def why_no_steps(pool: Sequence[Table], devices: int, config: MeasureConfig) -> str | None:
+def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig) -> str | None:
     """Why steps of a pool's tables cannot run on so many devices, or None."""
     if devices < 2:
         return "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
     most = config.steps().arena_bytes
-    fits = any(t.pooling > 0 and t.rows * MIN_WIDTH * PRECISION_BYTES[t.precision] <= most for t in pool)
-    return None if fits else f"no table of the pool with lookups fits {most >> 20} MiB at a dim of {MIN_WIDTH}"
+    if sampling.step_tables(pool, setting, most):
+        return None
+    return f"no table of the pool with lookups fits {most >> 20} MiB at a dim of {MIN_WIDTH}"
 
 
 def step_devices(config: MeasureConfig, batch: int) -> int:
@@ -126,7 +127,7 @@ def step_devices(config: MeasureConfig, batch: int) -> int:
     most = rank_count(config, device, batch) // config.hosts
     if device == "cpu":
         largest = max((node["Resources"] for node in ray.nodes() if node["Alive"]), key=lambda r: r.get("CPU", 0))
-        most = int(min(most, with_room(largest, config.steps().arena_bytes)))
+        most = int(min(most, with_room(largest, config.arena_bytes)))  # the control group's shards are as large
     return devices_of_a_host(most, batch)
 
 

@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
         raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, here are {cores}")
     exchanges = _missing_exchanges(args, setting) if args.exchanges else []
-    steps = _missing_steps(args, live, setting)
+    steps = _missing_steps(args, live, setting) if args.steps else []
     plans = sum(len(made) for _, made in steps)
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))

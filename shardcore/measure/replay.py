@@ -51,8 +51,9 @@ _GRADIENT = 1e-3
 @dataclass(frozen=True)
 class ReplayConfig:
     """repeats of each plan's step after warmups; batches: different ones to go through; arena_bytes: weights of one rank, the
-    largest shard that can be replayed; evict_bytes: overwritten before each step, more than the caches hold; timeout_s: building
-    a plan's ops or a round of steps that takes longer has hung; seed: of the batches."""
+    largest shard that can be replayed (more where a control group's shards are larger); evict_bytes: overwritten before each
+    step, more than the caches hold; timeout_s: building a plan's ops or a round of steps that takes longer has hung; seed: of the
+    batches."""
 
     repeats: int = 50
     warmups: int = 4
@@ -71,6 +72,7 @@ class ReplayConfig:
 
 STEP_REPEATS = 20
 STEP_BYTES = 512 << 20
+"""Weights of a rank that replays steps as samples, and the largest table of these."""
 
 
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:

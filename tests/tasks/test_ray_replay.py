@@ -68,9 +68,10 @@ def test_devices_of_a_host_share_no_core_and_divide_the_batch():
 def test_steps_need_two_devices_of_a_host_and_a_table_that_fits(tables):
     config = MeasureConfig(arena_bytes=8 * MIB)
     assert step_devices(config, SETTING.batch) == 1
-    assert "no host has two devices" in why_no_steps(tables, 1, config) and why_no_steps(tables, 2, config) is None
+    assert "no host has two devices" in why_no_steps(tables, SETTING, 1, config)
+    assert why_no_steps(tables, SETTING, 2, config) is None
     large = [dataclasses.replace(t, rows=10**8) for t in tables]
-    assert why_no_steps(large, 2, config) == "no table of the pool with lookups fits 8 MiB at a dim of 4"
+    assert why_no_steps(large, SETTING, 2, config) == "no table of the pool with lookups fits 8 MiB at a dim of 4"
 
 
 def test_a_workload_of_another_setting_is_refused(workload):
