@@ -1,5 +1,5 @@
 # make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack and
-# of failures struck into it).  All set up .venv themselves.
+# of failures struck into it; mutants: whether the tests notice defects).  All set up .venv themselves.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
@@ -13,7 +13,7 @@ export DVC_NO_ANALYTICS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
-.PHONY: run test test-long up status down setup lint
+.PHONY: run test test-long mutants up status down setup lint
 
 run: setup
 	python -m tasks.services python -m flows.refresh
@@ -23,6 +23,9 @@ test: setup
 
 test-long: setup
 	python -m pytest -m long -n 0
+
+mutants: setup
+	python -m bench.mutants --out .mutants.jsonl
 
 up: setup
 	@python -m tasks.stack up

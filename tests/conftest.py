@@ -1,8 +1,11 @@
-"""Shared by the tests: small tables and problems with known statistics."""
+"""Shared by the tests: what they need of the machine, how they are dealt to workers, and small tables and problems."""
 
+import importlib.util
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -10,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "cost"))  # laws.py, for all
+HERE = Path(__file__).parent
+sys.path.append(str(HERE / "cost"))  # laws.py, for all
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker of the suite, and what it starts, is one core
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -24,6 +28,59 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 from shardcore.types import Device, Problem, Reuse, Table, Topology, Zipf  # noqa: E402
 
 MIB = 1 << 20
+
+# --- what the machine has ----------------------------------------------------------------------------------------------
+
+
+def can_mount() -> bool:
+    """Whether a small file system can be mounted, in a mount namespace of its own."""
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
+    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+HAS = {
+    "chromium": lambda: bool(shutil.which("chromium")),
+    "mount": can_mount,
+    "prometheus": lambda: bool(shutil.which("prometheus")),
+    "torchrec": lambda: importlib.util.find_spec("torchrec") is not None,
+}
+"""What some tests need, and are skipped without. CI names all of it in SHARDCORE_REQUIRE, so that none is skipped there."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    required = os.environ.get("SHARDCORE_REQUIRE", "").split()
+    if unknown := sorted(set(required) - set(HAS)):
+        pytest.exit(f"SHARDCORE_REQUIRE names {unknown[0]!r}; known are {', '.join(HAS)}", returncode=4)
+    if missing := [name for name in required if not HAS[name]()]:
+        pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; its tests would be skipped",
+                    returncode=4)
+    # Compiled once, before the workers start: each would take half a minute for it.
+    subprocess.run([sys.executable, "-c", "import shardcore.search.anneal, shardcore.cost.compiled"], cwd=HERE.parent, check=True)
+
+
+# --- how tests are dealt to the workers --------------------------------------------------------------------------------
+
+FIRST = ("flows/test_pipeline", "tasks/test_workers", "flows/test_operations", "measure", "flows", "tasks", "export")
+"""The longest begin first, so that the workers end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use a Ray cluster."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            group = "ray" if "cluster" in getattr(item, "fixturenames", ()) else str(item.path.relative_to(HERE))
+            item.add_marker(pytest.mark.xdist_group(group))
+
+    def turn(item: pytest.Item) -> int:
+        path = str(item.path.relative_to(HERE))
+        return next((i for i, start in enumerate(FIRST) if path.startswith(start)), len(FIRST))
+
+    items.sort(key=turn)
+
+
+# --- tables and problems -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
