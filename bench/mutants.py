@@ -3,7 +3,7 @@
 bench/defects/*.toml list the defects: `file`, `old` (which occurs once in it), `new`, `tests` (the fewest that should notice) and
 `says` (what is wrong then); `survives` says why no test can notice one. With --drawn N, N more are drawn from the code itself:
 a comparison turned, a term's sign, a constant, a condition, a statement or an argument left out; the tests that import the
-module run against them. Some of those change nothing that a test could see, so their score is a floor.
+module, or one that imports it, run against them. Some of those change nothing that a test could see, so their score is a floor.
 
 A defect is caught where a test fails, or hangs until its time limit. First the tests run without a defect: they must pass. What
 was done is kept in --out, and is done again only where the code or its tests changed. Exit code 1 where a listed defect survives
@@ -117,7 +117,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
         yield "a not or a sign is left out", node.operand
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        yield "another constant", ast.Constant(not node.value if node.value in (True, False) else node.value * 2)
+        yield "another constant", ast.Constant(not node.value if isinstance(node.value, bool) else 2 * node.value + 1)
     elif isinstance(node, ast.IfExp):
         yield "the branches are exchanged", ast.IfExp(node.test, node.orelse, node.body)
     elif isinstance(node, ast.Call) and len(node.args) > 1:
@@ -166,15 +166,21 @@ def drawn(rng: random.Random, count: int) -> list[Defect]:
 
 
 def tests_of(file: str) -> tuple[str, ...]:
-    """The test files that import a module, those in the mirrored folder first."""
+    """The test files that import a module, or one that imports it; its own first."""
+    name = Path(file).stem
+    near = {file, *importers(file, "shardcore"), *importers(file, "tasks")}
+    found = {test for module in near for test in importers(module, "tests") if Path(test).name.startswith("test_")}
+    direct = set(importers(file, "tests"))
+    return tuple(sorted(found, key=lambda test: (f"test_{name}.py" not in test, test not in direct, test)))
+
+
+def importers(file: str, top: str) -> list[str]:
+    """The files of a folder that import a module."""
     module = file.removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(rf"from {re.escape(module)} import|import {re.escape(module)}\b|"
-                         rf"from {re.escape(package)} import \(?[^)]*?\b{name}\b")
-    mirrored = Path("tests", *Path(file).parts[1 if file.startswith("shardcore") else 0:-1])
-    found = [p.relative_to(ROOT) for p in sorted((ROOT / "tests").rglob("test_*.py")) if imports.search(p.read_text())
-             or p.name == f"test_{name}.py"]
-    return tuple(str(p) for p in sorted(found, key=lambda p: (f"test_{name}" not in p.name, p.parent != mirrored, str(p))))
+                         rf"from {re.escape(package)} import (?:\([^)]*?|[^(\n]*?)\b{name}\b")
+    return [str(p.relative_to(ROOT)) for p in sorted((ROOT / top).rglob("*.py")) if imports.search(p.read_text())]
 
 
 # --- running ---------------------------------------------------------------------------------------------------------------
@@ -188,7 +194,8 @@ def copy_project(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "copy"]):
+    commit = ["-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "copy"]
+    for command in (["init", "-q"], ["add", "-A"], commit):
         subprocess.run(["git", *command], cwd=folder, check=True)
 
 
