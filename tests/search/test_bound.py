@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_conformance import BATCH, MIB, draw_tables, every_plan, model_for
+from conformance import BATCH, MIB, draw_tables, every_plan, model_for
 
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conformance import MIB, draw_problem, model_for
 from test_bound import contended
-from test_conformance import MIB, draw_problem, model_for
 
 from shardcore.cost.model import price
 from shardcore.cost.neural import physical

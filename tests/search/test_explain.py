@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conformance import BATCH, MIB, draw_problem, model_for
 from test_bound import contended
-from test_conformance import BATCH, MIB, draw_problem, model_for
 
 from shardcore import files, plan_report
 from shardcore.__main__ import main
