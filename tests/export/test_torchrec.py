@@ -1,8 +1,6 @@
 """Plans to and from TorchRec: round trips, what is refused, and real training of some of all kinds."""
 
-import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, wr
 from shardcore.search.pieces import even_rows  # noqa: E402
 from shardcore.types import Device, Placement, Plan, Shard, ShardCoreError, Table, Topology  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 MODULE = training.Model(sequence=True)
 TABLE = Table("t", 24, 16, 2.0)
 FOUR = Ranks.of(Topology((Device(10**9),) * 4))
@@ -195,19 +192,3 @@ def test_even_rows():
     assert even_rows(10, 4) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert even_rows(9, 4) is None and even_rows(5, 4) is None and even_rows(3, 4) is None
     assert even_rows(7, 1) == [(0, 7)]
-
-
-def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
-    """Six of all kinds, on four processes, half of them with row ranges that need our sharder; asked again, none trains twice."""
-    from bench import torchrec as bench
-
-    out = tmp_path / "trained.json"
-    command = [sys.executable, "-m", "bench.torchrec", "--round-trips", "0", "--plans", "6", "--sequence", "--out", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
-    assert ran.stdout.startswith("6 plans trained, 0 failed")
-    again = dict(plans=6, seed=0, hosts=2, per_host=2, sequence=True, out=out)
-    assert bench.trained(Namespace(**again)) == dict.fromkeys(range(6), "")
-    assert not capsys.readouterr().err
-    with pytest.raises(ShardCoreError, match="has plans of seed 0, not 1"):
-        bench.trained(Namespace(**again | {"seed": 1}))

@@ -1,15 +1,20 @@
 """Random plans that TorchRec trains: drawn, taken there and back, and trained with DistributedModelParallel on gloo processes, to
-compare with an unsharded run, and ops with `lower`. For the tests and for bench/torchrec.py.
+compare with an unsharded run, and ops with `lower`. For the tests and for bench/torchrec.py. Processes are forked from a server
+that has imported TorchRec once, and nothing else of whoever asks: no threads of his, no locks.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import runpy
+import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,46 +147,66 @@ def _settings(rng: np.random.Generator) -> dict[str, Any]:
 def train(given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool = False, limit_s: float = 120) -> dict[int, str]:
     """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is its seed, its flag
     says whether its row ranges are uneven. It ends with the first that fails, or for which a process dies."""
-    context = mp.get_context("fork")
-    found = context.Queue()
+    n = len(given.topology)
     with tempfile.TemporaryDirectory() as folder:
-        workers = [context.Process(target=_work, args=(rank, given, plans, sequence, f"{folder}/rendezvous", found))
-                   for rank in range(len(given.topology))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(limit_s)
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-    said: dict[int, list[str]] = {}
-    while not found.empty():
-        i, words = found.get()
-        said.setdefault(i, []).append(words)
-    result = {i: "; ".join(filter(None, words)) for i, words in said.items() if any(words) or len(words) == len(workers)}
-    died = [f"rank {r} ended with {w.exitcode}" for r, w in enumerate(workers) if w.exitcode]
+        codes = in_processes(n, _work, (given, plans, sequence, folder), limit_s)
+        said: dict[int, list[str]] = {}
+        for path in sorted(Path(folder).glob("said-*")):
+            said.setdefault(int(path.name.split("-")[1]), []).append(path.read_text())
+    result = {i: "; ".join(filter(None, words)) for i, words in said.items() if any(words) or len(words) == n}
+    died = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
     if died and not any(result.values()) and (missing := [i for i in plans if i not in result]):
         result[missing[0]] = "; ".join(died)
     return result
 
 
-def _work(rank: int, given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool, path: str, found) -> None:
+def in_processes(n: int, work: Callable[..., None], args: Sequence[Any], limit_s: float) -> list[int]:
+    """Run work(rank, *args) in n processes; their exit codes. Those that take longer than the limit, together, are killed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"])
+    workers = [context.Process(target=work, args=(rank, *args)) for rank in range(n)]
+    end = time.monotonic() + limit_s
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(max(0.0, end - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+    return [worker.exitcode for worker in workers]
+
+
+def run_script(n: int, path: Path, *args: str, limit_s: float = 120) -> tuple[list[int], str]:
+    """A script in n processes as torchrun starts them, less torchrun itself; exit codes, and what they printed."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # its port is open, so nobody takes it
+    with tempfile.TemporaryDirectory() as folder:
+        codes = in_processes(n, _script, (n, store.port, path, args, folder), limit_s)
+        return codes, "".join(p.read_text() for p in sorted(Path(folder).iterdir()))
+
+
+def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n), MASTER_ADDR="localhost",
+                      MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    sys.argv[:] = [str(path), *args]
+    sys.stdout = sys.stderr = open(f"{folder}/{rank}", "w", buffering=1)
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _work(rank: int, given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=n)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     for i, (plan, uneven) in plans.items():
         try:
             worst = _differs(rank, given, plan, uneven, sequence, seed=i)
         except Exception as error:  # whatever TorchRec raises; the other ranks then lose this one
             worst = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        found.put((i, f"rank {rank}: {worst}" if worst else ""))
+        Path(f"{folder}/said-{i}-{rank}").write_text(f"rank {rank}: {worst}" if worst else "")
         if worst:
             break
-    found.close()
-    found.join_thread()
     os._exit(0)  # the others may be gone
 
 

@@ -1,0 +1,69 @@
+"""Real training: plans of all kinds as TorchRec trains them, and the example that users copy."""
+
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import training  # noqa: E402  (beside this file)
+
+from bench import torchrec as bench  # noqa: E402
+from shardcore.types import Placement, Plan, Shard, ShardCoreError  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
+
+
+def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
+    """Of all kinds, on four processes, every second with row ranges that need our sharder; asked again, none trains twice."""
+    asked = dict(plans=4, seed=0, hosts=2, per_host=2, sequence=True, out=tmp_path / "trained.json")
+    given = training.problem(2, 2, sequence=True)
+    kinds = Counter(kind.split()[0] for i in range(4)
+                    for kind in training.kinds_of(bench.drawn(given, i, 0)[0], given, True).values())
+    assert set(kinds) == {"table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"}
+    assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
+    assert capsys.readouterr().err == "4 of 4\n"
+    assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
+    assert not capsys.readouterr().err
+    with pytest.raises(ShardCoreError, match="has plans of seed 0, not 1"):
+        bench.trained(Namespace(**asked | {"seed": 1}))
+
+
+def test_a_plan_that_does_not_train_is_said_to():
+    given = training.problem(1, 2)
+    a, *others = given.tables
+    ranges = [Placement(Shard(a, lo, hi, 0, a.dim), (d,)) for d, (lo, hi) in enumerate(((0, 7), (7, a.rows)))]
+    plan = Plan((*ranges, *(Placement(Shard.whole(t), (0,)) for t in others)))
+    found = training.train(given, {3: (plan, False)})  # TorchRec's own sharder does not follow such ranges
+    assert set(found) == {3} and "rank 0: ShardCoreError" in found[3] and "by rows at [7]" in found[3]
+
+
+def said_of(output: str, at_most: float) -> None:
+    """Losses fall to so much of what they were, parameters are those of an unsharded run."""
+    for name in ("shardcore", "torchrec"):
+        line = next(x for x in output.splitlines() if x.startswith(name)).split()
+        first, last, apart = float(line[2]), float(line[4]), float(line[-1])
+        assert last < at_most * first
+        assert apart < 1e-5
+    times = next(x for x in output.splitlines() if x.startswith("step time"))
+    assert re.findall(r"(\w+) over shardcore \d", times) == ["torchrec", "unsharded"]
+
+
+def test_the_example_trains_as_unsharded():
+    codes, output = training.run_script(2, EXAMPLE, "--check", "--steps", "10")
+    assert codes == [0, 0], output
+    said_of(output, 0.995)
+
+
+@pytest.mark.long
+def test_the_example_runs_under_torchrun_as_users_start_it():
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(EXAMPLE),
+                          "--check", "--steps", "20"], capture_output=True, text=True, timeout=150, cwd=EXAMPLE.parents[2])
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
+    said_of(ran.stdout, 0.97)
