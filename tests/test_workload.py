@@ -5,7 +5,7 @@ import pytest
 
 from shardcore import memory
 from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
-from shardcore.workload import COLUMN, REPLICATED, ROW, lower
+from shardcore.workload import COLUMN, REPLICATED, ROW, Traffic, device_names, lower
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)
@@ -60,6 +60,25 @@ def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
     assert all(word in str(error.value) for word in named), str(error.value)
 
 
+def test_one_cell_too_few_or_too_many_is_noticed_however_large_the_table():
+    large = Table("large", 10**7, 8, 1.0)
+    problem = Problem("p", (large,), Topology((Device(10**9),) * 2), 2)
+
+    def plan(low):
+        return place((Shard(large, 0, 10**7, 0, 4), (0,)), (Shard(large, 0, 5 * 10**6, 4, 8), (1,)),
+                     (Shard(large, low, 10**7, 4, 8), (1,)))
+
+    lower(plan(5 * 10**6), problem)
+    for low, said in ((5 * 10**6 + 1, "79999996 of the 80000000 cells"), (5 * 10**6 - 1, "cells twice")):
+        with pytest.raises(ShardCoreError, match=said):
+            lower(plan(low), problem)
+
+
+def test_devices_for_people():
+    assert device_names([3]) == "device 3" and device_names(range(2)) == "devices 0, 1"
+    assert device_names(range(8)) == "devices 0, 1, 2, 3, 4, 5, 6, 7" and device_names(range(10)).endswith("6, 7 and 2 more")
+
+
 def test_tables_kept_together_share_a_device():
     def plan(device_of_c):
         return place((Shard.whole(A), (0,)), (Shard.whole(B), (1,)), (Shard.whole(C), (device_of_c,)))
@@ -69,12 +88,53 @@ def test_tables_kept_together_share_a_device():
         lower(plan(1), problem)
 
 
-def test_a_device_that_holds_too_much_is_named():
-    tight = dataclasses.replace(PROBLEM, constraints=Constraints(reserved_bytes=(1 << 20) - 1000))
-    with pytest.raises(Infeasible, match="device 0 of problem 'p' would hold"):
-        lower(PLAN, tight)
+@pytest.mark.parametrize("n_bytes", [10**3, 10**6, 10**9])
+@pytest.mark.parametrize("reserved", [0, 12_345])
+def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
+    table = Table("t", n_bytes, 4, 1.0)
+    plan, needed = place((Shard.whole(table), (1,))), 16 * n_bytes + 2 * 64 * 16
+    one_less = Topology((Device(1), Device(needed + reserved - 1)))
+    problem = Problem("p", (table,), one_less, 64, constraints=Constraints(reserved_bytes=reserved))
+    with pytest.raises(Infeasible, match="device 1 of problem 'p' would hold .*; it may hold "):
+        lower(plan, problem)
+    enough = dataclasses.replace(problem, topology=Topology((Device(1), Device(needed + reserved))))
+    assert lower(plan, enough).memory_bytes == (0, needed)  # on the first, where even less than nothing is free, is nothing
+    assert memory.free_bytes(enough) == [1 - reserved, needed]
 
 
-def test_rowwise_adagrad_keeps_one_number_a_row():
-    shard = Shard.whole(A)
-    assert memory.shard_bytes(shard, 64, "rowwise_adagrad") - memory.shard_bytes(shard, 64, "exact_sgd") == 4 * 100
+def test_memory_is_weights_state_outputs_and_a_replicas_dense_gradient():
+    half = Shard(A, 10, 60, 4, 8)  # 50 rows, 4 columns
+    assert memory.shard_bytes(half, 64, "exact_sgd") == 50 * 4 * 4 + 2 * 64 * 4 * 4
+    assert memory.shard_bytes(half, 64, "rowwise_adagrad") == 50 * 4 * 4 + 2 * 64 * 4 * 4 + 50 * 4
+    assert memory.shard_bytes(half, 64, "exact_sgd", replicated=True) == 2 * 50 * 4 * 4 + 2 * 64 * 4 * 4
+    small = Shard.whole(Table("h", 100, 8, 2.0, precision="fp16"))  # outputs and dense gradients are FP32
+    assert memory.shard_bytes(small, 64, "exact_sgd") == 100 * 8 * 2 + 2 * 64 * 8 * 4
+    assert memory.shard_bytes(small, 64, "exact_sgd", replicated=True) == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4
+
+
+@pytest.mark.parametrize("n_bytes, shown", [(3 * 2**30, "3.0 GiB"), (2**30 // 10 + 1, "0.1 GiB"), (2**30 // 11, "93.1 MiB"),
+                                            (2**20, "1.0 MiB"), (104_857, "104857 bytes"), (0, "0 bytes"),
+                                            (-(2**30), "-1.0 GiB")])
+def test_sizes_for_people(n_bytes, shown):
+    assert memory.gib(n_bytes) == shown
+
+
+def test_what_devices_exchange_adds_up_by_kind():
+    """Three devices, unlike in all: a replica counts on each of its own only, its op over the local batch."""
+    problem = dataclasses.replace(PROBLEM, topology=Topology((Device(1 << 20),) * 3), global_batch=48)
+    plan = place((Shard(A, 0, 100, 0, 4), (0,)), (Shard(A, 0, 100, 4, 8), (2,)), (Shard(B, 0, 20, 0, 4), (2,)),
+                 (Shard(B, 20, 60, 0, 4), (2,)), (Shard.whole(C), (2, 0)))
+    work = lower(plan, problem)
+    assert [[(op.kind, op.batch, [s.label for s in op.shards]) for op in ops] for ops in work.ops] == [
+        [(COLUMN, 48, ["a[0:100, 0:4]"]), (REPLICATED, 16, ["c[0:10, 0:16]"])], [],
+        [(COLUMN, 48, ["a[0:100, 4:8]"]), (ROW, 48, ["b[0:20, 0:4]", "b[20:60, 0:4]"]), (REPLICATED, 16, ["c[0:10, 0:16]"])]]
+    assert work.traffic.all_to_all.tolist() == [48 * 4 * 4, 0, 48 * 4 * 4]
+    assert work.traffic.reduce_scatter.tolist() == [0, 0, 48 * 8 * 4]
+    assert work.traffic.all_reduce.tolist() == [10 * 16 * 4, 0, 10 * 16 * 4]
+    replica = 2 * 10 * 16 * 4 + 2 * 16 * 16 * 4
+    column = 100 * 4 * 4 + 2 * 48 * 4 * 4
+    ranges = (20 + 40) * 4 * 4 + 2 * 48 * 4 * 4 * 2
+    assert work.memory_bytes == (column + replica, 0, column + ranges + replica)
+    assert (work.topology, work.global_batch) == (problem.topology, 48)
+    columns = Traffic.of_columns(np.array([1, 2]))
+    assert [t.tolist() for t in (columns.all_to_all, columns.reduce_scatter, columns.all_reduce)] == [[1, 2], [0, 0], [0, 0]]

@@ -56,25 +56,25 @@ def moved(old: Plan, new: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("space", ["halves", "columns", "all"])
 def test_it_is_cheaper_than_neuroshard_soon_and_later(space):
-    ratios = {2_000: [], 60_000: []}
-    for seed in range(4):
+    ratios = {2_000: [], 40_000: []}
+    for seed in range(3):
         problem = draw_problem(seed, 20, [8 * MIB] * 4)
         theirs = cost(SHARDERS["neuroshard"](problem, model_for(problem)))
         for evals, found in ratios.items():
             plan = local(problem, model_for(problem), budget=Budget(evals=evals), space=space)
             check_plan(plan, problem)
             found.append(cost(plan) / theirs)
-    assert np.mean(ratios[60_000]) < 1.0 and np.mean(ratios[60_000]) < np.mean(ratios[2_000]) + 0.01
+    assert np.mean(ratios[40_000]) < min(1.0, np.mean(ratios[2_000])), ratios
 
 
 def test_it_finds_the_cheapest_of_all_plans():
-    for seed in range(6):
-        tables = draw_tables(np.random.default_rng(seed), 4, (4, 8, 16))
-        problem = replace(draw_problem(seed, 4, [MIB] * 2, [1.0, 2.0]), tables=tables)
-        model = model_for(problem)
-        for space in ("columns", "all"):
-            least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns"))
-            assert cost(local(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(least, rel=1e-6)
+    """Of four tables; of three see conformance.py."""
+    tables = draw_tables(np.random.default_rng(2), 4, (4, 8, 16))
+    problem = replace(draw_problem(2, 4, [MIB] * 2, [1.0, 2.0]), tables=tables)
+    model = model_for(problem)
+    for space in ("columns", "all"):
+        least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns"))
+        assert cost(local(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(least, rel=1e-6)
 
 
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():
@@ -162,11 +162,14 @@ def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
     assert predicted.max() == pytest.approx(max(np.add(found.forward_comm_ms, found.backward_comm_ms)), rel=1e-6)
 
 
-def test_the_budget_in_seconds_is_kept():
+def test_the_budget_is_kept_whichever_limit_is_nearer():
+    """Without the seconds 40 million changes would be tried, for some 20 s."""
     problem = draw_problem(2, 20, [8 * MIB] * 4)
-    plans = [local(problem, model_for(problem), budget=Budget(seconds=s)) for s in (0.001, 0.5)]
-    assert plans[0].provenance["evals"] < plans[1].provenance["evals"]
-    assert cost(plans[1]) <= cost(plans[0]) * (1 + 1e-3)
+    model, seconds = model_for(problem), [0.001, 0.1]
+    evals = [local(problem, model, budget=Budget(40_000_000, s)).provenance["evals"] for s in seconds]
+    assert evals[0] < evals[1] < 4_000_000
+    evals = [local(problem, model, budget=Budget(n, 1000.0)).provenance["evals"] for n in (1, 5000)]
+    assert 5000 <= evals[1] < 8000 and evals[0] < 3000, evals  # its starts and one round may exceed it
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,46 @@
+"""What a run may still use of its budget."""
+
+import math
+import time
+
+import pytest
+
+from shardcore.search.budget import Budget, Meter
+from shardcore.types import ShardCoreError
+
+
+def used(budget: Budget, evals: int = 0, seconds: float = 0.0) -> Meter:
+    """A meter that was started so long ago."""
+    return Meter(budget, time.monotonic() - seconds, evals)
+
+
+def test_evaluations_are_counted_down_in_units_of_work():
+    meter = used(Budget(evals=100), evals=40)
+    assert [meter.affordable(9, 20), meter.affordable(2, 20), meter.affordable(9, 61)] == [3, 2, 0]
+    assert meter.progress() == 0.4 and meter.left()
+    assert used(Budget(evals=100), 99).left() and not used(Budget(evals=100), 100).left()
+    over = used(Budget(evals=100), 150)
+    assert over.progress() == 1.0 and over.affordable(5, 10) == 0
+
+
+def test_seconds_end_it_whatever_is_left_of_evaluations():
+    assert used(Budget(evals=100, seconds=50.0), seconds=51).affordable(5, 1) == 0
+    assert not used(Budget(seconds=50.0), seconds=51).left()
+    half = used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
+    assert 0.5 <= half.progress() < 0.6 and half.affordable(5, 1) == 5 and 500 <= half.seconds() < 600
+    assert used(Budget(evals=100, seconds=1000.0), evals=90, seconds=500).progress() == 0.9  # the nearer one
+
+
+def test_without_limits_there_is_always_more():
+    meter = used(Budget(), evals=10**12, seconds=10**6)
+    assert meter.progress() == 0.0 and meter.left() and meter.affordable(7, 10**9) == 7
+    before = time.monotonic()
+    started = Budget(evals=3).start()
+    assert before <= started.started_s <= time.monotonic() and started.evals == 0
+
+
+@pytest.mark.parametrize("given, said", [({"evals": 0}, "evals 0"), ({"seconds": -1.0}, "seconds -1.0"),
+                                         ({"seconds": math.inf}, "seconds inf"), ({"seconds": math.nan}, "seconds nan")])
+def test_a_budget_that_makes_no_sense_is_refused(given, said):
+    with pytest.raises(ShardCoreError, match=f"budget has {said}; it needs to be positive and finite"):
+        Budget(**given)
