@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ def test_a_plan_runs_one_op_a_kind_and_device():
     (place((Shard.whole(A), (0,)), (Shard(A, 0, 100, 4, 8), (1,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0,))),
      ["cells twice", "a[0:100, 4:8]"]),
     (place((Shard.whole(A), (2,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0,))), ["device 2", "0 to 1"]),
+    (place((Shard.whole(A), (1,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0, 2))), ["device 2", "0 to 1"]),
     (place((Shard.whole(dataclasses.replace(A, pooling=9.0)), (0,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0,))), ["'a'"]),
 ])
 def test_a_plan_that_does_not_cover_its_problem_is_refused(plan, named):
@@ -72,6 +74,16 @@ def test_one_cell_too_few_or_too_many_is_noticed_however_large_the_table():
     for low, said in ((5 * 10**6 + 1, "79999996 of the 80000000 cells"), (5 * 10**6 - 1, "cells twice")):
         with pytest.raises(ShardCoreError, match=said):
             lower(plan(low), problem)
+
+
+def test_shards_cover_a_table_in_whatever_order_they_are_listed():
+    problem = Problem("p", (A,), Topology((Device(1 << 20),)), 64)
+    quarters = [(Shard(A, *rows, *columns), (0,)) for rows in ((0, 40), (40, 100)) for columns in ((0, 4), (4, 8))]
+    for order in permutations(quarters):
+        lower(place(*order), problem)
+    for rows, columns in (((39, 100), (4, 8)), ((0, 41), (4, 8)), ((40, 100), (0, 8))):
+        with pytest.raises(ShardCoreError, match="cells twice"):
+            lower(place((Shard(A, *rows, *columns), (0,)), *quarters[:3]), problem)
 
 
 def test_devices_for_people():
@@ -137,4 +149,5 @@ def test_what_devices_exchange_adds_up_by_kind():
     assert work.memory_bytes == (column + replica, 0, column + ranges + replica)
     assert (work.topology, work.global_batch) == (problem.topology, 48)
     columns = Traffic.of_columns(np.array([1, 2]))
+    assert {t.dtype for t in (work.traffic.all_to_all, work.traffic.reduce_scatter, work.traffic.all_reduce)} == {np.dtype(float)}
     assert [t.tolist() for t in (columns.all_to_all, columns.reduce_scatter, columns.all_reduce)] == [[1, 2], [0, 0], [0, 0]]
