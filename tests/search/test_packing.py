@@ -11,7 +11,6 @@ from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.local import local
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import divided, even_rows
 from shardcore.search.room import Room, piece_bytes
 from shardcore.search.space import Reshard
 from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
@@ -88,16 +87,6 @@ def test_what_has_few_places_is_placed_first(name):
         assert {p.shard.table.name for p in plan.placements if p.devices == (2,)} == {"t0", "t1", "t2"}
 
 
-@pytest.mark.parametrize("sharder", SHARDERS)
-def test_a_table_of_which_four_columns_fit_no_device_is_divided_as_torchrec_trains_rows(sharder):
-    large = Table("large", 40_000, 8, 1.0)  # four columns: 640,000 bytes; a third of its rows: 430,000
-    problem = problem_of([large, *TABLES[:2]], [600_000] * 3)
-    plan = SHARDERS[sharder](problem, MODEL, budget=Budget(evals=2_000))
-    found = [(p.shard.row_lo, p.shard.row_hi, p.devices) for p in plan.placements if p.shard.table == large]
-    assert found == [(*rows, (d,)) for d, rows in enumerate(even_rows(large.rows, 3))]
-    assert all(p.shard.width == 8 for p in plan.placements if p.shard.table == large)
-
-
 def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     table = Table("large", 4_000, 8, 1.0)
     problem = problem_of([table, *TABLES[:2]], [600_000] * 3)
@@ -111,11 +100,3 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     kept = local(hosts, MODEL, budget=Budget(evals=2_000), space="halves",
                  reshard=Reshard(Plan((*grid, *(Placement(Shard.whole(t), (1,)) for t in TABLES[:2]))), 2))
     assert {p for p in kept.placements if p.shard.table == table} == set(grid)
-
-
-@pytest.mark.parametrize("sharder", SHARDERS)
-def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(sharder):
-    tall = Table("tall", 40_000, 4, 1.0)
-    problem = problem_of([tall, *TABLES[:2]], [600_000] * 6, "aabbcc", pinned=(("tall", ("b",)),))
-    plan = SHARDERS[sharder](problem, MODEL, budget=Budget(evals=2_000))
-    assert [p for p in plan.placements if p.shard.table == tall] == divided(tall, (2, 3))
