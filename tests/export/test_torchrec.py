@@ -16,7 +16,6 @@ from shardcore import files  # noqa: E402
 from shardcore.__main__ import main  # noqa: E402
 from shardcore.export.torchrec import Ranks, from_torchrec, layout, tables_of, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
-from shardcore.search.pieces import even_rows  # noqa: E402
 from shardcore.types import Device, Placement, Plan, Shard, ShardCoreError, Table, Topology  # noqa: E402
 
 MODULE = training.Model(sequence=True)
@@ -186,9 +185,3 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     files.write_plan(paths[1], Plan((*rows((0, 0, 5), (1, 5, 24), table=given.tables[0]), plan.placements[2])), given)
     assert main(command) == 1
     assert "table 'a' by rows over devices 0, 1" in capsys.readouterr().err
-
-
-def test_even_rows():
-    assert even_rows(10, 4) == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert even_rows(9, 4) is None and even_rows(5, 4) is None and even_rows(3, 4) is None
-    assert even_rows(7, 1) == [(0, 7)]

@@ -12,7 +12,7 @@ from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_pieces
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import column_runs, consolidate, divided, halve_columns
+from shardcore.search.pieces import column_runs, consolidate, divided, even_rows, halve_columns
 from shardcore.search.room import Room, piece_bytes
 from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import require_cover
@@ -60,6 +60,20 @@ def test_a_fast_device_takes_more():
     tables = [Table(f"t{i}", 100, 8, 4.0) for i in range(12)]
     devices = list(device_of("dim_greedy", problem_of(tables, speeds=[1.0, 2.0])).values())
     assert devices.count(1) == 8
+
+
+def test_a_table_goes_where_it_is_done_first_and_of_equals_where_most_room_is():
+    table = Table("t", 100, 8, 4.0)
+    for name in ("size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy"):
+        assert device_of(name, problem_of([table], speeds=[1.0, 2.0])) == {"t": 1}
+        assert device_of(name, problem_of([table], memory=(MIB, 2 * MIB, MIB))) == {"t": 1}
+        assert device_of(name, problem_of([table], memory=(2 * MIB, MIB, 2 * MIB))) == {"t": 0}
+
+
+def test_rows_are_divided_as_torchrec_does_or_not_at_all():
+    assert even_rows(10, 4) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert even_rows(9, 4) is None and even_rows(5, 4) is None and even_rows(3, 4) is None
+    assert even_rows(7, 1) == [(0, 7)]
 
 
 def test_random_uses_its_seed_and_every_device():

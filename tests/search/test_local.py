@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for
+from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, needed_bytes
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -114,6 +114,23 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     assert all(len(p.devices) == 1 for p in local(kept, model, budget=Budget(evals=5000), space="all").placements)
 
 
+@pytest.mark.parametrize("short", [1, 50_000])
+def test_copies_take_no_byte_more_than_there_is(short):
+    """All small tables would be everywhere, of which each device lacks some bytes; 92 kB are dense gradients."""
+    small = tuple(Table(f"s{i}", 40, 64, 1.0, Zipf(0.0)) for i in range(9))
+    large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))
+    copy, whole = needed_bytes(40, 64, 256, copies=True), needed_bytes(5000, 16, 1024)
+    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
+
+    def copied(memory):
+        problem = Problem("copies", (*small, *large), Topology((Device(memory),) * 4), 1024)
+        plan = local(problem, model, budget=Budget(evals=20_000))
+        check_plan(plan, problem)
+        return sum(len(p.devices) > 1 for p in plan.placements)
+
+    assert copied(9 * copy + whole) == 9 > copied(9 * copy + whole - short)
+
+
 def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(700_000),) * 6), 49_152)  # four columns: 1.6 MB
@@ -168,6 +185,7 @@ def test_the_budget_is_kept_whichever_limit_is_nearer():
     model, seconds = model_for(problem), [0.001, 0.1]
     evals = [local(problem, model, budget=Budget(40_000_000, s)).provenance["evals"] for s in seconds]
     assert evals[0] < evals[1] < 4_000_000
+    assert local(problem, model, budget=Budget(seconds=0.1)).provenance["evals"] < 4_000_000
     evals = [local(problem, model, budget=Budget(n, 1000.0)).provenance["evals"] for n in (1, 5000)]
     assert 5000 <= evals[1] < 8000 and evals[0] < 3000, evals  # its starts and one round may exceed it
 
@@ -188,6 +206,21 @@ def test_no_more_of_a_plan_moves_than_may(old, tables, n_bytes):
     assert cost(new) <= cost(plan)
     if tables != 0 and n_bytes != 0:
         assert cost(new) < cost(plan)
+
+
+def test_new_tables_do_not_count_as_moved(old):
+    problem, plan = old
+    later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
+    for limits in ({"tables": 1}, {"bytes": 40_000}):
+        new = local(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, **limits))
+        n_tables, n_cells = moved(plan, new)
+        assert 1 <= n_tables <= limits.get("tables", 99) and 4 * n_cells <= limits.get("bytes", np.inf)
+
+
+def test_its_seed_is_used():
+    problem = draw_problem(4, 20, [8 * MIB] * 4)
+    plans = {local(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements for seed in range(4)}
+    assert len(plans) > 1
 
 
 def test_new_tables_are_placed_and_statistics_may_change(old):

@@ -162,6 +162,14 @@ def test_a_pass_without_cap_solves_what_the_caps_forbid():
     assert neuroshard(problem, MODEL, config=capped).provenance["packed"]
 
 
+def test_the_cap_does_not_hold_for_pinned_tables():
+    tables = tuple(Table(f"t{i}", 50, 16, 1.0) for i in range(8))
+    pinned = Constraints(pinned=tuple((t.name, (0,)) for t in tables[:6]))  # three times the mean of the columns
+    problem = Problem("pinned", tables, Topology((Device(2**20),) * 4), BATCH, constraints=pinned)
+    plan = neuroshard(problem, MODEL, config=NeuroShardConfig(uncapped=False, steps=0))
+    assert not plan.provenance["packed"] and sum(p.devices == (0,) for p in plan.placements) == 6
+
+
 def test_where_no_pass_fits_cuts_go_where_memory_is_short():
     """Six tables on four devices that hold one and a half each: two are to be cut, though many others cost more."""
     tables = (*(Table(f"t{i}", 5000, 32, 20.0) for i in range(6)), *(Table(f"small{i}", 50, 8, 90.0) for i in range(30)))

@@ -11,7 +11,8 @@ from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.local import local
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.room import Room, piece_bytes
+from shardcore.search.pieces import devices_of, dividing_devices
+from shardcore.search.room import Room, item_bytes, piece_bytes
 from shardcore.search.space import Reshard
 from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import lower
@@ -72,6 +73,59 @@ def test_a_bundle_takes_room_as_one():
     room.put(shards[2], 1)
     assert room.left.tolist() == [2 * EACH, 0, 3 * EACH]
     assert not room.fits(shards[4]).any() and room.fits(shards[3]).tolist() == [True, False, True]
+
+
+def test_what_follows_of_a_bundle_that_is_pinned_nowhere_fits_its_home_alone():
+    problem = problem_of(TABLES, [2 * EACH, 3 * EACH, 3 * EACH], together=(("t0", "t1", "t2"),))
+    room, shards = Room(problem), list(map(Shard.whole, TABLES))
+    assert item_bytes(shards[:3], problem) == 3 * EACH
+    assert room.fits(shards[1]).tolist() == [False, True, True] and room.fits(shards[3]).all()
+    room.put(shards[1], 2)
+    assert room.fits(shards[0]).tolist() == room.fits(shards[2]).tolist() == [False, False, True]
+    assert room.left.tolist() == [2 * EACH, 3 * EACH, 0] and room.extra_bytes(shards[2]).tolist() == [0] * 3
+    assert room.fits(shards[3]).tolist() == [True, True, False]
+
+
+def test_there_is_room_to_the_byte():
+    table, other = Table("t", 10**6, 4, 1.0), Table("u", 10**6, 4, 1.0)
+    needed = 16 * 10**6 + 2 * BATCH * 16
+    problem = problem_of([table, other], [needed - 1, needed, 2 * needed - 1])
+    room = Room(problem)
+    assert room.fits(Shard.whole(table)).tolist() == [False, True, True]
+    assert Room(problem, [needed + 1, 0]).fits(Shard.whole(table)).tolist() == [True, False]
+    room.put(Shard.whole(table), 2)
+    assert room.fits(Shard.whole(other)).tolist() == [False, True, False] and room.left.tolist()[2] == needed - 1
+    room.put(Shard.whole(other), 1)
+    assert room.left.tolist() == [needed - 1, 0, needed - 1]
+    assert best_fit([10**6, 10**6 + 1], [10**6, 10**6 + 1], 10) == ([0, 1], True)
+    assert best_fit([10**6, 10**6 + 1], [10**6, 10**6], 10) == (None, True)
+
+
+def test_columns_are_poured_to_the_last_that_fits():
+    wide = Table("wide", 1000, 64, 1.0)
+    four = 1000 * 16 + 2 * BATCH * 16
+    for memory in ([7 * four, 6 * four, 3 * four], [8 * four - 1, 6 * four, 3 * four]):
+        packing = pack(problem_of([wide], memory), memory)
+        where = {d: s.width // 4 for s, d in zip(packing.pieces, packing.devices, strict=True)}
+        assert where == {0: 7, 1: 6, 2: 3}
+    assert pack(problem_of([wide], [7 * four - 1, 6 * four, 3 * four]), [7 * four - 1, 6 * four, 3 * four]) is None
+
+
+def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
+    """It numbers devices host by host; rows that are not ordered are dealt out anew, whichever device has which."""
+    ordered, other = Table("ordered", 10, 4, 1.0, ordered=True), Table("other", 10, 4, 1.0)
+    apart = problem_of([ordered, other], [EACH] * 4, "xyxy", unsplit=())
+    assert [dividing_devices(t, apart) for t in (ordered, other)] == [(0, 2, 1, 3), (0, 1, 2, 3)]
+    assert dividing_devices(ordered, problem_of([ordered], [EACH] * 4)) == (0, 1, 2, 3)
+    pinned = problem_of([ordered, other], [EACH] * 4, "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
+    assert [dividing_devices(t, pinned) for t in (ordered, other)] == [(1, 3), ()]
+    unequal = problem_of([ordered, other], [EACH] * 5, "xyxyy", pinned=(("ordered", ("y",)),))
+    assert [dividing_devices(t, unequal) for t in (ordered, other)] == [(), (0, 1, 2, 3, 4)]
+    assert dividing_devices(ordered, problem_of([ordered], [EACH] * 2, unsplit=("ordered",))) == ()
+    assert dividing_devices(ordered, problem_of([ordered], [EACH] * 2, pinned=(("ordered", (1,)),))) == ()
+    second = Shard(ordered, 3, 6, 0, 4)
+    assert [devices_of(Shard.whole(ordered), apart), devices_of(second, apart)] == [(0, 1, 2, 3), (2,)]
+    assert devices_of(Shard(other, 3, 6, 0, 4), apart) == (1,)
 
 
 @pytest.mark.parametrize("name", ["random", "size_greedy", "lookup_greedy", "neuroshard"])
