@@ -11,7 +11,7 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.types import ShardingPlanner  # noqa: E402
@@ -88,6 +88,19 @@ def test_refuses_ids_that_a_table_lacks():
         problem_for(small, FOUR, 64, [training._batch(seed) for seed in range(16)])
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+def test_the_last_row_is_the_last_id(rows):
+    module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])])
+    data = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 3, 3, 3]), lengths=torch.tensor([1, 3, 0, 0]))
+    if rows == 3:
+        with pytest.raises(ShardCoreError, match="'f' has ids 0 to 3, table 't' rows 0 to 2"):
+            problem_for(module, FOUR, 4, data)
+    else:
+        [table] = problem_for(module, FOUR, 4, data).tables
+        assert (table.rows, table.pooling, table.access.bins[:3]) == (4, 1.0, (0.5, 0.0, 0.5))  # seen once, and three times
+
+
 def test_refuses_models_it_cannot_price():
     with pytest.raises(ShardCoreError, match="no EmbeddingBagCollection"):
         problem_for(torch.nn.Linear(1, 1), FOUR, 64, {})
@@ -133,7 +146,10 @@ def test_planner_keeps_constraints():
 
     asked = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["dense", "fused_uvm_caching"],
                                  pooling_factors=[10.0], cache_params=CacheParams(load_factor=0.3), output_dtype=DataType.FP16)
-    plan = planner({**CONSTRAINTS, "a": asked}).plan(MODULE).plan["left"]["a"]
+    made = planner({**CONSTRAINTS, "a": asked, "b": ParameterConstraints(
+        sharding_types=["table_wise", "column_wise"], pooling_factors=[1.0, 1.0])})
+    plan = made.plan(MODULE).plan["left"]["a"]
+    assert made.problem.whole == {"a"}
     assert len(plan.sharding_spec.shards) == 1
     assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching", asked.cache_params, DataType.FP16)
     with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for data_parallel"):

@@ -1,12 +1,13 @@
 """How sharders compare over problems, some of which only some solved."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget, compare
-from shardcore.types import Device, Problem, Setting, Topology
+from shardcore.types import Device, Problem, Setting, ShardCoreError, StepCost, Topology
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
 SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}
@@ -29,6 +30,25 @@ def test_without_a_reference_each_is_held_against_the_best_of_the_others():
 def test_where_no_problem_was_solved_by_all_there_are_shares_alone():
     found = compare.standings({"a": [1.0, None], "b": [None, 1.0]}, {"a": [1.0, 1.0], "b": [1.0, 1.0]}, "a")
     assert all(s.solved == 0.5 and s.common == 0 and math.isnan(s.cost) and math.isnan(s.seconds) for s in found.values())
+
+
+def test_the_best_baseline_is_the_cheapest_of_the_others_that_has_a_plan(tables):
+    problem, model = Problem("p", tables, Topology((Device(1 << 26),) * 2), 240), AnalyticModel(Setting("test", 240))
+    outcomes = [compare.run(name, problem, model) for name in ("random", "size_greedy", "neuroshard")]
+    ms = {o.algorithm: o.cost.total_ms for o in outcomes}
+    first, second, last = sorted(ms, key=ms.get)
+    assert ms[first] < ms[second] < ms[last]
+    none = compare.run("size_greedy", replace(problem, topology=Topology((Device(1),) * 2)), model)
+    assert none.plan is none.cost is None and "does not fit" in none.error and outcomes[0].error is None
+    assert [compare.best_baseline([none, *outcomes], name).algorithm for name in (first, second, last)] == [second, first, first]
+    assert compare.best_baseline([none, outcomes[0]], "random") is None
+    with pytest.raises(ShardCoreError, match="'best' is not known; there are random, size_greedy"):
+        compare.run("best", problem, model)
+
+
+def test_balance_is_mean_over_largest_compute():
+    assert compare.balance(StepCost((1.0, 0.0), (2.0, 1.0), (9.0, 9.0), (9.0, 9.0), (0.0, 2.0))) == 2 / 3
+    assert compare.balance(StepCost(*((0.0, 0.0),) * 5)) == 1.0
 
 
 def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):

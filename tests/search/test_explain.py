@@ -12,10 +12,11 @@ from test_bound import contended
 from shardcore import files, plan_report
 from shardcore.__main__ import main
 from shardcore.cost import neural
-from shardcore.cost.model import price
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import CommCost, price
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.explain import explain
-from shardcore.types import Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Topology
+from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import lower
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)
@@ -40,6 +41,38 @@ def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_witho
     without = model.head(model.encode(rest).sum(0, keepdims=True))[0]
     assert first.saves_ms == pytest.approx(cost.compute_ms[found.device] - without)
     assert {s.shard for s in found.shards} == {s.label for s in shards}
+
+
+class OwnLink(AnalyticModel):
+    """Backward, each device waits for what it sends itself, at 1 GB/s; forward is free."""
+
+    def comm(self, traffic, compute_ms, topology):
+        backward = traffic.all_to_all / 1e6
+        ready = compute_ms + backward
+        return CommCost(0 * backward, backward, ready.max(-1, keepdims=True) - ready)
+
+
+def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
+    tables = Table("narrow", 100, 4, 50.0), Table("wide", 100, 64, 1.0), Table("small", 100, 4, 1.0)
+    topology = Topology((Device(MIB), Device(MIB, 2.0)))
+    problem = Problem("p", tables, topology, BATCH, constraints=Constraints(reserved_bytes=100))
+    placements = tuple(Placement(Shard.whole(t), (d,)) for t, d in zip(tables, (0, 1, 1), strict=True))
+    plan = Plan(placements, {"algorithm": "size_greedy"})
+    model = OwnLink(Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9, update_gbps=1e9)
+    found = explain(plan, problem, model, SMALL, known={})
+    compute_ms = 1e-3 + 2400e-6, (2e-3 + 96e-6) / 2
+    assert found.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
+    sent = tuple(BATCH * 4 * width for width in (4, 68))
+    assert (found.device, found.limit, found.widest, found.exchange_bytes) == (1, "exchange", 1, sent)
+    assert found.total_ms == pytest.approx(compute_ms[1] + sent[1] / 1e6, rel=1e-3)
+    assert [s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"] and found.baselines == ()
+    assert [s.saves_ms for s in found.shards] == pytest.approx([compute_ms[1] / 2] * 2, rel=1e-2)
+    assert [(s.kind, s.bytes) for s in found.shards] == [("column", 25_600), ("column", 1600)]
+    assert found.memory_bytes == (1600 + 2 * sent[0], 27_200 + 2 * sent[1]) and found.free_bytes == (MIB - 100,) * 2
+    assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
+    idle = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
+    assert explain(plan, problem, idle, SMALL, known={}).device == 0
+    assert explain(plan, problem, idle, SMALL, known={}).limit == "compute"
 
 
 def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():

@@ -11,6 +11,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_pieces
+from shardcore.search.greedy import looked_up
 from shardcore.search.packing import best_fit, pack
 from shardcore.search.pieces import column_runs, consolidate, divided, even_rows, halve_columns
 from shardcore.search.room import Room, piece_bytes
@@ -74,6 +75,17 @@ def test_rows_are_divided_as_torchrec_does_or_not_at_all():
     assert even_rows(10, 4) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert even_rows(9, 4) is None and even_rows(5, 4) is None and even_rows(3, 4) is None
     assert even_rows(7, 1) == [(0, 7)]
+
+
+def test_what_is_looked_up_is_pooling_times_columns_of_the_rows_there_are():
+    table = Table("t", 100, 16, 3.0)
+    assert looked_up(Shard.whole(table)) == 48 and looked_up(Shard(table, 25, 75, 4, 8)) == 6
+
+
+def test_tables_kept_together_weigh_as_much_as_all_of_them():
+    tables = [Table(n, 100, dim, 1.0) for n, dim in (("a", 16), ("b", 16), ("c", 24), ("d", 8))]
+    devices = device_of("dim_greedy", problem_of(tables, constraints=Constraints(together=(("a", "b"),))))
+    assert devices["a"] == devices["b"] != devices["c"] == devices["d"]
 
 
 def test_random_uses_its_seed_and_every_device():

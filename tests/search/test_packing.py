@@ -9,12 +9,13 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
+from shardcore.search.feasible import feasible_pieces
 from shardcore.search.local import local
 from shardcore.search.packing import best_fit, pack
 from shardcore.search.pieces import devices_of, dividing_devices
 from shardcore.search.room import Room, item_bytes, piece_bytes
 from shardcore.search.space import Reshard
-from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
+from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import lower
 
 BATCH = 48
@@ -101,6 +102,15 @@ def test_there_is_room_to_the_byte():
     assert best_fit([10**6, 10**6 + 1], [10**6, 10**6], 10) == (None, True)
 
 
+def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
+    pinned = (("t0", (0,)), ("t1", (0,)), ("t2", (0, 1)), ("t3", (1, 0)), ("t4", (0, 1)))
+    three = problem_of(TABLES, [2 * EACH, 2 * EACH, 9 * EACH], pinned=pinned)
+    with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', take 0.3 MiB .* they may "
+                                         "hold 0.3 MiB, 70144 bytes too little"):
+        feasible_pieces(three)
+    assert feasible_pieces(problem_of(TABLES, [2 * EACH, 3 * EACH, 9 * EACH], pinned=pinned)) == list(map(Shard.whole, TABLES))
+
+
 def test_columns_are_poured_to_the_last_that_fits():
     wide = Table("wide", 1000, 64, 1.0)
     four = 1000 * 16 + 2 * BATCH * 16
@@ -119,8 +129,8 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
     assert dividing_devices(ordered, problem_of([ordered], [EACH] * 4)) == (0, 1, 2, 3)
     pinned = problem_of([ordered, other], [EACH] * 4, "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
     assert [dividing_devices(t, pinned) for t in (ordered, other)] == [(1, 3), ()]
-    unequal = problem_of([ordered, other], [EACH] * 5, "xyxyy", pinned=(("ordered", ("y",)),))
-    assert [dividing_devices(t, unequal) for t in (ordered, other)] == [(), (0, 1, 2, 3, 4)]
+    unequal = problem_of([ordered, other], [EACH] * 3, "xyy", pinned=(("ordered", ("y",)),))
+    assert [dividing_devices(t, unequal) for t in (ordered, other)] == [(), (0, 1, 2)]
     assert dividing_devices(ordered, problem_of([ordered], [EACH] * 2, unsplit=("ordered",))) == ()
     assert dividing_devices(ordered, problem_of([ordered], [EACH] * 2, pinned=(("ordered", (1,)),))) == ()
     second = Shard(ordered, 3, 6, 0, 4)

@@ -75,6 +75,15 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
     assert all(len(p.devices) == 1 for p in embark(tight, MODEL, config=sweep).placements)
 
 
+def test_replicas_take_room_from_what_is_placed():
+    small, hot = Table("small", 20, 8, 1.0), shard_bytes(Shard.whole(HOT), BATCH, "exact_sgd")
+    copy = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", replicated=True)
+    problem = problem_of(HOT, small, memory=(hot, hot + copy - 1, hot + copy, hot), speeds=(2.0, 2.0, 1.0, 2.0),
+                         constraints=Constraints(unsplit=("hot",)))
+    plan = plan_of(problem, rows=0.5)
+    assert {p.shard.table.name: p.devices for p in plan.placements} == {"hot": (2,), "small": (0, 1, 2, 3)}
+
+
 def test_a_faster_device_looks_up_more():
     same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(12))
     plan = plan_of(problem_of(*same, speeds=(1.0, 1.0, 1.0, 3.0)), rounds=1, ratio=0.0)

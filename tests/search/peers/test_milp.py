@@ -37,6 +37,17 @@ def test_where_costs_add_up_it_is_optimal(poolings, speeds):
     assert (load / speeds).max() == pytest.approx(least)
 
 
+def test_what_is_exchanged_counts():
+    """Nothing is looked up: widths of 3 + 3 and 2 + 2 + 2 are what makes exchanges equal."""
+    tables = tuple(Table(f"t{i}", 100, 4 * k, 0.0) for i, k in enumerate((3, 3, 2, 2, 2)))
+    problem = Problem("p", tables, Topology((Device(MIB),) * 2), BATCH)
+    model = AnalyticModel(Setting("made-up", BATCH), launch_us=0, table_us=0, exchange_latency_ms=0, exchange_gbps=1)
+    widths = [0, 0]
+    for p in milp(problem, model, config=UNCUT).placements:
+        widths[p.devices[0]] += p.shard.width
+    assert widths == [24, 24]
+
+
 def test_constraints_hold_at_the_optimum():
     constraints = Constraints(pinned=(("t2", (1,)),), together=(("t0", "t1"),))
     plan = milp(problem_of((3, 3, 2, 2, 2), (1, 1), constraints=constraints), ADDITIVE, config=UNCUT)

@@ -89,6 +89,24 @@ def test_hosts_that_are_not_in_order_and_all_types():
 
 
 @installed
+def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
+    devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
+    tables = WIDE, TINY, Table("t", 900, 16, 5.0)
+    problem = problem_of(*tables, devices=devices, within_host_gbps=3.0)
+    theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
+    assert theirs.ranks == [0, 2, 1, 3] and theirs.per_host == 2
+    topology = theirs.topology(theirs.bandwidths)
+    assert [d.storage.hbm for d in topology.devices] == [MIB, MIB + 2, MIB + 1, MIB + 3]
+    assert topology.intra_host_bw == 3e6  # bytes per ms
+    options = theirs.enumerator(topology, theirs.constraints(False, None)).enumerate(theirs.module, theirs.sharders)
+    whole = [o for o in options if o.sharding_type == "table_wise"]
+    ours_ms = MODEL.head(MODEL.encode(list(map(Shard.whole, tables))).sum(0, keepdims=True))[0]
+    assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole for s in o.shards) == pytest.approx(ours_ms)
+    bytes_of = {o.name: o.shards[0].storage.hbm for o in whole}
+    assert bytes_of == {f"t{i}": 4 * t.rows * t.dim + 2 * BATCH * 4 * t.dim for i, t in enumerate(tables)}
+
+
+@installed
 def test_a_faster_device_gets_more_and_a_full_one_less():
     same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(12))
     fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), within_host_gbps=1000.0)
