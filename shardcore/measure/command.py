@@ -20,6 +20,8 @@ from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSamp
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
+_CALIBRATE_S = 5.0
+"""Seconds in which the control group's ms are found, where a folder has none."""
 _PROGRESS_S = 5.0
 
 
@@ -77,7 +79,7 @@ def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: 
                      beside: Sequence[ComputeRequest], pool: str) -> None:
     done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
     if bench.control_ms is None:
-        bench.calibrate(beside)
+        print(f"the control group takes {bench.calibrate(beside, _CALIBRATE_S):.3g} ms", flush=True)
 
     def tell(sample: ComputeSample | None = None) -> None:
         nonlocal done, failed, said

@@ -92,7 +92,7 @@ class KernelBench:
                                  f"({' '.join(str(error).split())[:100]})") from None
         self._state = torch.zeros(max(1, elements // MIN_WIDTH) if setting.optimizer == "rowwise_adagrad" else 1, device=device)
         self._gradient = torch.full((1,), 1e-3, device=device)
-        self._evicting = torch.zeros(_EVICT_BYTES // 4, device=device)
+        self._caches = timing.Caches(_EVICT_BYTES, device)
         self._numbers = itertools.count()
         self._active: list[Run] = []
         self._finished = 0
@@ -155,7 +155,7 @@ class KernelBench:
         while time.monotonic() < until or len(totals) < 10:
             for run in [*runs, self._control]:
                 if 2 * len(runs) < self.config.interleave:
-                    self._evict()
+                    self._caches.evict()
                 total = sum(self._once(run))
             totals.append(total)
         return float(np.median(totals))
@@ -171,7 +171,7 @@ class KernelBench:
     def _repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
         """Run an op once more; its sample if that failed."""
         if not crowded:
-            self._evict()
+            self._caches.evict()
         try:
             forward, backward = self._once(run)
         except self._request_errors as error:
@@ -199,9 +199,6 @@ class KernelBench:
         if self._control and len(self._control.times_ms) >= _CONTROL_RUNS:
             finished.append(self._sample(self._control, pace))
         return finished
-
-    def _evict(self) -> None:
-        self._evicting.add_(1)
 
     def prepare(self, request: ComputeRequest, seed: int = 0) -> Run:
         """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where a shard is larger

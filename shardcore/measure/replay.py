@@ -32,7 +32,7 @@ from shardcore.dataset import Control
 from shardcore.measure import gang
 from shardcore.measure.collectives import CommConfig, Rank, all_gather, reduce_scatter, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.measure.timing import spread
+from shardcore.measure.timing import Caches, spread
 from shardcore.types import (
     OUTPUT_BYTES,
     PRECISION_BYTES,
@@ -163,7 +163,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     for workload in workloads:
         steps.append(_Step(bench, workload, rank, config))
         progress()
-    cache = torch.zeros(max(1, config.evict_bytes // 4), device=device)
+    caches = Caches(config.evict_bytes, device)
     with gang.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
         # All devices need no group of their own, whose threads and links would wait for this one exchange of a step.
@@ -175,10 +175,10 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         progress()
         # In another order each round, the same for all ranks: whoever hears of the progress takes a core from the first.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
-            cache.add_(1)
+            caches.evict()
             marks[i].append(steps[i].once(index % config.batches, groups))
         if beside:
-            cache.add_(1)
+            caches.evict()
             control_ms.append(bench.once_ms(beside))
     member.close()
     return [np.array(m[config.warmups:]) for m in marks], np.array(control_ms[config.warmups:])

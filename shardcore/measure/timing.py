@@ -96,6 +96,19 @@ class PaceLog:
         return np.convolve(values, self._kernel)[reach:reach + len(values)]
 
 
+class Caches:
+    """A device's caches, which `evict` overwrites, as the dense part and other layers would between two runs of an op.
+
+    n_bytes: more than the caches hold.
+    """
+
+    def __init__(self, n_bytes: int, device: str):
+        self._written = torch.zeros(max(1, n_bytes // 4), device=device)
+
+    def evict(self) -> None:
+        self._written.add_(1)
+
+
 class CpuClock:
     """Marks points in time on this thread."""
 

@@ -1,21 +1,57 @@
 """Splits and metrics on samples."""
 
-import pytest
-from laws import cache_law, compute_samples, linear_law
+import dataclasses
+import math
 
-from shardcore.cost import accuracy
+import pytest
+from laws import SETTING, by_hand, comm_samples, spread
+
+from shardcore.cost import accuracy, exchange
+from shardcore.types import ComputeRequest, ComputeSample, Shard, Table
+
+SHARD = Shard.whole(Table("t", 1000, 32, 1.0))
+ONE, TWO = (1.4 + 0.256, 2.1 + 0.768), (2.4 + 0.512, 4.1 + 1.536)
+"""What by_hand says that one and two of these take in an op, forward and backward."""
+SIDES = {"0000": "train", "0001": "train", "0002": "validation", "0014": "test"}
+
+
+def sample(n: int, forward: float, backward: float, **fields) -> ComputeSample:
+    """An op of n shards that took so many ms."""
+    return ComputeSample("id", SETTING, ComputeRequest((SHARD,) * n, SETTING.batch), spread(forward), spread(backward), 0.0,
+                         **fields)
 
 
 def test_split_is_by_id_alone():
     sides = [accuracy.split_of(f"{i:016x}") for i in range(5000)]
     assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {"train": 0.8, "validation": 0.1, "test": 0.1}
-    samples = compute_samples(linear_law, 60)
-    few, many = ({s.id for s in accuracy.held_out(x)} for x in (samples[:30], samples))
-    assert few <= many
+    # As it ever was, or what was held out of a model's training would be trained on by the next.
+    assert {i: accuracy.split_of(i) for i in SIDES} == SIDES
+    samples = [dataclasses.replace(sample(1, 1.0, 1.0), id=i) for i in SIDES]
+    assert [s.id for s in accuracy.held_out(samples)] == [i for i, side in SIDES.items() if side == "test"]
 
 
-def test_predict_is_forward_and_backward_together(model):
-    samples = compute_samples(cache_law, 5)
-    truth = [sum(cache_law(s.request.shards, s.request.batch)) for s in samples]
-    assert accuracy.predict(model, samples) == pytest.approx(truth, rel=0.25)
-    assert accuracy.predict(model, []).shape == (0,)
+def test_predict_is_forward_and_backward_together():
+    samples = [sample(1, 1.0, 1.0), sample(2, 1.0, 1.0)]
+    assert accuracy.predict(by_hand(), samples) == pytest.approx([sum(ONE), sum(TWO)])
+    assert accuracy.predict(by_hand(), []).shape == (0,)
+    low, high = accuracy.intervals(by_hand(), samples, 0.8)
+    assert low == pytest.approx([sum(ONE) * math.exp(-0.4), sum(TWO) * math.exp(-0.4)])
+    assert high == pytest.approx([sum(ONE) * math.exp(0.4), sum(TWO) * math.exp(0.4)])
+
+
+def test_metrics_by_hand():
+    """Failures count for nothing."""
+    measured = [sample(1, ONE[0], ONE[1] / 2), sample(2, TWO[0] * 2.5, TWO[1]), sample(3, 1.0, 1.0, error="out of memory")]
+    found = accuracy.evaluate(by_hand(), measured, [])
+    total = [ONE[0] + ONE[1] / 2, TWO[0] * 2.5 + TWO[1]]
+    off = [sum(ONE) - total[0], sum(TWO) - total[1]]
+    # Measured are e^-0.38 and e^0.41 times as much as predicted; 80% lie within e^±0.4, 90% within e^±0.45.
+    assert found == pytest.approx({
+        "n_compute": 2, "n_comm": 0, "forward_compute_mape": 30, "backward_compute_mape": 50,
+        "compute_mape": 50 * (off[0] / total[0] - off[1] / total[1]), "compute_mse_ms2": (off[0]**2 + off[1]**2) / 2,
+        "compute_kendall_tau": 1, "compute_coverage_50": 0, "compute_coverage_80": 50,
+        "compute_coverage_90": 100, "compute_coverage_95": 100})
+    comm = comm_samples(3, payload="bf16")
+    assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
+    assert accuracy.evaluate(by_hand(), [], comm_samples(3)) == {
+        "n_compute": 0, "n_comm": 3, **exchange.errors(by_hand().weights, comm_samples(3))}

@@ -1,5 +1,7 @@
 """AnalyticModel against hand-worked numbers, and what any CostModel has to be."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,6 +73,16 @@ def test_the_topologys_own_links_go_first():
     np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)  # 2 of 4 MB leave the host, 1 GB/s
     one_host = topology(4, within_host_gbps=3.0, latency_ms=1.0)
     np.testing.assert_allclose(MODEL.comm(traffic, compute, one_host).forward_ms, [2.0] * 4)
+
+
+def test_a_link_is_as_busy_as_the_busier_of_its_directions():
+    """The device alone on its host sends nothing and receives 1 MB from each of three."""
+    hosts = Topology(tuple(Device(2**30, host=h) for h in "aaab"), within_host_gbps=10, between_hosts_gbps=1, latency_ms=0.0)
+    cost = MODEL.comm(Traffic.of_columns(np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
+    np.testing.assert_allclose(cost.forward_ms, [3.0] * 4)
+    slow_within = dataclasses.replace(hosts, within_host_gbps=0.1)
+    np.testing.assert_allclose(MODEL.comm(Traffic.of_columns(np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within).forward_ms,
+                               [20.0] * 4)  # 2 of 4 MB stay on the host
 
 
 def test_each_collective_runs_only_where_it_has_bytes():

@@ -27,6 +27,80 @@ def columns(widths) -> Traffic:
     return Traffic.of_columns(np.array(widths) * 256 * 4.0)
 
 
+# --- terms
+
+
+def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
+    """By name, of each device, in bytes as given."""
+    found = exchange.exchange_terms(collective, np.array(owned, dtype=float), np.array(hosts), skew_ms)
+    return {name: np.broadcast_to(t, len(owned)).round(9).tolist() for name, t in zip(exchange.EXCHANGE_TERMS, found, strict=True)}
+
+
+def test_terms_of_an_all_to_all_on_one_host_by_hand():
+    assert terms("all_to_all", [6, 0, 9], skew_ms=4.0) == {
+        "once": [1] * 3, "messages": [2] * 3, "far_rounds": [0] * 3, "skew_ms": [4] * 3,
+        "near_bytes": [4 + 3, 0 + 5, 6 + 2],  # two thirds of the own go out, a third of the others' comes in
+        "near_busiest_bytes": [6] * 3, "far_bytes": [0] * 3, "far_busiest_bytes": [0] * 3, "port_busiest_bytes": [0] * 3,
+        "uplink_bytes": [0] * 3}
+    assert terms("all_to_all", [6, 6, 0])["near_busiest_bytes"] == [4] * 3
+    assert terms("all_to_all", [6, 6, 6, 0], hosts=(0,) * 4)["near_busiest_bytes"] == [4.5] * 4
+    assert terms("all_to_all", [6, 6, 6, 0], hosts=(0,) * 4)["near_bytes"] == [4.5 + 3] * 3 + [4.5]
+    assert terms("all_to_all", [6, 0, 9], skew_ms=70.0)["skew_ms"] == [10] * 3
+
+
+def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
+    """Devices 0 and 2 on one host, 1 alone: of each device's bytes a third goes to every device."""
+    assert terms("all_to_all", [6, 12, 0], hosts=(7, 3, 7)) == {
+        "once": [1] * 3, "messages": [2] * 3, "far_rounds": [1] * 3, "skew_ms": [0] * 3,
+        "near_bytes": [2, 0, 2], "near_busiest_bytes": [2] * 3, "far_bytes": [2 + 4, 8 + 2, 0 + 4],
+        "far_busiest_bytes": [8] * 3, "port_busiest_bytes": [8] * 3, "uplink_bytes": [8] * 3}
+    assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 0, 1, 1)) == {
+        "once": [1] * 4, "messages": [3] * 4, "far_rounds": [1] * 4, "skew_ms": [0] * 4,
+        "near_bytes": [4, 4, 0, 0], "near_busiest_bytes": [2] * 4, "far_bytes": [4] * 4, "far_busiest_bytes": [4] * 4,
+        "port_busiest_bytes": [6] * 4, "uplink_bytes": [8] * 4}
+    assert terms("all_to_all", [0, 6, 6], hosts=(1, 0, 0))["far_busiest_bytes"] == [4] * 3  # what the first receives
+
+
+def test_terms_of_rings_by_hand():
+    """All give a reduce-scatter as much as the one with most; an all-reduce is one and an all-gather."""
+    ring = {"once": [1] * 3, "messages": [2] * 3, "skew_ms": [0] * 3, "near_bytes": [12] * 3, "near_busiest_bytes": [6] * 3}
+    alone, apart = ({"far_rounds": [2 * k] * 3, "far_bytes": [12 * k] * 3, "far_busiest_bytes": [6 * k] * 3,
+                     "port_busiest_bytes": [6 * k] * 3, "uplink_bytes": [6 * k] * 3} for k in (0, 1))
+    assert terms("reduce_scatter", [6, 0, 9]) == {**ring, **alone}
+    assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == {**ring, **apart}
+    assert terms("all_reduce", [4.5] * 3) == {**ring, **alone}
+
+
+def test_a_transfer_takes_its_latency_and_the_slower_links():
+    rates, some = np.zeros(len(exchange.EXCHANGE_TERMS)), dict.fromkeys(exchange.EXCHANGE_TERMS, 0.0)
+    for name, rate, term in (("once", 0.5, 1.0), ("skew_ms", 0.1, 3.0), ("near_bytes", 2.0, 1.5), ("far_bytes", 1.0, 2.0),
+                             ("uplink_bytes", 0.5, 4.0)):
+        rates[exchange.EXCHANGE_TERMS.index(name)], some[name] = rate, term
+    assert exchange.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(3.0, 4.0))
+    some["near_bytes"] = 9.0
+    assert exchange.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(18.0, 4.0))
+
+
+def test_only_who_replicates_reduces():
+    model = fitted(comm_samples(collective="all_reduce"), comm_samples())
+    owned = np.array([4e6, 4e6, 0.0])
+    forward, backward = exchange.collective_ms(model.weights, "all_reduce", owned, on_hosts(3))
+    assert not forward.any() and (backward[:2] > 0).all() and backward[2] == 0
+    forward, backward = exchange.collective_ms(model.weights, "all_to_all", owned, on_hosts(3))
+    assert (forward > 0).all() and (backward > 0).all()
+
+
+def test_links_that_a_topology_gives_replace_what_was_fitted():
+    rates = np.arange(1.0, 11.0)
+    latency, near, far = [0.25, 0, 0, 0], [0, 1 / 2e6], [0, 1 / 5e5, 0, 0]
+    for given, expected in (({"latency_ms": 0.25}, [*latency, *rates[4:]]),
+                            ({"latency_ms": 0.0}, [0, 0, 0, 0, *rates[4:]]),
+                            ({"within_host_gbps": 2.0}, [*rates[:4], *near, *rates[6:]]),
+                            ({"between_hosts_gbps": 0.5}, [*rates[:6], *far]), ({}, rates)):
+        assert exchange.explicit_links(rates, on_hosts(1, 1, **given)) == pytest.approx(expected)
+    assert rates == pytest.approx(np.arange(1.0, 11.0))
+
+
 # --- fit
 
 
@@ -78,7 +152,7 @@ def test_numbers_of_ranks_and_hosts_never_trained_on():
     cluster = links.Cluster()
     model = fitted(links.simulated(cluster, links.KNOWN, 30, seed=0))
     for shape in ((3, 1), (6, 3), (12, 1), (16, 4), (32, 4)):
-        found = exchange.errors(model.weights, links.simulated(cluster, [shape], 6, seed=1))
+        found = exchange.errors(model.weights, links.simulated(cluster, [shape], 3, seed=1))
         assert len(found) == 5 and np.mean(list(found.values())) < 10, (shape, found)
 
 

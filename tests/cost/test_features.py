@@ -20,9 +20,22 @@ def test_by_hand():
     assert found.pop("unique_cells") == pytest.approx(1600, rel=1e-3)
     assert found == {"shards": 1, "bags": 100, "output_cells": 800, "lookups": 200, "lookup_cells": 1600}
     conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
-    assert conditions["width"] == pytest.approx(np.log(8))
-    assert conditions["bytes"] == pytest.approx(np.log(32e6))
-    assert conditions["lines"] == pytest.approx(np.log(2))  # 32 bytes in a line of 64
+    assert {name: np.exp(x) for name, x in conditions.items()} == pytest.approx({
+        "width": 8, "lines": 2,  # 32 bytes in a line of 64
+        "pooling": 2.1, "unique_share": 1, "unique_rows": 201, "unique_bytes": 6401, "rows": 10**6, "bytes": 32e6, "batch": 100},
+        rel=1e-3)
+    wide = Shard(Table("w", 1000, 24, 2.0, Zipf(0.0), precision="fp16"), 0, 500, 0, 20)  # 40 bytes of 64; half of the lookups
+    conditions = dict(zip(CONDITIONS, features([wide], 100)[1][0], strict=True))
+    assert np.exp(conditions["lines"]) == pytest.approx(64 / 40) and np.exp(conditions["pooling"]) == pytest.approx(1.1)
+    assert np.exp(conditions["rows"]) == pytest.approx(500) and np.exp(conditions["bytes"]) == pytest.approx(500 * 40)
+
+
+def test_a_shard_is_described_once():
+    from shardcore.cost.features import _features
+
+    before = _features.cache_info().hits
+    features([Shard.whole(TABLE)] * 3, 77)
+    assert _features.cache_info().hits == before + 2
 
 
 def test_column_halves_share_the_cells_and_repeat_the_lookups():

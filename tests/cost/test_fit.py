@@ -5,11 +5,23 @@ import math
 
 import numpy as np
 import pytest
-from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
+from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
 
 from shardcore import files
-from shardcore.cost import accuracy, fit
-from shardcore.types import Device, Setting, ShardCoreError, Topology
+from shardcore.cost import accuracy, band, fit
+from shardcore.streams import access_share
+from shardcore.types import (
+    CommRequest,
+    CommSample,
+    ComputeRequest,
+    ComputeSample,
+    Device,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    Topology,
+)
 from shardcore.workload import Traffic
 
 QUICK = fit.FitConfig(epochs=3)
@@ -17,7 +29,7 @@ QUICK = fit.FitConfig(epochs=3)
 
 def test_linear_law_is_recovered():
     compute, comm = compute_samples(linear_law), comm_samples()
-    model = fit.train(compute, comm, SETTING).model
+    model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=10)).model
     metrics = accuracy.evaluate(model, accuracy.held_out(compute), accuracy.held_out(comm))
     assert metrics["compute_mape"] < 1 and metrics["forward_compute_mape"] < 1 and metrics["backward_compute_mape"] < 1
     assert metrics["compute_kendall_tau"] > 0.99
@@ -27,15 +39,50 @@ def test_linear_law_is_recovered():
 
 def test_correction_learns_what_the_baseline_lacks():
     compute = compute_samples(cache_law, 600)
-    trained = fit.train(compute, comm_samples(), SETTING, fit.FitConfig(epochs=60))
+    trained = fit.train(compute, comm_samples(), SETTING, fit.FitConfig(epochs=40))
     errors = [r["validation_mape"] for r in trained.curves if r["model"] == "compute"]
     assert errors[0] > 10  # epoch 0: the baseline
     assert accuracy.evaluate(trained.model, accuracy.held_out(compute), [])["compute_mape"] < errors[0] / 3
+    assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(min(errors))  # the best epoch's, not the last's
+
+
+def split(samples, side):
+    return [s for s in samples if accuracy.split_of(s.id) == side]
+
+
+def test_the_band_is_of_samples_left_out_of_training():
+    compute = compute_samples(linear_law, 300, noise=0.1)
+    model = fit.train(compute, [], SETTING, QUICK).model
+    unseen = split(compute, "validation")
+    expected = band.fit(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
+    assert expected and all(model.weights[name] == pytest.approx(value) for name, value in expected.items())
+
+
+def test_training_stops_when_it_no_longer_helps():
+    """The law is the baseline's own: nothing helps, so the baseline is kept."""
+    compute = compute_samples(linear_law, 100)
+    trained = fit.train(compute, [], SETTING, fit.FitConfig(epochs=20, patience=3, learning_rate=0.5))
+    errors = [r["validation_mape"] for r in trained.curves]
+    assert len(errors) == 3 + 1 + int(np.argmin(errors)) < 20
+    assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(min(errors))
+
+
+def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
+    a, b = Table("a", 100, 8, 2.0), Table("b", 1000, 64, 5.0, ordered=True)
+    requests = [ComputeRequest((Shard.whole(a), Shard(b, 0, 500, 0, 16)), 64), ComputeRequest((Shard.whole(a),), 256)]
+    compute = [ComputeSample("id", SETTING, r, spread(1.0), spread(1.0), 0.0) for r in requests]
+    comm = [CommSample("id", SETTING, CommRequest(w, 252, (0.0,) * len(w)), (spread(1.0),), (spread(1.0),), (0.0,), 0.0)
+            for w in ((4, 8), (12, 0, 4))]
+    assert fit.measured_ranges(compute, comm) == {
+        "shard_bytes": [3200, 32000], "shard_rows": [100, 500], "shard_width": [8, 16],
+        "shard_pooling": [2, pytest.approx(5 * access_share(Shard(b, 0, 500, 0, 16)))], "op_shards": [1, 2],
+        "op_bytes": [3200, 35200], "op_batch": [64, 256], "devices": [2, 3], "exchange_bytes": [0, 12 * 252 * 4]}
+    assert "devices" not in fit.measured_ranges(compute, [])
 
 
 def test_noise_averages_out():
     noisy = compute_samples(linear_law, 400, noise=0.2)
-    model = fit.train(noisy, comm_samples(), SETTING, fit.FitConfig(epochs=20)).model
+    model = fit.train(noisy, [], SETTING, fit.FitConfig(epochs=10)).model
     clean = compute_samples(linear_law, 60)
     assert accuracy.evaluate(model, clean, [])["compute_mape"] < 6
 
@@ -109,8 +156,8 @@ def test_shards_that_contend_are_learned():
         forward, backward = linear_law(shards, batch)
         return forward, backward * (1 + 0.05 * len(shards))
 
-    compute = compute_samples(contended, 600)
-    model = fit.train(compute, [], SETTING, fit.FitConfig()).model
+    compute = compute_samples(contended, 400)
+    model = fit.train(compute, [], SETTING, fit.FitConfig(epochs=30)).model
     assert accuracy.evaluate(model, accuracy.held_out(compute), [])["compute_mape"] < 2
 
 
@@ -118,17 +165,54 @@ def exchanges(model):
     return {k: v for k, v in model.weights.items() if k.startswith("exchange")}
 
 
-def test_fine_tuning_needs_fewer_samples():
+@pytest.fixture(scope="module")
+def known():
+    """A model to fine-tune."""
+    return fit.train(compute_samples(cache_law, 200), comm_samples(), SETTING, fit.FitConfig(epochs=30)).model
+
+
+def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
+    """Shards that cost less the more there are pull contention below 0, where an op would cost less for a shard more."""
+    known = fit.train(compute_samples(linear_law, 80), [], SETTING, QUICK).model
+    same = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK, start=known)
+    assert same.curves[0]["validation_mape"] < 1  # before the first step
+    assert same.model.meta["config"]["hidden"] == [64, 64] and "start" in same.model.meta["provenance"]
+
+    def sharing(shards, batch):
+        return tuple(ms / len(shards)**0.5 for ms in linear_law(shards, batch))
+
+    for start in (None, known):
+        model = fit.train(compute_samples(sharing, 80), [], SETTING, fit.FitConfig(epochs=6, learning_rate=0.3), start=start).model
+        for name in ("launch", "contention.0.weight", "contention.1.weight"):
+            assert (model.weights[name] > 0).all(), name
+        assert (model.weights["rates"] >= 0).all()
+
+
+def test_fine_tuning_widens_what_is_known():
+    known = fit.train(compute_samples(linear_law, 80), [], SETTING, QUICK).model
+    few = [s for s in compute_samples(linear_law, 400) if s.request.batch == 64]
+    tuned = fit.train(few, [], SETTING, fit.FitConfig(epochs=1), start=known).model
+    assert (tuned.weights["condition_low"] <= known.weights["condition_low"]).all()
+    assert (tuned.weights["condition_high"] >= known.weights["condition_high"]).all()
+    for name in ("condition_mean", "condition_sd", "load_typical"):
+        assert np.array_equal(tuned.weights[name], known.weights[name])
+
+
+def test_fine_tuning_needs_fewer_samples(known):
     def slower(shards, batch):  # another machine: a third of the pace, and backward costs more again
         forward, backward = cache_law(shards, batch)
         return 3 * forward, 4 * backward
 
     machine = Setting("slower", 256)
     few, judged = compute_samples(slower, 60, machine), compute_samples(slower, 300, machine)[60:]
-    known = fit.train(compute_samples(cache_law, 300), comm_samples(), SETTING).model
-    tuned, alone = (fit.train(few, [], machine, start=start).model for start in (known, None))
+    tuned, alone = (fit.train(few, [], machine, fit.FitConfig(epochs=20), start=start).model for start in (known, None))
     errors = [accuracy.evaluate(m, judged, [])["compute_mape"] for m in (tuned, alone)]
     assert errors[0] < 0.7 * errors[1] and errors[0] < 5
     assert not any(v.any() for v in exchanges(tuned).values())  # another machine's say nothing
     again = exchanges(fit.train(compute_samples(cache_law, 60), [], SETTING, QUICK, start=known).model)
     assert again and all(np.array_equal(v, again[k]) for k, v in exchanges(known).items())
+    told = dataclasses.replace(known, meta={**known.meta, "steps": 9})
+    kept = fit.train(compute_samples(cache_law, 60), [], SETTING, fit.FitConfig(epochs=1), start=told).model.meta
+    assert kept["steps"] == 9 and kept["ranges"]["devices"] == known.meta["ranges"]["devices"] == [2, 4]
+    others = fit.train(few, [], machine, fit.FitConfig(epochs=1), start=told).model.meta
+    assert "steps" not in others and "devices" not in others["ranges"]

@@ -3,7 +3,11 @@ import math
 import numpy as np
 import pytest
 
-from shardcore.cost.metrics import coverage, kendall_tau, spearman
+from shardcore.cost.metrics import coverage, kendall_tau, mape, spearman
+
+
+def test_mape_is_relative_to_what_was_measured():
+    assert mape(np.array([2.0, 3.0]), np.array([1.0, 4.0])) == pytest.approx((100 + 25) / 2)
 
 
 def test_kendall_tau():

@@ -1,13 +1,17 @@
 """What a search relies on: monotone, 0 for nothing, order-free, any number of devices, files that are what was saved."""
 
+import hashlib
 import json
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
-from laws import SETTING, cache_law, compute_samples, pool
+from laws import SETTING, by_hand, pool
 
+from shardcore import files
 from shardcore.cost import exchange, neural
-from shardcore.cost.model import Cautious, group_costs
+from shardcore.cost.model import Cautious, at_confidence, group_costs
 from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import Traffic, lower
 
@@ -55,22 +59,21 @@ def test_fusing_pays(model):
     assert group_costs([shards], model)[0] < group_costs([[s] for s in shards], model).sum()
 
 
-def test_intervals_hold_the_prediction_and_widen(model):
+def test_intervals_widen_with_the_confidence(model):
     sums = model.encode([Shard.whole(t) for t in pool()])
     (low, high), (lower, higher) = model.interval(sums, 0.5), model.interval(sums, 0.95)
-    assert (lower <= low).all() and (low <= high).all() and (high <= higher).all() and (lower < higher).all()
-    cautious = Cautious(model, 0.9)
-    assert np.array_equal(cautious.head(sums), model.quantile(sums, 0.9))
-    assert np.allclose(cautious.encode([Shard.whole(pool()[0])]), sums[:1]) and cautious.setting == model.setting
+    assert (lower < low).all() and (low < high).all() and (high < higher).all()
+
+
+def test_a_cautious_model_costs_what_measurements_stay_below():
+    model = by_hand()
+    sums, cautious = model.encode([Shard.whole(t) for t in pool()]), Cautious(model, 0.9)
+    assert cautious.head(sums) == pytest.approx(np.exp(0.4) * model.head(sums))
+    assert cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
+    assert cautious.forward_share(sums) == pytest.approx(model.forward_share(sums))
+    assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
         Cautious(model, 0.999).head(sums)
-
-
-def test_forward_share_is_that_of_the_law(model):
-    for sample in compute_samples(cache_law, 10):
-        sums = model.encode(sample.request.shards, sample.request.batch).sum(0, keepdims=True)
-        forward, backward = cache_law(sample.request.shards, sample.request.batch)
-        assert model.forward_share(sums)[0] == pytest.approx(forward / (forward + backward), abs=0.1)
 
 
 def test_batch_defaults_to_the_settings(model):
@@ -111,12 +114,33 @@ def test_several_plans_at_once(model):
         assert not together.total_ms[1, 2].any()
 
 
-def test_waiting_ends_when_the_last_is_ready(model):
-    compute = np.array([1.0, 5.0, 2.0])
-    cost = model.comm(Traffic.of_columns(np.array([3e5, 1e5, 2e5])), compute, topology(3))
-    ready = compute + cost.backward_ms + cost.waiting_ms
-    assert ready == pytest.approx(np.full(3, ready[0]))
-    assert cost.waiting_ms.min() == 0
+def exchanging(**rates) -> neural.NeuralModel:
+    """A model by hand whose all-to-alls take rates["forward"] and rates["backward"] of some EXCHANGE_TERMS."""
+    return by_hand(**{exchange.weight("all_to_all", way): np.array([some.get(t, 0.0) for t in exchange.EXCHANGE_TERMS])
+                      for way, some in rates.items()})
+
+
+def test_waiting_ends_when_the_last_is_ready():
+    """All take 0.5 ms forward; backward 0.1 ms and 1 ms a MB of their own, out and in: 2/3 of the own, 1/3 of the others'."""
+    model, compute = exchanging(forward={"once": 0.5}, backward={"once": 0.1, "near_bytes": 1e-6}), np.array([1.0, 5.0, 2.0])
+    cost = model.comm(Traffic.of_columns(np.array([3e6, 0.0, 6e6])), compute, topology(3))
+    assert cost.forward_ms == pytest.approx([0.5, 0.5, 0.5])
+    assert cost.backward_ms == pytest.approx([0.1 + 2 + 2, 0.1 + 0 + 3, 0.1 + 4 + 1])
+    assert cost.waiting_ms == pytest.approx([8.1 - 5.1, 0.0, 8.1 - 7.1])
+    assert cost.total_ms == pytest.approx([0.5 + 4.1 + 3.0, 0.5 + 3.1, 0.5 + 5.1 + 1.0])
+    reduced = Traffic(np.zeros(3), np.zeros(3), np.full(3, 3e6))  # who replicates meets the others, too
+    assert model.comm(reduced, compute, topology(3)).waiting_ms == pytest.approx([4.0, 0.0, 3.0])
+    assert not model.comm(Traffic(*np.zeros((3, 3))), compute, topology(3)).waiting_ms.any()
+
+
+def test_a_late_start_is_the_first_exchanges(model):
+    """Of the compute's skew, 10 ms of it at most; an exchange after an all-to-all begins together."""
+    model, own = exchanging(forward={"skew_ms": 0.1}, backward={"once": 1.0}), np.array([1e6, 1e6])
+    for traffic, expected in ((Traffic(own, 0 * own, 0 * own), 0.4), (Traffic(0 * own, own, 0 * own), 0.4),
+                              (Traffic(own, own, 0 * own), 0.4), (Traffic(0 * own, 0 * own, own), 0.0)):
+        assert model.comm(traffic, np.array([1.0, 5.0]), topology(2)).forward_ms == pytest.approx([expected] * 2)
+    late = model.comm(Traffic.of_columns(own), np.array([1.0, 90.0]), topology(2))
+    assert late.forward_ms == pytest.approx([1.0, 1.0]) and late.backward_ms == pytest.approx([1.0, 1.0])
 
 
 def test_one_device_exchanges_nothing(model):
@@ -183,15 +207,64 @@ def test_damaged_files_are_refused(model, tmp_path):
         neural.load(tmp_path / "nowhere")
 
 
-def test_a_model_of_other_features_is_refused(model, tmp_path):
-    from shardcore import files
+class Payload:
+    """Writes a file when it is unpickled."""
 
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "ran")
+
+
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
+def test_a_model_file_runs_no_code(tmp_path, protocol):
+    """Its weights are a pickle that would, and model.json says that they are just what they should be."""
+    ran = tmp_path / "ran"
+    weights = pickle.dumps(Payload(ran), protocol)
+    pickle.loads(weights)
+    assert ran.read_text() == "ran"
+    ran.unlink()
+    neural.save(by_hand(), tmp_path / "model")
+    (tmp_path / "model/weights.safetensors").write_bytes(weights)
+    meta = files.read_json(tmp_path / "model/model.json") | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
+    files.write_json(tmp_path / "model/model.json", meta)
+    with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
+        neural.load(tmp_path / "model")
+    assert not ran.exists()
+
+
+def test_a_model_of_other_features_is_refused(model, tmp_path):
     neural.save(model, tmp_path)
     meta, weights = files.read_model(tmp_path)
     body = {k: v for k, v in meta.items() if k != "schema"}
     files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \['lookups'\]; .*train again"):
         neural.load(tmp_path)
+
+
+def test_the_slack_of_a_range_and_its_two_ends():
+    """A size counts as measured up to a tenth beyond the range, either way; numbers of devices and batches do not."""
+    table, ranges = Table("t", 1000, 8, 2.0), {"shard_width": [4.4, 8 / 1.1], "op_batch": [256, 256], "shard_rows": [1000, 1000]}
+    model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": ranges})
+    assert beyond(model, (table,), 1, [Placement(Shard.whole(table), (0,))]) == []
+    for name, ends, said in (
+            ("shard_width", [4, 7.2], "table 't' is 8 columns wide; widest measured 7.2"),
+            ("shard_width", [9, 16], "table 't' is 8 columns wide; narrowest measured 9"),
+            ("op_batch", [200, 255], "device 0 runs an op over 256 samples; largest measured 255"),
+            ("op_batch", [257, 300], "device 0 runs an op over 256 samples; smallest measured 257"),
+            ("op_shards", [0, 0], "device 0 runs 1 shards in one op; most measured 0"),
+            ("op_bytes", [0, 20000], "device 0 holds 32000 bytes in one op; largest measured 20000 bytes"),
+            ("shard_pooling", [0, 1.5], "table 't' has 2 lookups a sample; most measured 1.5")):
+        model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {**ranges, name: ends}})
+        assert beyond(model, (table,), 1, [Placement(Shard.whole(table), (0,))]) == [said]
+    two = [Placement(Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
+    model = neural.NeuralModel(SETTING, exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
+                               {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000]}})
+    assert beyond(model, (table,), 2, two) == [
+        "the topology has 2 devices; fewest measured 3",
+        "device 1 exchanges 4096 bytes of pooled outputs (and 1 more); largest measured 2000 bytes"]
 
 
 def test_meta_says_what_was_measured(model):

@@ -66,6 +66,9 @@ def test_rivals_cost_losses_and_the_gap_closed():
     assert found["local_columns"].cost.mean == 1 and found["local_columns"].gap_closed is None
     noisy = reality.rivals([*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
+    for noise, lost in ((0.70, {"a": pytest.approx(0.1)}), (0.72, {})):  # both are uncertain: √2 × 0.71 ms is what differs
+        rows = [*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=noise)]
+        assert reality.rivals(rows)["torchrec"].losses == lost
 
 
 def test_several_plans_of_an_algorithm_count_as_their_mean():
@@ -81,6 +84,10 @@ def test_the_interval_is_over_problems_and_covers_as_it_says():
     assert found[0] == reality.bootstrap(np.random.default_rng(1).normal(5, 1, 30))  # the same values, the same interval
     one = np.array([1.0, np.nan, 2.0])
     assert reality.bootstrap(one).mean == 1.5
+
+
+def test_noise_by_hand():
+    assert reality.noise_ms(Spread(20.0, 19.0, 21.0, 16)) == pytest.approx(1.96 * 1.2533 / 1.349 * 2 / 4)
 
 
 def test_noise_is_half_the_interval_of_the_median():
@@ -112,6 +119,6 @@ def test_a_model_that_chooses_worse_is_refused_by_name(challenger, said):
 
 
 def test_few_problems_or_a_difference_by_chance_refuse_nobody():
-    assert reality.lost(many(BLIND, 4), many(PLANS, 4)) is None
+    assert reality.lost(many(BLIND, 4), many(PLANS, 4)) is None and reality.lost(many(BLIND, 5), many(PLANS, 5))
     mixed = [row for i in range(6) for row in problem(f"p{i}", PLANS, FLAT if i == 0 else PLANS)]
     assert reality.lost(mixed, many(PLANS)) is None

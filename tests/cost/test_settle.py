@@ -36,14 +36,39 @@ def test_slow_stretches_are_taken_out(law):
     settled = settle.settled(measured)
     assert off(settled, truth) < 0.5 * off(measured, truth)
     assert [s.id for s in settled] == [s.id for s in truth]
-    slow = settled[200]
-    assert slow.pace == pytest.approx(measured[200].total_ms / slow.total_ms * measured[200].pace)
+    slow, was = settled[200], measured[200]
+    by = was.forward.median_ms / slow.forward.median_ms
+    assert slow.pace == pytest.approx(by * was.pace)
+    assert [x for part in (slow.forward, slow.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)] == pytest.approx(
+        [x / by for part in (was.forward, was.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)])
     assert 1.03 < slow.pace / settled[20].pace < 1.5
 
 
 def test_a_steady_machine_changes_next_to_nothing():
     truth = compute_samples(cache_law, 600, noise=0.03)
     assert off(settle.settled(in_turn(truth, lambda s: 1.0)), truth) < 0.01
+
+
+def test_witnesses_are_near_in_time_and_others():
+    """Half of NEIGHBOURS at least, of the nearest on each side, within REACH_S, none a timing of the same request."""
+    n, at = settle.NEIGHBOURS, np.arange(40.0)
+    deviation, witness, ids = np.arange(40.0), np.ones(40, bool), [str(i) for i in range(40)]
+
+    def median(i, at_s=at, witness=witness, ids=ids):
+        return settle._neighbours_median(at_s, deviation, witness, ids)[i]
+
+    assert median(20) == 20 and median(0) == np.median(range(1, n + 1)) and median(5) == np.median([*range(5), *range(6, 6 + n)])
+    assert median(20, witness=at > 20) == np.median(range(21, 22 + n))
+    again = ["20" if 20 <= i < 30 else str(i) for i in range(40)]
+    assert median(20, ids=again) == np.median([*range(20 - n, 20), *range(30, 21 + n)])
+    assert median(20, at_s=at * settle.REACH_S / 3) == 20 and median(20, at_s=at * settle.REACH_S / 2.9) == 0  # six, or four
+
+
+def test_samples_far_apart_or_all_of_one_time_stay_as_they_are():
+    measured = in_turn(compute_samples(linear_law, 100, noise=0.1), lambda s: 1.0, seconds=settle.REACH_S + 1)
+    assert settle.settled(measured) == measured
+    once = [dataclasses.replace(s, measured_at=1.0) for s in measured]
+    assert settle.settled(once) == once
 
 
 def test_a_group_that_costs_more_keeps_its_cost():
@@ -68,9 +93,9 @@ def test_failures_and_few_samples_stay_as_they_are():
 
 
 def test_folders_are_read_together_each_sample_once(tmp_path):
-    samples = in_turn({s.id: s for s in compute_samples(linear_law, 120)}.values(), lambda s: 1.0)
+    samples = in_turn({s.id: s for s in compute_samples(linear_law, 60)}.values(), lambda s: 1.0)
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
-    for folder, part in (("a", samples[:80]), ("b", samples[60:])):
+    for folder, part in (("a", samples[:40]), ("b", samples[30:])):
         dataset.write_compute(tmp_path / folder, part, dataset.write_pool(tmp_path / folder, tables))
     known = settle.read([tmp_path / "a", tmp_path / "b"], SETTING)
     assert sorted({s.id for s in samples}) == [s.id for s in known.compute] and not known.comm
