@@ -1,10 +1,11 @@
+import dataclasses
 import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardcore import dataset, sampling
 from shardcore.measure import collectives, gang
@@ -13,8 +14,6 @@ from shardcore.types import CommRequest, Setting, ShardCoreError
 SETTING = Setting("test", 48)
 CONFIG = collectives.CommConfig(repeats=3, warmups=1, timeout_s=60)
 STILL = (0.0, 0.0)
-EACH = [CommRequest((8, 12), 48, STILL), CommRequest((8, 12), 48, STILL, "reduce_scatter"),
-        CommRequest((8, 8), 48, STILL, "all_reduce")]
 
 
 def in_gang(work, ranks, *arguments):
@@ -27,37 +26,28 @@ def children():
     return [p for p in multiprocessing.active_children() if p.name.startswith("exchange-rank")]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_gang_measures_every_kind_of_exchange(ranks):
-    # Ten draws that hold all collectives and payloads.
-    requests = [sampling.comm_request(i, ranks, 48 * ranks, max_start_ms=10.0) for i in range(4)]
-    width = (16,) * ranks
-    requests += [CommRequest(width, 48 * ranks, (0.0,) * ranks, c, p) for c in ("all_to_all", "reduce_scatter", "all_reduce")
-                 for p in ("fp32", "bf16")]
-    samples = list(collectives.measure_all(requests, ranks, SETTING, CONFIG))
-    assert [s.request for s in samples] == requests and [s.order for s in samples] == list(range(len(requests)))
-    for sample in samples:
-        assert (sample.forward is None) == (sample.request.collective == "all_reduce")
-        assert len(sample.backward) == len(sample.waiting_ms) == ranks and min(sample.waiting_ms) >= 0
-        assert all(s.median_ms >= 0 and s.repeats == 3 for s in (*(sample.forward or ()), *sample.backward))
-        assert sample.oversubscribed == (ranks > len(os.sched_getaffinity(0)))
-        assert sample.id == dataset.comm_id(SETTING, sample.request)
-    assert not children()
-
-
-def test_a_rank_killed_in_the_middle_ends_the_gang_and_samples_stay(tmp_path):
-    found = []
+def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
+    late = CommRequest((8, 8), 96, (0.0, 50.0))
+    each = [CommRequest((16, 16), 96, STILL, c, p) for c in ("all_to_all", "reduce_scatter", "all_reduce") for p in ("fp32", "bf16")]
+    requests, found = [late, *each, sampling.comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
-        for sample in collectives.measure_all([EACH[0]] * 100_000, 2, SETTING, CONFIG):
+        for sample in collectives.measure_all([*requests, *[CommRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG):
             found.append(sample)
-            if len(found) == 3:
+            if len(found) == len(requests) + 2:  # in the middle of those that follow
                 [victim] = [p for p in children() if p.name == "exchange-rank-1"]
                 os.kill(victim.pid, signal.SIGKILL)
     assert not children()
-    assert len(found) >= 3 and all(s.error is None and s.backward for s in found)
-    dataset.write_comm(tmp_path, found[:3])
-    [kept] = dataset.read_comm(tmp_path)
-    assert kept.request == EACH[0]
+    found = found[: len(requests)]
+    assert [s.request for s in found] == requests and [s.order for s in found] == list(range(len(requests)))
+    for sample in found:
+        assert (sample.forward is None) == (sample.request.collective == "all_reduce")
+        assert len(sample.backward) == len(sample.waiting_ms) == 2 and min(sample.waiting_ms) >= 0
+        assert all(s.median_ms >= 0 and s.repeats == 3 for s in (*(sample.forward or ()), *sample.backward))
+        assert sample.oversubscribed == (2 > len(os.sched_getaffinity(0)))
+        assert sample.id == dataset.comm_id(SETTING, sample.request)
+    assert found[0].waiting_ms[0] > max(10.0, found[0].waiting_ms[1])
+    dataset.write_comm(tmp_path, found)
+    assert {s.id for s in dataset.read_comm(tmp_path)} == {s.id for s in found}
 
 
 def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
@@ -68,21 +58,47 @@ def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
     assert list(collectives.measure_all([], 2, SETTING)) == []
 
 
-# --- what travels ------------------------------------------------------------------------------------------------------
+# --- what travels, and when --------------------------------------------------------------------------------------------
 
 
-def _deliver(rank, init_method, say, requests):
-    """What arrives of values that tell rank and position, and that BF16 cannot hold."""
-    member = collectives.Rank(rank, 2, init_method, "cpu", CONFIG)
+WIDTHS = (8, 12, 4)
+THREE = [CommRequest((WIDTHS, WIDTHS, (8,) * 3)[i], 6, (0.0,) * 3, c, p) for p in ("fp32", "bf16")
+         for i, c in enumerate(("all_to_all", "reduce_scatter", "all_reduce"))]
+PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
+"""When a rank that is not the first sends, and how long the answer takes."""
+
+
+def _one_of_three(rank, init_method, say):
+    """What arrives of values that tell rank and position, and that BF16 cannot hold; whether a busy rank computes; clocks."""
+    host_id, collectives.host_id = collectives.host_id, lambda: f"host-{rank == 2}"
+    try:
+        collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
+    except ShardCoreError as error:
+        uneven = str(error)
+    dist.destroy_process_group()
+    collectives.host_id = host_id
+    member = collectives.Rank(rank, 3, f"{init_method}-of-one-host", "cpu", CONFIG)
     arrived = []
-    for request in requests:
+    for request in THREE:
         for transfer in collectives.transfers(request, rank):
             if transfer is not None:
                 transfer.source.copy_(rank + 1 + torch.arange(transfer.source.numel()) / 1000)
                 transfer.run()
                 arrived.append(transfer.into.tolist())
-    say(arrived)
+    member.measure([dataclasses.replace(THREE[0], busy_ms=0.0)])
+    idle = float(member._scratch.max())
+    member.measure([dataclasses.replace(THREE[0], busy_ms=1.0)])
+    busy = float(member._scratch.min())
+    times = iter([t for sent, took in PINGS for t in (sent, sent + took)])
+    exact = collectives.estimate_clock_offset(clock=lambda: 1000.0 if rank == 0 else next(times))
+    say((uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset()))
     member.close()
+
+
+@pytest.fixture(scope="module")
+def three():
+    """What each of three ranks says."""
+    return in_gang(_one_of_three, 3)
 
 
 def values(rank, elements, payload):
@@ -90,41 +106,36 @@ def values(rank, elements, payload):
     return sent.bfloat16().float() if payload == "bf16" else sent
 
 
-def test_each_collective_delivers_what_it_says():
-    found = in_gang(_deliver, 2, [CommRequest(r.widths, 4, r.start_ms, r.collective, p) for p in ("fp32", "bf16") for r in EACH])
-    for rank in (0, 1):
-        expected = []
-        for payload in ("fp32", "bf16"):
-            outputs, gradients = ([values(r, n, payload) for r, n in enumerate(sizes)] for sizes in ((32, 48), (40, 40)))
-            partial, given, dense = ([values(r, n, payload) for r in (0, 1)] for n in (48, 24, 32))
-            expected += [
-                torch.cat([outputs[0].chunk(2)[rank], outputs[1].chunk(2)[rank]]),  # B / D rows of 8, then of 12 columns
-                torch.cat([gradients[d].split([16, 24])[rank] for d in (0, 1)]),
-                sum(partial).chunk(2)[rank],
-                torch.cat(given),
-                sum(dense),
-            ]
-        for i, (got, wanted) in enumerate(zip(found[rank], expected, strict=True)):
-            cast_once_more = 1e-2 if i in (7, 9) else 1e-6  # sums of BF16 are BF16
-            assert torch.tensor(got) == pytest.approx(wanted, rel=cast_once_more)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_collective_delivers_what_it_says(three, rank):
+    """Of six rows each rank has two: of all-to-alls with 8, 12 and 4 columns, of rings with as many as the widest."""
+    expected, (_, _, found, *_) = [], three[rank]
+    for payload in ("fp32", "bf16"):
+        outputs = [values(r, 6 * w, payload) for r, w in enumerate(WIDTHS)]
+        gradients, given, partial, dense = ([values(r, n, payload) for r in range(3)] for n in (2 * sum(WIDTHS), 2 * 12, 6 * 12, 6 * 8))
+        expected += [
+            torch.cat([outputs[d].chunk(3)[rank] for d in range(3)]),
+            torch.cat([gradients[d].split([2 * w for w in WIDTHS])[rank] for d in range(3)]),
+            sum(partial).chunk(3)[rank],
+            torch.cat(given),
+            sum(dense),
+        ]
+    for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        cast_once_more = 1e-2 if i in (7, 9) else 1e-6  # sums of BF16 are BF16
+        assert torch.tensor(got) == pytest.approx(wanted, rel=cast_once_more)
 
 
-# --- clocks ------------------------------------------------------------------------------------------------------------
+def test_the_fastest_answer_tells_a_clocks_offset(three):
+    """Rank 0's clock stands at 1000 s: it was read half-way between 70 and 71 s of the others'."""
+    assert [exact for *_, exact, _ in three] == [(0.0, 0.0), (1.0, 1000 - 70.5), (1.0, 1000 - 70.5)]
+    for *_, (round_trip, offset) in three:  # of one host
+        assert abs(offset) <= round_trip / 2 + 1e-9
 
 
-def _clocks(rank, init_method, say):
-    member = collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
-    same = collectives.estimate_clock_offset()
-    other = collectives.estimate_clock_offset(clock=lambda: time.perf_counter() - 100.0 * rank)  # booted 100 s later each
-    say((member.hosts, same, other))
-    member.close()
-
-
-def test_clock_offsets_are_found_within_half_a_round_trip():
-    for rank, (hosts, (round_trip, offset), (other_round_trip, other_offset)) in enumerate(in_gang(_clocks, 3)):
-        assert hosts == 1
-        assert abs(offset) <= round_trip / 2 + 1e-9 < 0.5
-        assert abs(other_offset - 100.0 * rank) <= other_round_trip / 2 + 1e-9 < 0.5
+def test_ranks_tell_their_hosts_and_compute_when_they_are_to_be_busy(three):
+    for uneven, hosts, _, (idle, busy), *_ in three:
+        assert uneven == "the gang's hosts have [1, 2] of its 3 ranks; each needs as many"
+        assert hosts == 1 and idle == 0 < busy
 
 
 def test_waiting_is_until_the_last_start_and_transfer_is_from_there():

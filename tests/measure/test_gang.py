@@ -64,7 +64,7 @@ def test_each_rank_is_heard_in_its_own_order():
     (crash, (), 60, "toy: rank 1 of 2 failed: it ended with exit code 7"),
     (signal_itself, (signal.SIGKILL,), 60, "toy: rank 1 of 2 failed: it was killed by SIGKILL (out of memory?)"),
     (lose, (), 60, "toy: rank 1 does not answer the others (60 s are allowed); rank 0: connection closed"),
-    (signal_itself, (signal.SIGSTOP,), 4, "toy: no word for 4 s from rank 0, 1: it hangs"),
+    (signal_itself, (signal.SIGSTOP,), 1, "toy: no word for 1 s from rank 0, 1: it hangs"),
 ], ids=["fails", "crashes", "dies", "lost", "hangs"])
 def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout_s, message):
     with pytest.raises(ShardCoreError, match=re.escape(message)):

@@ -1,13 +1,11 @@
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
 from shardcore import sampling, streams
+from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.types import ComputeRequest, Setting, Shard, Table, Zipf
 
@@ -67,8 +65,106 @@ def test_what_does_not_fit_costs_that_sample_only(tables):
 
 def test_tables_that_exceed_the_arena_together_share_it(tables):
     many = ComputeRequest((Shard.whole(tables[0]),) * 6, 256)  # 18 MiB in an arena of 8
-    [sample] = KernelBench(Setting("test", 256), "cpu", CONFIG).measure([many])
+    bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
+    [sample] = bench.measure([many])
     assert sample.error is None
+    size, places = tables[0].rows * tables[0].dim, bench.prepare(many).op.weights_offsets.tolist()
+    assert len(set(places)) < 6 and all(0 <= place <= (8 << 18) - size and place % 16 == 0 for place in places)
+
+
+def test_groups_lie_elsewhere_in_the_arena_and_their_tables_one_after_the_other(tables):
+    bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
+    first = set()
+    for width in range(4, 68, 4):
+        shards = (Shard(tables[2], 0, 999, 0, width), Shard(tables[3], 0, 10, 0, 4))  # 999 × 4 is not a multiple of 16
+        a, b = bench.prepare(ComputeRequest(shards, 8)).op.weights_offsets.tolist()
+        assert b == a + (999 * width + 15) // 16 * 16
+        first.add(a)
+    assert len(first) > 12
+
+
+def test_a_shard_in_another_precision_fails_alone(tables):
+    half = ComputeRequest((Shard.whole(dataclasses.replace(tables[0], precision="fp16")),), 256)
+    [sample] = KernelBench(Setting("test", 256), "cpu", CONFIG).measure([half])
+    assert "weights in fp16; the setting is (test, batch 256, fp32" in sample.error
+
+
+def test_adagrad_keeps_a_state_for_each_row_that_was_looked_up(tables):
+    bench = KernelBench(Setting("test", 256, "fp32", "rowwise_adagrad"), "cpu", CONFIG)
+    shards = (Shard.whole(tables[1]), Shard(tables[3], 2000, 9000, 0, 8))
+    bench.once_ms(bench.prepare(ComputeRequest(shards, 256)))
+    seen = sum(len(np.unique(streams.shard_stream(s, 256)[0])) for s in shards)
+    assert int((bench._state > 0).sum()) == seen
+
+
+def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
+    wide, narrow, part = Shard.whole(tables[1]), Shard(tables[1], 0, 3000, 0, 8), Shard(tables[1], 500, 900, 0, 32)
+    parts = [streams.shard_stream(s, 256) for s in (wide, narrow, part)]
+    drawn, draw = [], streams.stream
+    monkeypatch.setattr(streams, "stream", lambda *which: drawn.append(which) or draw(*which))
+    bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
+    run = bench.prepare(ComputeRequest((wide, narrow, part), 256))
+    bench.prepare(ComputeRequest((Shard.whole(dataclasses.replace(tables[1], dim=16)),), 256))
+    assert len(drawn) == 1
+    assert run.indices.tolist() == np.concatenate([ids for ids, _ in parts]).tolist()
+    ends = np.concatenate([[0], *(np.diff(offsets) for _, offsets in parts)]).cumsum()
+    assert run.offsets.tolist() == ends.tolist()
+    for other in (64, 256):  # another batch, another seed
+        bench.prepare(ComputeRequest((wide,), other), seed=int(other == 256))
+    assert len(drawn) == 3
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What benches did, in order: "evict" or "run"."""
+    found, evict, once = [], timing.Caches.evict, KernelBench._once
+    monkeypatch.setattr(timing.Caches, "evict", lambda caches: (found.append("evict"), evict(caches))[1])
+    monkeypatch.setattr(KernelBench, "_once", lambda bench, run: (found.append("run"), once(bench, run))[1])
+    return found
+
+
+def test_where_few_ops_run_in_turn_each_meets_caches_that_were_overwritten(tables, events):
+    setting = Setting("test", 64)
+    request, control = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
+    few, many = (dataclasses.replace(CONFIG, interleave=n) for n in (3, 2))
+    [sample] = KernelBench(setting, "cpu", few).measure([request])
+    assert events == ["evict", "run"] * (sample.forward.repeats + 1)  # the first is to warm up
+    del events[:]
+    list(KernelBench(setting, "cpu", many).measure([request]))
+    assert events == ["run"] * (sample.forward.repeats + 1)
+    for config, expected in ((few, ["evict", "run"]), (many, ["run"])):
+        bench = KernelBench(setting, "cpu", config, control)
+        del events[:]
+        bench.calibrate([request], seconds=0)
+        assert events == expected * 2 * 10  # at least ten times the control, and the other in turn with it
+
+
+def test_caches_are_overwritten():
+    caches = timing.Caches(1 << 20, "cpu")
+    caches.evict()
+    assert caches._written.nbytes == 1 << 20 and bool((caches._written == 1).all())
+    timing.Caches(0, "cpu").evict()
+
+
+def test_repeats_stop_when_the_median_is_known(tables):
+    request = ComputeRequest((Shard.whole(tables[4]),), 8)
+    loose, tight = (KernelConfig(arena_bytes=1 << 20, tolerance=t, min_repeats=6, max_repeats=30) for t in (0.99, 1e-9))
+    [soon], [late] = (KernelBench(Setting("test", 8), "cpu", c).measure([request]) for c in (loose, tight))
+    assert 6 <= soon.forward.repeats < 30 == late.forward.repeats and late.known_to > 1e-9 >= 0
+    assert [KernelConfig().tolerance_on(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
+    assert KernelConfig(tolerance=0.3).tolerance_on("cuda") == 0.3
+
+
+def test_timings_are_at_the_pace_at_which_the_control_takes_its_usual_ms(tables):
+    """A control that usually takes a thousand times as long says that the machine is so much faster than usual."""
+    request, control = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
+    found = {}
+    for usual in (1.0, 1000.0):
+        bench = KernelBench(Setting("test", 64), "cpu", CONFIG, control, usual)
+        found[usual] = {s.request: s for s in bench.measure([request])}
+        assert found[usual][control].total_ms == pytest.approx(usual, rel=0.5)
+    assert 0 < found[1000.0][request].pace < 0.1 * found[1.0][request].pace
+    assert found[1000.0][request].total_ms > 10 * found[1.0][request].total_ms
 
 
 def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
@@ -94,14 +190,3 @@ def test_what_was_added_stays_in_turn_until_finished(tables):
     assert {s.request for s in finished} | set(bench.active) == set(requests)
     finished += bench.finish()
     assert bench.active == [] and sorted(s.id for s in finished) == sorted({s.id for s in finished})
-
-
-def test_missing_fbgemm_is_one_clear_line(tmp_path):
-    """In a Python whose fbgemm_gpu is broken, the command line says what to install."""
-    (tmp_path / "fbgemm_gpu").mkdir()
-    (tmp_path / "fbgemm_gpu" / "__init__.py").write_text("raise ImportError('libfbgemm.so: undefined symbol')")
-    shutil.copytree(Path(__file__).parents[2] / "shardcore", tmp_path / "shardcore")
-    done = subprocess.run([sys.executable, "-m", "shardcore", "measure", "--device", "cpu", "--samples", "1", "--out", "out"],
-                          cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "FBGEMM" in done.stderr and "pip install" in done.stderr

@@ -3,37 +3,46 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
-import time
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+import shardcore.measure.replay as module
 from shardcore import files
 from shardcore.__main__ import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.measure.replay import ReplayConfig, combine, replay, replay_all
+from shardcore.measure import gang
+from shardcore.measure.kernels import KernelBench
+from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
+from shardcore.measure.timing import Caches
 from shardcore.types import (
     ComputeRequest,
     Device,
     Placement,
     Plan,
     Problem,
+    Reuse,
     Setting,
     SettingMismatch,
     Shard,
     ShardCoreError,
     StepCost,
+    Table,
     Topology,
+    Zipf,
 )
-from shardcore.workload import lower
+from shardcore.workload import COLUMN, ROW, lower
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
 CONFIG = ReplayConfig(repeats=4, warmups=2, batches=2, arena_bytes=8 * MIB, evict_bytes=MIB, timeout_s=60)
-FOREVER = dataclasses.replace(CONFIG, repeats=10**9)
 PARTS = [f.name for f in dataclasses.fields(StepCost)]
+COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
+TABLES = (Table("cold", 50_000, 16, 4.0, COLD), Table("hot", 3_000, 32, 20.0, COLD), Table("wide", 2_000, 64, 2.5, COLD),
+          Table("zipf", 10_000, 8, 10.0, Zipf(1.1)), Table("one", 1, 4, 1.0, Zipf(0.0)))
 
 
 def problem_of(tables, devices) -> Problem:
@@ -55,42 +64,161 @@ def mixed_plan(problem) -> Plan:
     return Plan(tuple(Placement(s, d) for s, d in [*shards, *((Shard.whole(t), (0,)) for t in rest)]))
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_plans_run_in_alternation_and_their_parts_add_up(tables, devices):
-    problem = problem_of(tables, devices)
-    workloads = [whole(problem), lower(mixed_plan(problem), problem)]
-    costs = replay_all(workloads, SETTING, CONFIG)
-    assert len(costs) == 2
+# --- a gang of three ------------------------------------------------------------------------------------------------------
+
+
+def lopsided(problem):
+    """All on the first device."""
+    return lower(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables)), problem)
+
+
+def _told(rank, init_method, say, workloads, control):
+    """As a rank of replay_all's gang; and of each workload's last step, what it sent and received."""
+    made, saw = [], {}
+
+    class Told(module._Step):
+        """A step whose buffers tell rank and position. (What it pools tells them by itself: rows of weights differ.)"""
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+        def once(self, batch, groups):
+            for k, sent in enumerate([*self._sent.values(), *self._dense.values()]):
+                sent.copy_((rank + 1 + 10 * k + torch.arange(sent.numel()) / 1e4).view(sent.shape))
+            sent = {kind: x.flatten().numpy().copy() for kind, x in [*self._sent.items(), *self._dense.items()]}
+            marks = super().once(batch, groups)
+            outputs = {kind: x.detach().flatten().numpy().copy() for kind, x in self._outputs.items()}
+            received = {kind: x.flatten().numpy().copy() for kind, x in [*self._gradients.items(), *self._dense.items()]}
+            saw[self] = (sent, received, outputs, {kind: x.flatten().numpy().copy() for kind, x in self._arrived.items()})
+            return marks
+
+    module._Step = Told
+    say((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG, control=control),
+         [saw[step] for step in made]))
+
+
+@pytest.fixture(scope="module")
+def three():
+    """Workloads of three devices, their control group, and what each rank of a gang that replays them says."""
+    problem = problem_of(TABLES, 3)
+    workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(problem)]
+    control = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
+    last = dict(gang.run("replay", _told, 3, (workloads, control), 60.0))
+    return workloads, control, [last[rank] for rank in range(3)]
+
+
+def test_all_parts_of_all_plans_are_measured(three):
+    workloads, control, said = three
+    costs = combine_all([rank for rank, _ in said], control)
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
-            values = getattr(cost, part)
-            assert len(values) == devices
-            for device, value in enumerate(values):
+            for device, value in enumerate(getattr(cost, part)):
                 assert value > 0 or "compute" in part and not workload.ops[device] and value >= 0
         assert min(cost.waiting_ms) >= 0
-        assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(devices))
+        assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(3))
         assert 0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms and cost.step.repeats == CONFIG.repeats
-        assert cost.oversubscribed == (devices > len(os.sched_getaffinity(0)))
-        assert np.isfinite(price(workload, AnalyticModel(SETTING)).total_ms - cost.total_ms)
-    assert not gang()
+        assert cost.oversubscribed == (3 > len(os.sched_getaffinity(0)))
+        assert cost.pace == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
+    assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in said)
+    assert not processes()
 
 
-def test_a_control_group_tells_the_pace(tables):
-    problem = problem_of(tables, 2)
-    control = ComputeRequest(tuple(map(Shard.whole, problem.tables)), SETTING.batch)
-    assert control.shards[0].bytes > 1 << 20
-    small = dataclasses.replace(CONFIG, arena_bytes=max(t.bytes for t in problem.tables))
-    alone, = replay_all([whole(problem)], SETTING, small)
-    slow, fast = (replay_all([whole(problem)], SETTING, small, control=(control, ms))[0] for ms in (1e-3, 1e3))
-    assert alone.pace == 1.0 and slow.pace > 10 and 0 < fast.pace < 0.1
-    usual = slow.at_usual_pace()
-    assert usual.total_ms == pytest.approx(slow.total_ms / slow.pace) and usual.pace == 1.0
-    assert usual.step.median_ms == pytest.approx(slow.step.median_ms / slow.pace)
+def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
+    """Where all is on the first device: it computes, nobody else does, and the others wait for it."""
+    workloads, control, said = three
+    took, says = combine_all([rank for rank, _ in said], control)[2], price(workloads[2], AnalyticModel(SETTING))
+    assert says.compute_ms[1:] == (0, 0) and max(took.compute_ms[1:]) < 0.1 * took.compute_ms[0]
+    assert says.waiting_ms[0] == 0 and min(took.waiting_ms[1:]) > took.waiting_ms[0]
+    for part in PARTS:
+        assert len(getattr(took, part)) == len(getattr(says, part)) == 3
 
 
-def test_one_device_computes_and_exchanges_nothing(tables):
-    cost = replay(whole(problem_of(tables, 1)), dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG)
+def split(flat, sizes):
+    return np.split(flat, np.cumsum(sizes)[:-1])
+
+
+def same(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", ["whole", "mixed", "lopsided"])
+def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
+    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, reduce-scatters and all-gathers of row ranges, all
+    as wide as the widest, and an all-reduce among those that replicate."""
+    workloads, _, said = three
+    n = ["whole", "mixed", "lopsided"].index(which)
+    sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
+    columns, rows = ([sum(s.width for op in ops if op.kind == kind for s in op.shards) for ops in workloads[n].ops]
+                     for kind in (COLUMN, ROW))
+    for rank in range(3):
+        to_rank = [split(sent[d][COLUMN], [80 * w for w in columns])[rank] for d in range(3)]
+        if COLUMN in received[rank]:
+            same(received[rank][COLUMN], np.concatenate(to_rank))
+        of_rank = [split(outputs[d][COLUMN], [80 * columns[d]] * 3)[rank] for d in range(3) if columns[d]]
+        same(arrived[rank][COLUMN], np.concatenate(of_rank))
+        if any(rows):
+            gathered = np.concatenate([sent[d][ROW] for d in range(3)])
+            same(received[rank][ROW] if rows[rank] else gathered, gathered)
+            given = [outputs[d][ROW] if rows[d] else gathered for d in range(3)]  # one without row ranges gives what is at hand
+            same(arrived[rank][ROW], sum(split(x, [80 * max(rows)] * 3)[rank] for x in given))
+    assert any(columns) and rows == ([16, 0, 16] if which == "mixed" else [0, 0, 0])
+    replicated = {devices for one in sent for devices in one if isinstance(devices, tuple)}
+    assert replicated == ({(0, 2)} if which == "mixed" else set())
+    for devices in replicated:
+        for d in devices:
+            same(received[d][devices], sum(sent[d][devices] for d in devices))
+
+
+# --- one rank -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """replay_rank as the only rank, in this process."""
+    yield lambda *arguments, **named: module.replay_rank(0, f"file://{tmp_path}/ranks", *arguments, **named)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, alone, monkeypatch):
+    events, steps = [], []
+
+    def noted(owner, name, event):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *a: (events.append((event, *a[:1]) if event == "step" else event),
+                                                           steps.append(self), inner(self, *a))[-1])
+
+    noted(Caches, "evict", "evict")
+    noted(module._Step, "once", "step")
+    noted(KernelBench, "once_ms", "control")
+    workload, progress = whole(problem_of(tables, 1)), []
+    control = (ComputeRequest(tuple(map(Shard.whole, tables)), SETTING.batch), 1.0)
+    assert sum(t.bytes for t in tables) > CONFIG.arena_bytes // 4
+    marks, control_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=4 * MIB),
+                              progress=lambda: progress.append(1), control=control)
+    assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "control"]]
+    assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and control_ms.shape == (CONFIG.repeats,)
+    assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
+    of_batch = [tuple(batch[COLUMN].indices.tolist()) for batch in next(s for s in steps if isinstance(s, module._Step))._batches]
+    assert len(set(of_batch)) == CONFIG.batches
+
+
+def test_one_device_computes_and_exchanges_nothing(tables, alone):
+    cost = combine(alone([whole(problem_of(tables, 1))], dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG)[0])
     assert cost.forward_compute_ms[0] > 0 and cost.backward_compute_ms[0] > 0 and cost.waiting_ms == (0.0,)
+
+
+def test_a_control_group_tells_the_pace(three):
+    """The median over rounds, the mean over ranks: 3 ms where 2 are usual."""
+    _, _, said = three
+    marks = [m for (m, _), _ in said]
+    ranks = list(zip(marks, ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]), strict=True))
+    slow, alone = (combine_all(ranks, control)[0] for control in ((None, 2.0), None))
+    assert slow.pace == pytest.approx(1.5) and alone.pace == 1.0
+    usual = slow.at_usual_pace()
+    assert usual.total_ms == pytest.approx(slow.total_ms / 1.5) and usual.pace == 1.0
+    assert usual.step.median_ms == pytest.approx(slow.step.median_ms / 1.5)
 
 
 def test_waiting_and_transfer_are_told_apart_by_the_last_start():
@@ -120,36 +248,25 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         ReplayConfig(repeats=0)
 
 
-def test_a_shard_larger_than_the_arena_is_named(tables):
-    with pytest.raises(ShardCoreError, match=r"rank 0 of 2 .*shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds 1.0 MiB"):
-        replay(whole(problem_of(tables, 2)), SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
-    assert not gang()
+def test_a_shard_larger_than_the_arena_is_named(tables, alone):
+    with pytest.raises(ShardCoreError, match=r"shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds 1.0 MiB"):
+        alone([whole(problem_of(tables, 1))], SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
 
 
-def gang():
+def processes():
     return [p for p in multiprocessing.active_children() if p.name.startswith("replay-rank")]
 
 
-def signal_rank_1(number, after_s):
-    """Once rank 1 has lived for a while, send it a signal."""
-    def run():
-        while not (found := [p for p in gang() if p.name == "replay-rank-1"]):
-            time.sleep(0.05)
-        time.sleep(after_s)
-        os.kill(found[0].pid, number)
-
-    threading.Thread(target=run, daemon=True).start()
-
-
-@pytest.mark.parametrize("number, timeout_s, said", [
-    (signal.SIGKILL, 60, "rank 1 of 2 failed: it was killed by SIGKILL"),
-    (signal.SIGSTOP, 6, "rank (0, )?1 does not answer|no word for 6 s from rank (0, )?1"),
-], ids=["dies", "hangs"])
-def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(tables, number, timeout_s, said):
-    signal_rank_1(number, after_s=4)
-    with pytest.raises(ShardCoreError, match=said):
-        replay(whole(problem_of(tables, 2)), SETTING, dataclasses.replace(FOREVER, timeout_s=timeout_s))
-    assert not gang()
+def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
+    forever = dataclasses.replace(CONFIG, repeats=10**9)
+    rounds = 0
+    with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
+        for rank, _ in gang.run("replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None), 60.0):
+            rounds += rank == 1
+            if rounds == 4:  # its op is built, and steps are under way
+                [victim] = [p for p in processes() if p.name == "replay-rank-1"]
+                os.kill(victim.pid, signal.SIGKILL)
+    assert not processes()
 
 
 def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
