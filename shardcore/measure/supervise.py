@@ -1,8 +1,8 @@
 """A KernelBench in a process of its own, so that what ends or hangs that process costs one request and never the run.
 
-The process is fed over a pipe: while it works on one request the next one lies ready. Every second it says how many seconds
-its kernels have run; where that stands still too long it has hung. A process that ended or hung is replaced; what it had not
-finished is tried again one by one, which finds the request that does it.
+The process is fed over a pipe: while it works on one request the next one lies ready. Every second, or more
+often, it says how many seconds its kernels have run; where that stands still too long it has hung. A process that
+ended or hung is replaced; what it had not finished is tried again one by one, which finds the request that does it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _START_S = 300.0
 _STARTS = 3
 """Processes that may be killed while they start (memory was short, say) before measuring gives up."""
 _BEAT_S = 1.0
+_BEATS = 4
+"""Times that a process speaks before it counts as hung, at least."""
 
 
 class _Ended(Exception):
@@ -123,7 +125,8 @@ class SupervisedBench:
                 return
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, name=f"measure-{self.device}", daemon=True, args=(
-                theirs, self.setting, self.device, self.config, self.control, self.control_ms))
+                theirs, self.setting, self.device, self.config, self.control, self.control_ms,
+                min(_BEAT_S, self.hang_s / _BEATS)))
             self._process.start()
             theirs.close()  # so that the pipe ends when the process does
             try:
@@ -177,9 +180,9 @@ class SupervisedBench:
 
 
 def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig, control: ComputeRequest | None,
-           control_ms: float | None) -> None:
+           control_ms: float | None, beat_s: float) -> None:
     """The process: answers a request with the samples that finished meanwhile, None with all others, requests and seconds
-    to calibrate by with control_ms."""
+    to calibrate by with control_ms. Between answers it says every beat_s that it lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
     torch.set_num_threads(1)  # a device of a CPU is one core
     try:
@@ -199,7 +202,7 @@ def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig
 
     def beat() -> None:
         while True:
-            time.sleep(_BEAT_S)
+            time.sleep(beat_s)
             say("beat")
 
     say("answer")

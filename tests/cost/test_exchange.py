@@ -33,7 +33,8 @@ def columns(widths) -> Traffic:
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
     found = exchange.exchange_terms(collective, np.array(owned, dtype=float), np.array(hosts), skew_ms)
-    return {name: np.broadcast_to(t, len(owned)).round(9).tolist() for name, t in zip(exchange.EXCHANGE_TERMS, found, strict=True)}
+    return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
+            for name, t in zip(exchange.EXCHANGE_TERMS, found, strict=True)}
 
 
 def test_terms_of_an_all_to_all_on_one_host_by_hand():

@@ -182,7 +182,8 @@ def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
         return tuple(ms / len(shards)**0.5 for ms in linear_law(shards, batch))
 
     for start in (None, known):
-        model = fit.train(compute_samples(sharing, 80), [], SETTING, fit.FitConfig(epochs=6, learning_rate=0.3), start=start).model
+        config = fit.FitConfig(epochs=6, learning_rate=0.3)
+        model = fit.train(compute_samples(sharing, 80), [], SETTING, config, start=start).model
         for name in ("launch", "contention.0.weight", "contention.1.weight"):
             assert (model.weights[name] > 0).all(), name
         assert (model.weights["rates"] >= 0).all()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardcore import dataset, sampling
 from shardcore.measure import collectives, gang
-from shardcore.types import CommRequest, Setting, ShardCoreError
+from shardcore.types import COLLECTIVES, CommRequest, Setting, ShardCoreError
 
 SETTING = Setting("test", 48)
 CONFIG = collectives.CommConfig(repeats=3, warmups=1, timeout_s=60)
@@ -28,7 +28,7 @@ def children():
 
 def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
     late = CommRequest((8, 8), 96, (0.0, 50.0))
-    each = [CommRequest((16, 16), 96, STILL, c, p) for c in ("all_to_all", "reduce_scatter", "all_reduce") for p in ("fp32", "bf16")]
+    each = [CommRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")]
     requests, found = [late, *each, sampling.comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
         for sample in collectives.measure_all([*requests, *[CommRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG):
@@ -63,7 +63,7 @@ def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
 
 WIDTHS = (8, 12, 4)
 THREE = [CommRequest((WIDTHS, WIDTHS, (8,) * 3)[i], 6, (0.0,) * 3, c, p) for p in ("fp32", "bf16")
-         for i, c in enumerate(("all_to_all", "reduce_scatter", "all_reduce"))]
+         for i, c in enumerate(COLLECTIVES)]
 PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
 """When a rank that is not the first sends, and how long the answer takes."""
 
@@ -112,7 +112,8 @@ def test_each_collective_delivers_what_it_says(three, rank):
     expected, (_, _, found, *_) = [], three[rank]
     for payload in ("fp32", "bf16"):
         outputs = [values(r, 6 * w, payload) for r, w in enumerate(WIDTHS)]
-        gradients, given, partial, dense = ([values(r, n, payload) for r in range(3)] for n in (2 * sum(WIDTHS), 2 * 12, 6 * 12, 6 * 8))
+        gradients, given, partial, dense = ([values(r, n, payload) for r in range(3)]
+                                            for n in (2 * sum(WIDTHS), 2 * 12, 6 * 12, 6 * 8))
         expected += [
             torch.cat([outputs[d].chunk(3)[rank] for d in range(3)]),
             torch.cat([gradients[d].split([2 * w for w in WIDTHS])[rank] for d in range(3)]),
