@@ -1,11 +1,13 @@
 import dataclasses
+import itertools
 
 import pytest
 
-from shardcore import sampling
+from shardcore import dataset, files, sampling
+from shardcore.memory import shard_bytes
 from shardcore.sampling import GroupConfig, ProblemConfig
 from shardcore.tables import kept_for_testing
-from shardcore.types import Setting, ShardCoreError
+from shardcore.types import Setting, Shard, ShardCoreError
 from shardcore.workload import lower
 
 SETTING = Setting("test", 256)
@@ -15,6 +17,48 @@ def test_draws_depend_on_seed_and_index_alone(tables):
     assert sampling.compute_request(tables, 5, SETTING, seed=1) == sampling.compute_request(tables, 5, SETTING, seed=1)
     assert sampling.compute_request(tables, 5, SETTING, seed=1) != sampling.compute_request(tables, 5, SETTING, seed=2)
     assert sampling.comm_request(4, 3, 252) == sampling.comm_request(4, 3, 252)
+
+
+def test_draws_are_those_of_earlier_versions(tables):
+    """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who measures."""
+    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20)
+    groups = [dataset.compute_id(SETTING, sampling.compute_request(tables, i, SETTING, 3, config)) for i in range(50)]
+    assert files.digest(groups) == "77f112ed76628dbc"
+    control = sampling.control_request(tables, SETTING, config)
+    assert dataset.compute_id(SETTING, control) == "6f71e685ca7151a4"
+    exchanges = [dataset.comm_id(SETTING, sampling.comm_request(i, 4, 256, 3)) for i in range(50)]
+    assert files.digest(exchanges) == "0b09a364d95d2875"
+    problem = sampling.problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
+    assert files.digest(files.problem_to_json(problem)) == "a26d8f5977a8fca7"
+    problem, plans = sampling.step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
+    placed = [[kind, files.plan_to_json(plan, problem)["placements"]] for kind, plan in plans]
+    assert files.digest([files.problem_to_json(problem), placed]) == "2c3ae033afead68f"
+
+
+def test_different_draws_are_counted_once_and_a_tiny_pool_ends():
+    assert list(sampling.different(lambda i: i // 2, str, 3)) == [("0", 0), ("1", 1), ("2", 2)]
+    assert [key for key, _ in sampling.different(lambda i: i % 3, str, 5)] == ["0", "1", "2"]
+    assert len(list(sampling.different(lambda i: i % 7, str, None))) == 7
+    assert list(itertools.islice(sampling.different(lambda i: i, str, None), 2000))[-1] == ("1999", 1999)
+
+
+def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
+    large = [*tables[:5], dataclasses.replace(tables[0], name="large", rows=10**7)]
+    requests = [sampling.compute_request(large, i, SETTING, config=GroupConfig(planned=0.0)) for i in range(400)]
+    local = [r for r in requests if r.batch != 256]
+    assert {r.batch for r in local} == {128, 64, 32} and 25 <= len(local) <= 60
+    assert all(s.full_rows or s.table.name == "large" for r in local for s in r.shards)
+    assert max(s.bytes for r in local for s in r.shards) <= sampling.REPLICATED_BYTES
+    assert max(s.bytes for r in requests for s in r.shards) > sampling.REPLICATED_BYTES
+
+
+def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
+    problem = sampling.problem(tables, 0, SETTING, config=ProblemConfig(min_tables=5, devices=2))
+    need = sum(shard_bytes(Shard.whole(t), 256, "exact_sgd") for t in problem.tables)
+    assert [d.memory_bytes for d in problem.topology.devices] == [int(need * 1.5 / 2)] * 2
+    one = [tables[0]]  # of which each device holds at least one column
+    problem = sampling.problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
+    assert problem.topology.devices[0].memory_bytes == shard_bytes(Shard(problem.tables[0], 0, 50_000, 0, 4), 256, "exact_sgd")
 
 
 def test_groups_cover_what_a_search_asks_about(tables):

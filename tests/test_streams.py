@@ -1,5 +1,7 @@
 """Streams have the statistics of their table's specification, and the expectations given for them hold."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -146,6 +148,40 @@ def test_streams_follow_from_table_batch_and_seed(table):
     other, _ = streams.stream(table, BATCH, seed=6)
     assert np.array_equal(ids, again) and np.array_equal(offsets, offsets_again)
     assert not np.array_equal(ids, other)
+
+
+def test_streams_are_those_of_earlier_versions(tables):
+    """Or timings would mean something else than before: raise dataset.MEASUREMENT_VERSION where this should fail."""
+    found = {}
+    for table in tables[:4]:
+        content = hashlib.sha256()
+        for batch in (64, 256, 400):
+            for part in streams.stream(table, batch, 2):
+                content.update(part.tobytes())
+        found[table.name] = content.hexdigest()[:16]
+    assert found == {"cold": "e51614a316f69b0c", "hot": "2585a6e094739ecc", "wide": "dacbd2795aaed348",
+                     "zipf": "ff831d69eca1e4b9"}
+
+
+def test_unique_rows_by_hand():
+    """Of a row that the reference batch looks up n times, a batch of a share p sees one with probability 1 - (1 - p)^n."""
+    table = reuse_table([10, 4])
+    for batch, expected in ((BATCH, 14), (2 * BATCH, 14), (BATCH // 2, 10 / 2 + 4 * 3 / 4), (BATCH // 4, 10 / 4 + 4 * 7 / 16)):
+        assert streams.unique_rows(Shard.whole(table), batch) == pytest.approx(expected)
+        half = Shard(table, 0, table.rows // 2, 0, 4)  # rows are scattered
+        assert streams.unique_rows(half, batch) == pytest.approx(expected / 2)
+    uniform = Table("u", 1000, 16, 2.5, Zipf(0.0))
+    assert streams.unique_rows(Shard.whole(uniform), 200) == pytest.approx(1000 * (1 - np.exp(-0.5)), rel=1e-3)
+
+
+def test_access_shares_by_hand():
+    ordered = reuse_table([10, 4], ordered=True)  # 18 lookups, of which the four most popular rows have two each
+    for hi, share in ((4, 8 / 18), (2, 4 / 18), (9, 13 / 18), (14, 1), (42, 1)):
+        assert streams.access_share(Shard(ordered, 0, hi, 0, 16)) == pytest.approx(share)
+    assert streams.access_share(Shard(ordered, 3, 5, 0, 16)) == pytest.approx(3 / 18)
+    zipf, flat = (Table("z", 99, 16, 1, Zipf(alpha), ordered=True) for alpha in (1.0, 0.0))
+    assert streams.access_share(Shard(zipf, 0, 9, 0, 16)) == pytest.approx(0.5)  # log 10 of log 100
+    assert streams.access_share(Shard(flat, 9, 42, 0, 16)) == pytest.approx(1 / 3)
 
 
 def test_empty_tables_have_empty_streams():
