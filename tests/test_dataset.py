@@ -172,3 +172,6 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
     dataset.merge_parts(tmp_path)
     assert old.exists()
+    rows = pq.read_table(old).to_pylist()
+    dataset._write_part(tmp_path, "compute", rows + [{**rows[0], "id": "new", "measurement_version": 2}], dataset.COMPUTE)
+    assert [s.id for s in dataset.read_compute(tmp_path)] == ["new"] and dataset.read_ids(tmp_path, "compute") == {"new"}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from laws import pool
 
+from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
 from shardcore.types import Device, Placement, Plan, Problem, Setting, Shard, Topology
@@ -35,6 +36,7 @@ def test_group_costs_of_empty_groups(any_model):
     assert costs[[0, 2]].tolist() == [0, 0] and costs[1] > costs[3] > 0
     assert group_costs([[], []], any_model).tolist() == [0, 0]
     assert group_costs([], any_model).shape == (0,)
+    assert group_costs([shards], any_model, 64) == pytest.approx(any_model.head(any_model.encode(shards, 64).sum(0)))
 
 
 def test_compute_is_that_of_the_groups(any_model):
@@ -47,7 +49,10 @@ def test_compute_is_that_of_the_groups(any_model):
 
 def test_trained_model_tells_forward_from_backward(model):
     cost = price(lower(spread_plan(2), problem(1, 1)), model)
-    assert min(cost.forward_compute_ms) > 0 and min(cost.backward_compute_ms) > 0
+    for device in range(2):
+        sums = model.encode([Shard.whole(t) for t in TABLES[device::2]]).sum(0)
+        parts = (cost.forward_compute_ms[device], cost.backward_compute_ms[device])
+        assert parts == pytest.approx(nets.parts(model.weights, sums))
 
 
 def test_a_device_twice_as_fast_computes_in_half_the_time(any_model):

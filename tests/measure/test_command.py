@@ -15,7 +15,7 @@ import pytest
 from shardcore import dataset, files, replays, sampling
 from shardcore.__main__ import main
 from shardcore.measure import command as measuring
-from shardcore.types import ComputeSample, Setting, Spread
+from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)
@@ -53,22 +53,22 @@ def drawn(live, n: int) -> list:
 
 
 def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, capsys):
-    wanted = ["--samples", "6", "--exchanges", "3", "--steps", "2"]
+    wanted = ["--samples", "6", "--exchanges", "2", "--steps", "2"]
     assert main([*command, *wanted, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", said)
-    assert "3 of the first 3 exchanges are missing" in said and "2 of the first 2 steps are missing" in said
+    assert "2 of the first 2 exchanges are missing" in said and "2 of the first 2 steps are missing" in said
     assert not folder.exists()
     assert main([*command, *wanted]) == 0
     said = capsys.readouterr().out
     assert f"measuring for {SETTING} into {folder}, 0 samples there already" in said
     assert float(re.search(r"the control group takes ([\d.e-]+) ms", said)[1]) > 0
     assert re.search(r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said)
-    assert "3 of 3 exchanges" in said and "2 of 2 steps" in said and len(replays.digests(folder)) == 1
+    assert "2 of 2 exchanges" in said and "2 of 2 steps" in said and len(replays.digests(folder)) == 1
     control = sampling.control_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {control, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
-    assert {s.request for s in dataset.read_comm(folder)} == {sampling.comm_request(i, 2, 64) for i in range(3)}
+    assert {s.request for s in dataset.read_comm(folder)} == {sampling.comm_request(i, 2, 64) for i in range(2)}
     assert len(list(folder.glob("compute-*.parquet"))) == len(list(folder.glob("comm-*.parquet"))) == 1
     assert main(["report", str(folder)]) == 0 and re.search(r"steps +2 plans of 1 problems", capsys.readouterr().out)
 
@@ -92,7 +92,10 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     kept = [measured(r) for r in (*drawn(live, 6), sampling.control_request(live, SETTING, SHAPE))]
     dataset.write_compute(folder, kept, dataset.write_pool(folder, tables))
     dataset.write_compute(folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables))
-    assert main([*command, "--samples", "6"]) == 0
+    exchanges = [sampling.comm_request(i, 2, 64) for i in range(2)]
+    ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
+    dataset.write_comm(folder, [CommSample(dataset.comm_id(SETTING, r), SETTING, r, ms, ms, (0.0, 0.0), 1.0) for r in exchanges])
+    assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
     assert capsys.readouterr().out == f"{folder} holds the first 6 samples already\n"
     assert len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_timings(folder)) == 8  # merged
     assert main([*command, "--samples", "6", "--ranks", "3", "--exchanges", "4"]) == 1

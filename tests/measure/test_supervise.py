@@ -23,15 +23,16 @@ def children():
 @contextmanager
 def signalled(bench, *numbers):
     """While it lasts: as soon as the bench's process has run ops since its start, it gets the first of these signals, the
-    process that replaces it the next one, and so on. Gives a list of the processes that got one."""
-    struck, ended = [], threading.Event()
+    process that replaces it the next one, and so on. Gives the processes that got one, and the seconds that kernels had run by
+    then."""
+    struck, ended = {}, threading.Event()
 
     def strike():
         for number in numbers:
             while not (running := [p.pid for p in children() if p.pid not in struck]) or bench._counts[0] == 0:
                 if ended.wait(0.02):
                     return
-            struck.append(running[0])
+            struck[running[0]] = bench.kernel_s
             os.kill(running[0], number)
 
     thread = threading.Thread(target=strike)
@@ -53,13 +54,36 @@ def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_o
         with signalled(bench, signal.SIGSTOP, signal.SIGKILL) as struck:
             found = list(bench.measure([HUGE, slow, quick]))
         assert len(struck) == 2 and not set(struck) & {p.pid for p in children()}
-        assert 0 < bench.kept_s < bench.kernel_s  # also of the processes that are gone
+        assert 0 < bench.kept_s < bench.kernel_s > list(struck.values())[1] > list(struck.values())[0] > 0
         samples = {s.request: s for s in found}
     assert set(samples) == {HUGE, slow, quick, control} and sum(s.request != control for s in found) == 3
     assert samples[slow].error == "it ended the process by SIGKILL (out of memory?)" and samples[slow].forward is None
     assert "huge" in samples[HUGE].error and "arena" in samples[HUGE].error and samples[quick].error is None
     assert 0 < samples[quick].pace < 0.1
     assert not children()
+
+
+def test_a_process_that_lives_and_runs_no_op_hangs():
+    """It says so every 0.02 s, and answers in the end, when nobody waits for it any more."""
+    bench, given_up = SupervisedBench(SETTING), threading.Event()
+    bench._pipe, theirs = multiprocessing.Pipe()
+
+    def live():
+        for _ in range(500):
+            theirs.send(("beat", None, (1.0, 0.5)))
+            if given_up.wait(0.02):
+                return
+        theirs.send(("answer", "late", (1.0, 0.5)))
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(_Ended, match="it hung: nothing was run for 0.3 s"):
+            bench._hear(0.3)
+    finally:
+        given_up.set()
+        thread.join()
+    assert (bench.kernel_s, bench.kept_s) == (1.0, 0.5)
 
 
 class Struck(SupervisedBench):
