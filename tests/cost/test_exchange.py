@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law
+from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law, spread
 
 from bench import links
 from shardcore.cost import accuracy, exchange, fit, neural
-from shardcore.types import Device, Placement, Plan, Problem, Shard, Table, Topology
+from shardcore.types import CommRequest, CommSample, Device, Placement, Plan, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic, lower
 
 QUICK = fit.FitConfig(epochs=3)
@@ -60,6 +60,8 @@ def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
         "near_bytes": [4, 4, 0, 0], "near_busiest_bytes": [2] * 4, "far_bytes": [4] * 4, "far_busiest_bytes": [4] * 4,
         "port_busiest_bytes": [6] * 4, "uplink_bytes": [8] * 4}
     assert terms("all_to_all", [0, 6, 6], hosts=(1, 0, 0))["far_busiest_bytes"] == [4] * 3  # what the first receives
+    assert terms("all_to_all", [0, 0, 0, 8], hosts=(0, 0, 1, 2))["uplink_bytes"] == [6] * 4
+    assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 1, 2, 2))["uplink_bytes"] == [8] * 4  # what the last two receive
 
 
 def test_terms_of_rings_by_hand():
@@ -70,6 +72,17 @@ def test_terms_of_rings_by_hand():
     assert terms("reduce_scatter", [6, 0, 9]) == {**ring, **alone}
     assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == {**ring, **apart}
     assert terms("all_reduce", [4.5] * 3) == {**ring, **alone}
+
+
+def test_a_late_start_is_that_of_the_first_exchange_measured():
+    at = exchange.EXCHANGE_TERMS.index("skew_ms")
+    for collective, ways in exchange.WAYS.items():
+        request = CommRequest((8, 8), 16, (2.0, 5.0), collective)
+        sample = CommSample("id", SETTING, request, (spread(1.0),) * 2, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
+        for way in ways:
+            found, measured = exchange.observed([sample] * 2, way)
+            assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4
+            assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
 
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
