@@ -6,7 +6,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardcore import dataset, sampling
-from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread
+from shardcore.types import (
+    CommRequest,
+    CommSample,
+    ComputeRequest,
+    ComputeSample,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Spread,
+)
 
 SETTING = Setting("cpu-test", 256)
 SPREAD = Spread(1.0, 0.9, 1.1, 7)
@@ -97,22 +106,35 @@ def test_an_id_is_the_setting_and_the_request(tables):
 
 def test_an_exchanges_id_is_all_of_its_request():
     request = CommRequest((8, 8), 256, (0.0, 0.0))
-    others = [dataclasses.replace(request, **change) for change in (
-        {"batch": 128}, {"collective": "reduce_scatter"}, {"payload": "bf16"}, {"hosts": 2}, {"start_ms": (0.0, 9.0)},
-        {"widths": (8, 12)}, {"busy_ms": 20.0}, {"busy_ms": 10.0})]
+    others = [
+        dataclasses.replace(request, **change)
+        for change in (
+            {"batch": 128},
+            {"collective": "reduce_scatter"},
+            {"payload": "bf16"},
+            {"hosts": 2},
+            {"start_ms": (0.0, 9.0)},
+            {"widths": (8, 12)},
+            {"busy_ms": 20.0},
+            {"busy_ms": 10.0},
+        )
+    ]
     assert len({dataset.comm_id(SETTING, r) for r in (request, *others)}) == 9
 
 
 def test_ids_are_those_of_earlier_versions(tables):
-    """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there was busy_ms."""
+    """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there
+    was busy_ms."""
     assert dataset.comm_id(SETTING, CommRequest((8, 8), 256, (0.0, 0.0))) == "1f99f03964c300ac"
     assert dataset.comm_id(SETTING, CommRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0)) == "9dba9200df52b98a"
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
     assert dataset.compute_id(SETTING, ComputeRequest(shards, 128)) == "2ee5092bbac3ae03"
 
 
-@pytest.mark.parametrize("timed, control", [([5, 2], True), ([4], True), ([4, 2], False), ([3], False), ([], False),
-                                            ([9, 4, 4], True)])
+@pytest.mark.parametrize(
+    "timed, control",
+    [([5, 2], True), ([4], True), ([4, 2], False), ([3], False), ([], False), ([9, 4, 4], True)],
+)
 def test_a_control_group_was_timed_four_times_and_twice_as_often_as_others(timed, control):
     assert dataset.has_control([[None] * n for n in timed]) == control
 
@@ -156,7 +178,9 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
     bad = dataclasses.replace(samples[0], known_to=0.3)
     dataset.write_compute(tmp_path, [bad, *samples[1:]], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.2) == set()
-    assert dataset.disturbed_ids(tmp_path, 0.149) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.15) == set()
+    assert (
+        dataset.disturbed_ids(tmp_path, 0.149) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.15) == set()
+    )
     again = dataclasses.replace(bad, known_to=0.04, measured_at=bad.measured_at + 60)
     worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
     dataset.write_compute(tmp_path, [again, worse], pool)
@@ -173,5 +197,9 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
     dataset.merge_parts(tmp_path)
     assert old.exists()
     rows = pq.read_table(old).to_pylist()
-    dataset._write_part(tmp_path, "compute", rows + [{**rows[0], "id": "new", "measurement_version": 2}], dataset.COMPUTE)
-    assert [s.id for s in dataset.read_compute(tmp_path)] == ["new"] and dataset.read_ids(tmp_path, "compute") == {"new"}
+    dataset._write_part(
+        tmp_path, "compute", rows + [{**rows[0], "id": "new", "measurement_version": 2}], dataset.COMPUTE
+    )
+    assert [s.id for s in dataset.read_compute(tmp_path)] == ["new"] and dataset.read_ids(
+        tmp_path, "compute"
+    ) == {"new"}

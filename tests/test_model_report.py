@@ -56,16 +56,22 @@ FIGURES = {
 
 
 def test_figures_say_their_errors():
-    found = texts(model_report.predicted_against_measured(np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.8, 4.4]), "title"))
+    found = texts(
+        model_report.predicted_against_measured(np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.8, 4.4]), "title")
+    )
     assert "3 groups\nmean absolute error 10.0%\nKendall tau 1.000" in found
-    found = texts(model_report.predicted_against_replayed(REPLAYS, "title"))  # too little by none, 1/3 and 1/6
+    found = texts(
+        model_report.predicted_against_replayed(REPLAYS, "title")
+    )  # too little by none, 1/3 and 1/6
     assert "mean absolute error 16.7%\nKendall tau within problems 0.00\nregret 0.0%" in found
 
 
 def test_error_by_size_is_relative_to_what_was_measured():
     figure = model_report.error_by_size(np.full(99, 2.0), np.full(99, 2.5), np.arange(1, 100), "title")
     by_ms, by_shards = ([line for line in axes.lines if line.get_marker() == "o"][0] for axes in figure.axes)
-    assert by_ms.get_xdata().tolist() == [2.0] and set(by_ms.get_ydata()) == set(by_shards.get_ydata()) == {25.0}
+    assert by_ms.get_xdata().tolist() == [2.0] and set(by_ms.get_ydata()) == set(by_shards.get_ydata()) == {
+        25.0
+    }
     assert by_shards.get_xdata().tolist() == [25.0, 74.5]  # 1 to 49 and 50 to 99
 
 
@@ -98,7 +104,9 @@ def test_the_card_says_what_exchanges_take_in_steps():
     told = model(comm_samples(20))
     weights = {**told.weights, "exchange_in_step_all_to_all_forward": np.array([1.4]),
                "exchange_in_step_reduce_scatter_backward": np.array([0.75])}
-    card = model_report.model_card(dataclasses.replace(told, weights=weights, meta={**told.meta, "steps": 1200}), STUDIED, "m")
+    card = model_report.model_card(
+        dataclasses.replace(told, weights=weights, meta={**told.meta, "steps": 1200}), STUDIED, "m"
+    )
     assert "of what they take alone | 1,200: all-to-all forward 1.40, reduce-scatter backward 0.75 |" in card
 
 

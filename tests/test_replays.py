@@ -78,7 +78,9 @@ def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, c
 
 
 @pytest.mark.parametrize("pace, disturbed", [(1.5, False), (1.51, True), (0.67, False), (0.66, True)])
-def test_a_replay_is_disturbed_at_a_pace_of_half_as_much_again_either_way(pace, disturbed, problem, made, clock, tmp_path):
+def test_a_replay_is_disturbed_at_a_pace_of_half_as_much_again_either_way(
+    pace, disturbed, problem, made, clock, tmp_path
+):
     def at(workloads):
         return [dataclasses.replace(cost, pace=pace) for cost in clock(workloads)]
 

@@ -20,9 +20,13 @@ def test_draws_depend_on_seed_and_index_alone(tables):
 
 
 def test_draws_are_those_of_earlier_versions(tables):
-    """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who measures."""
+    """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who
+    measures."""
     config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20)
-    groups = [dataset.compute_id(SETTING, sampling.compute_request(tables, i, SETTING, 3, config)) for i in range(50)]
+    groups = [
+        dataset.compute_id(SETTING, sampling.compute_request(tables, i, SETTING, 3, config))
+        for i in range(50)
+    ]
     assert files.digest(groups) == "77f112ed76628dbc"
     control = sampling.control_request(tables, SETTING, config)
     assert dataset.compute_id(SETTING, control) == "6f71e685ca7151a4"
@@ -44,7 +48,9 @@ def test_different_draws_are_counted_once_and_a_tiny_pool_ends():
 
 def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
     large = [*tables[:5], dataclasses.replace(tables[0], name="large", rows=10**7)]
-    requests = [sampling.compute_request(large, i, SETTING, config=GroupConfig(planned=0.0)) for i in range(400)]
+    requests = [
+        sampling.compute_request(large, i, SETTING, config=GroupConfig(planned=0.0)) for i in range(400)
+    ]
     local = [r for r in requests if r.batch != 256]
     assert {r.batch for r in local} == {128, 64, 32} and 25 <= len(local) <= 60
     assert all(s.full_rows or s.table.name == "large" for r in local for s in r.shards)
@@ -58,7 +64,9 @@ def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
     assert [d.memory_bytes for d in problem.topology.devices] == [int(need * 1.5 / 2)] * 2
     one = [tables[0]]  # of which each device holds at least one column
     problem = sampling.problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
-    assert problem.topology.devices[0].memory_bytes == shard_bytes(Shard(problem.tables[0], 0, 50_000, 0, 4), 256, "exact_sgd")
+    assert problem.topology.devices[0].memory_bytes == shard_bytes(
+        Shard(problem.tables[0], 0, 50_000, 0, 4), 256, "exact_sgd"
+    )
 
 
 def test_groups_cover_what_a_search_asks_about(tables):

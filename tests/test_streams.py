@@ -151,7 +151,8 @@ def test_streams_follow_from_table_batch_and_seed(table):
 
 
 def test_streams_are_those_of_earlier_versions(tables):
-    """Or timings would mean something else than before: raise dataset.MEASUREMENT_VERSION where this should fail."""
+    """Or timings would mean something else than before: raise dataset.MEASUREMENT_VERSION where this should
+    fail."""
     found = {}
     for table in tables[:4]:
         content = hashlib.sha256()
@@ -164,18 +165,28 @@ def test_streams_are_those_of_earlier_versions(tables):
 
 
 def test_unique_rows_by_hand():
-    """Of a row that the reference batch looks up n times, a batch of a share p sees one with probability 1 - (1 - p)^n."""
+    """Of a row that the reference batch looks up n times, a batch of a share p sees one with probability 1 -
+    (1 - p)^n."""
     table = reuse_table([10, 4])
-    for batch, expected in ((BATCH, 14), (2 * BATCH, 14), (BATCH // 2, 10 / 2 + 4 * 3 / 4), (BATCH // 4, 10 / 4 + 4 * 7 / 16)):
+    for batch, expected in (
+        (BATCH, 14),
+        (2 * BATCH, 14),
+        (BATCH // 2, 10 / 2 + 4 * 3 / 4),
+        (BATCH // 4, 10 / 4 + 4 * 7 / 16),
+    ):
         assert streams.unique_rows(Shard.whole(table), batch) == pytest.approx(expected)
         half = Shard(table, 0, table.rows // 2, 0, 4)  # rows are scattered
         assert streams.unique_rows(half, batch) == pytest.approx(expected / 2)
     uniform = Table("u", 1000, 16, 2.5, Zipf(0.0))
-    assert streams.unique_rows(Shard.whole(uniform), 200) == pytest.approx(1000 * (1 - np.exp(-0.5)), rel=1e-3)
+    assert streams.unique_rows(Shard.whole(uniform), 200) == pytest.approx(
+        1000 * (1 - np.exp(-0.5)), rel=1e-3
+    )
 
 
 def test_access_shares_by_hand():
-    ordered = reuse_table([10, 4], ordered=True)  # 18 lookups, of which the four most popular rows have two each
+    ordered = reuse_table(
+        [10, 4], ordered=True
+    )  # 18 lookups, of which the four most popular rows have two each
     for hi, share in ((4, 8 / 18), (2, 4 / 18), (9, 13 / 18), (14, 1), (42, 1)):
         assert streams.access_share(Shard(ordered, 0, hi, 0, 16)) == pytest.approx(share)
     assert streams.access_share(Shard(ordered, 3, 5, 0, 16)) == pytest.approx(3 / 18)

@@ -1,8 +1,9 @@
 """A KernelBench in a process of its own, so that what ends or hangs that process costs one request and never the run.
 
 The process is fed over a pipe: while it works on one request the next one lies ready. Every second, or more
-often, it says how many seconds its kernels have run; where that stands still too long it has hung. A process that
-ended or hung is replaced; what it had not finished is tried again one by one, which finds the request that does it.
+often, it says how many seconds its kernels have run; where that stands still too long it has hung. A process
+that ended or hung is replaced; what it had not finished is tried again one by one, which finds the request
+that does it.
 """
 
 from __future__ import annotations

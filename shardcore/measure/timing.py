@@ -97,7 +97,7 @@ class PaceLog:
 
 
 class Caches:
-    """A device's caches, which `evict` overwrites, as the dense part and other layers would between two runs of an op.
+    """A device's caches, which `evict` overwrites, as other layers would between two runs of an op.
 
     n_bytes: more than the caches hold.
     """

@@ -98,15 +98,35 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
 
 
 def by_hand(**weights) -> NeuralModel:
-    """A model whose costs can be worked out by hand: an op 0.4 + 0.1 ms, a shard 1 + 2 ms, a lookup 1 + 3 µs, without correction
-    and contention; a measurement stays below ms × exp(level - 0.5) with probability `level`. weights: others than these."""
+    """A model whose costs can be worked out by hand: an op 0.4 + 0.1 ms, a shard 1 + 2 ms, a lookup 1 + 3 µs,
+    without correction and contention; a measurement stays below ms × exp(level - 0.5) with probability
+    `level`. weights: others than these."""
     k, c = len(features.DRIVERS), len(features.CONDITIONS)
     rates = np.zeros((k, 2))
-    rates[features.DRIVERS.index("shards")], rates[features.DRIVERS.index("lookups")] = (1.0, 2.0), (0.001, 0.003)
-    return NeuralModel(SETTING, {
-        "launch": np.array([0.4, 0.1]), "rates": rates, "load_typical": np.ones(k),
-        "contention.0.weight": np.zeros((k, 1)), "contention.0.bias": np.zeros(1), "contention.1.weight": np.zeros((1, 2)),
-        "condition_low": np.full(c, -9.0), "condition_high": np.full(c, 30.0), "condition_mean": np.zeros(c),
-        "condition_sd": np.ones(c), "network.0.weight": np.zeros((c, 2)), "network.0.bias": np.zeros(2),
-        "band.log_ms": np.zeros(1), "band.width": np.array([0.1]), "band.level": np.array([0.005, 0.995]),
-        "band.error": np.array([-4.95, 4.95]), **weights}, {"ranges": {}})
+    rates[features.DRIVERS.index("shards")], rates[features.DRIVERS.index("lookups")] = (
+        (1.0, 2.0),
+        (0.001, 0.003),
+    )
+    return NeuralModel(
+        SETTING,
+        {
+            "launch": np.array([0.4, 0.1]),
+            "rates": rates,
+            "load_typical": np.ones(k),
+            "contention.0.weight": np.zeros((k, 1)),
+            "contention.0.bias": np.zeros(1),
+            "contention.1.weight": np.zeros((1, 2)),
+            "condition_low": np.full(c, -9.0),
+            "condition_high": np.full(c, 30.0),
+            "condition_mean": np.zeros(c),
+            "condition_sd": np.ones(c),
+            "network.0.weight": np.zeros((c, 2)),
+            "network.0.bias": np.zeros(2),
+            "band.log_ms": np.zeros(1),
+            "band.width": np.array([0.1]),
+            "band.level": np.array([0.005, 0.995]),
+            "band.error": np.array([-4.95, 4.95]),
+            **weights,
+        },
+        {"ranges": {}},
+    )

@@ -17,8 +17,15 @@ SIDES = {"0000": "train", "0001": "train", "0002": "validation", "0014": "test"}
 
 def sample(n: int, forward: float, backward: float, **fields) -> ComputeSample:
     """An op of n shards that took so many ms."""
-    return ComputeSample("id", SETTING, ComputeRequest((SHARD,) * n, SETTING.batch), spread(forward), spread(backward), 0.0,
-                         **fields)
+    return ComputeSample(
+        "id",
+        SETTING,
+        ComputeRequest((SHARD,) * n, SETTING.batch),
+        spread(forward),
+        spread(backward),
+        0.0,
+        **fields,
+    )
 
 
 def test_split_is_by_id_alone():
@@ -41,16 +48,30 @@ def test_predict_is_forward_and_backward_together():
 
 def test_metrics_by_hand():
     """Failures count for nothing."""
-    measured = [sample(1, ONE[0], ONE[1] / 2), sample(2, TWO[0] * 2.5, TWO[1]), sample(3, 1.0, 1.0, error="out of memory")]
+    measured = [
+        sample(1, ONE[0], ONE[1] / 2),
+        sample(2, TWO[0] * 2.5, TWO[1]),
+        sample(3, 1.0, 1.0, error="out of memory"),
+    ]
     found = accuracy.evaluate(by_hand(), measured, [])
     total = [ONE[0] + ONE[1] / 2, TWO[0] * 2.5 + TWO[1]]
     off = [sum(ONE) - total[0], sum(TWO) - total[1]]
     # Measured are e^-0.38 and e^0.41 times as much as predicted; 80% lie within e^±0.4, 90% within e^±0.45.
-    assert found == pytest.approx({
-        "n_compute": 2, "n_comm": 0, "forward_compute_mape": 30, "backward_compute_mape": 50,
-        "compute_mape": 50 * (off[0] / total[0] - off[1] / total[1]), "compute_mse_ms2": (off[0]**2 + off[1]**2) / 2,
-        "compute_kendall_tau": 1, "compute_coverage_50": 0, "compute_coverage_80": 50,
-        "compute_coverage_90": 100, "compute_coverage_95": 100})
+    assert found == pytest.approx(
+        {
+            "n_compute": 2,
+            "n_comm": 0,
+            "forward_compute_mape": 30,
+            "backward_compute_mape": 50,
+            "compute_mape": 50 * (off[0] / total[0] - off[1] / total[1]),
+            "compute_mse_ms2": (off[0] ** 2 + off[1] ** 2) / 2,
+            "compute_kendall_tau": 1,
+            "compute_coverage_50": 0,
+            "compute_coverage_80": 50,
+            "compute_coverage_90": 100,
+            "compute_coverage_95": 100,
+        }
+    )
     comm = comm_samples(3, payload="bf16")
     assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
     assert accuracy.evaluate(by_hand(), [], comm_samples(3)) == {

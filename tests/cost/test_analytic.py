@@ -77,7 +77,12 @@ def test_the_topologys_own_links_go_first():
 
 def test_a_link_is_as_busy_as_the_busier_of_its_directions():
     """The device alone on its host sends nothing and receives 1 MB from each of three."""
-    hosts = Topology(tuple(Device(2**30, host=h) for h in "aaab"), within_host_gbps=10, between_hosts_gbps=1, latency_ms=0.0)
+    hosts = Topology(
+        tuple(Device(2**30, host=h) for h in "aaab"),
+        within_host_gbps=10,
+        between_hosts_gbps=1,
+        latency_ms=0.0,
+    )
     cost = MODEL.comm(Traffic.of_columns(np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
     np.testing.assert_allclose(cost.forward_ms, [3.0] * 4)
     slow_within = dataclasses.replace(hosts, within_host_gbps=0.1)

@@ -36,10 +36,13 @@ def test_nothing_costs_nothing_at_any_level():
     assert band.quantile(band.fit(*draws(100, 0)), np.zeros(2), 0.9).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("level, ms", [(0.99, 1.3), (0.5, 1.0), (0.25, (0.8 * 0.9)**0.5), (0.75, (1.1 * 1.3)**0.5), (0.01, 0.8)])
+@pytest.mark.parametrize(
+    "level, ms",
+    [(0.99, 1.3), (0.5, 1.0), (0.25, (0.8 * 0.9) ** 0.5), (0.75, (1.1 * 1.3) ** 0.5), (0.01, 0.8)],
+)
 def test_few_samples_by_hand(level, ms):
-    """Five errors cut the next one's place into six: a half lies below the middle one, a quarter below what is half-way between
-    the first two (on a log scale); beyond the largest nothing is known."""
+    """Five errors cut the next one's place into six: a half lies below the middle one, a quarter below what
+    is half-way between the first two (on a log scale); beyond the largest nothing is known."""
     predicted, measured = np.ones(5), np.array([1.1, 0.8, 1.3, 1.0, 0.9])
     weights = band.fit(predicted, measured)
     assert band.quantile(weights, np.ones(1), level)[0] == pytest.approx(ms)

@@ -39,10 +39,17 @@ def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, lis
 
 def test_terms_of_an_all_to_all_on_one_host_by_hand():
     assert terms("all_to_all", [6, 0, 9], skew_ms=4.0) == {
-        "once": [1] * 3, "messages": [2] * 3, "far_rounds": [0] * 3, "skew_ms": [4] * 3,
+        "once": [1] * 3,
+        "messages": [2] * 3,
+        "far_rounds": [0] * 3,
+        "skew_ms": [4] * 3,
         "near_bytes": [4 + 3, 0 + 5, 6 + 2],  # two thirds of the own go out, a third of the others' comes in
-        "near_busiest_bytes": [6] * 3, "far_bytes": [0] * 3, "far_busiest_bytes": [0] * 3, "port_busiest_bytes": [0] * 3,
-        "uplink_bytes": [0] * 3}
+        "near_busiest_bytes": [6] * 3,
+        "far_bytes": [0] * 3,
+        "far_busiest_bytes": [0] * 3,
+        "port_busiest_bytes": [0] * 3,
+        "uplink_bytes": [0] * 3,
+    }
     assert terms("all_to_all", [6, 6, 0])["near_busiest_bytes"] == [4] * 3
     assert terms("all_to_all", [6, 6, 6, 0], hosts=(0,) * 4)["near_busiest_bytes"] == [4.5] * 4
     assert terms("all_to_all", [6, 6, 6, 0], hosts=(0,) * 4)["near_bytes"] == [4.5 + 3] * 3 + [4.5]
@@ -56,17 +63,35 @@ def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
         "near_bytes": [2, 0, 2], "near_busiest_bytes": [2] * 3, "far_bytes": [2 + 4, 8 + 2, 0 + 4],
         "far_busiest_bytes": [8] * 3, "port_busiest_bytes": [8] * 3, "uplink_bytes": [8] * 3}
     assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 0, 1, 1)) == {
-        "once": [1] * 4, "messages": [3] * 4, "far_rounds": [1] * 4, "skew_ms": [0] * 4,
-        "near_bytes": [4, 4, 0, 0], "near_busiest_bytes": [2] * 4, "far_bytes": [4] * 4, "far_busiest_bytes": [4] * 4,
-        "port_busiest_bytes": [6] * 4, "uplink_bytes": [8] * 4}
-    assert terms("all_to_all", [0, 6, 6], hosts=(1, 0, 0))["far_busiest_bytes"] == [4] * 3  # what the first receives
+        "once": [1] * 4,
+        "messages": [3] * 4,
+        "far_rounds": [1] * 4,
+        "skew_ms": [0] * 4,
+        "near_bytes": [4, 4, 0, 0],
+        "near_busiest_bytes": [2] * 4,
+        "far_bytes": [4] * 4,
+        "far_busiest_bytes": [4] * 4,
+        "port_busiest_bytes": [6] * 4,
+        "uplink_bytes": [8] * 4,
+    }
+    assert (
+        terms("all_to_all", [0, 6, 6], hosts=(1, 0, 0))["far_busiest_bytes"] == [4] * 3
+    )  # what the first receives
     assert terms("all_to_all", [0, 0, 0, 8], hosts=(0, 0, 1, 2))["uplink_bytes"] == [6] * 4
-    assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 1, 2, 2))["uplink_bytes"] == [8] * 4  # what the last two receive
+    assert (
+        terms("all_to_all", [8, 8, 0, 0], hosts=(0, 1, 2, 2))["uplink_bytes"] == [8] * 4
+    )  # what the last two receive
 
 
 def test_terms_of_rings_by_hand():
     """All give a reduce-scatter as much as the one with most; an all-reduce is one and an all-gather."""
-    ring = {"once": [1] * 3, "messages": [2] * 3, "skew_ms": [0] * 3, "near_bytes": [12] * 3, "near_busiest_bytes": [6] * 3}
+    ring = {
+        "once": [1] * 3,
+        "messages": [2] * 3,
+        "skew_ms": [0] * 3,
+        "near_bytes": [12] * 3,
+        "near_busiest_bytes": [6] * 3,
+    }
     alone, apart = ({"far_rounds": [2 * k] * 3, "far_bytes": [12 * k] * 3, "far_busiest_bytes": [6 * k] * 3,
                      "port_busiest_bytes": [6 * k] * 3, "uplink_bytes": [6 * k] * 3} for k in (0, 1))
     assert terms("reduce_scatter", [6, 0, 9]) == {**ring, **alone}
@@ -87,8 +112,13 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
     rates, some = np.zeros(len(exchange.EXCHANGE_TERMS)), dict.fromkeys(exchange.EXCHANGE_TERMS, 0.0)
-    for name, rate, term in (("once", 0.5, 1.0), ("skew_ms", 0.1, 3.0), ("near_bytes", 2.0, 1.5), ("far_bytes", 1.0, 2.0),
-                             ("uplink_bytes", 0.5, 4.0)):
+    for name, rate, term in (
+        ("once", 0.5, 1.0),
+        ("skew_ms", 0.1, 3.0),
+        ("near_bytes", 2.0, 1.5),
+        ("far_bytes", 1.0, 2.0),
+        ("uplink_bytes", 0.5, 4.0),
+    ):
         rates[exchange.EXCHANGE_TERMS.index(name)], some[name] = rate, term
     assert exchange.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(3.0, 4.0))
     some["near_bytes"] = 9.0

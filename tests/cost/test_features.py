@@ -20,17 +20,33 @@ def test_by_hand():
     assert found.pop("unique_cells") == pytest.approx(1600, rel=1e-3)
     assert found == {"shards": 1, "bags": 100, "output_cells": 800, "lookups": 200, "lookup_cells": 1600}
     conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
-    assert {name: np.exp(x) for name, x in conditions.items()} == pytest.approx({
-        "width": 8, "lines": 2,  # 32 bytes in a line of 64
-        "pooling": 2.1, "unique_share": 1, "unique_rows": 201, "unique_bytes": 6401, "rows": 10**6, "bytes": 32e6, "batch": 100},
-        rel=1e-3)
+    assert {name: np.exp(x) for name, x in conditions.items()} == pytest.approx(
+        {
+            "width": 8,
+            "lines": 2,  # 32 bytes in a line of 64
+            "pooling": 2.1,
+            "unique_share": 1,
+            "unique_rows": 201,
+            "unique_bytes": 6401,
+            "rows": 10**6,
+            "bytes": 32e6,
+            "batch": 100,
+        },
+        rel=1e-3,
+    )
     few = drivers(Shard.whole(Table("f", 100, 8, 2.0, Zipf(0.0))), 100)  # 200 lookups of 100 rows
     assert few["unique_rows"] == pytest.approx(100 * (1 - np.exp(-2)), rel=0.02)
     assert few["unique_cells"] == 8 * few["unique_rows"] and few["lookup_cells"] == 1600
-    wide = Shard(Table("w", 1000, 24, 2.0, Zipf(0.0), precision="fp16"), 0, 500, 0, 12)  # 24 bytes of 64; half of the lookups
+    wide = Shard(
+        Table("w", 1000, 24, 2.0, Zipf(0.0), precision="fp16"), 0, 500, 0, 12
+    )  # 24 bytes of 64; half of the lookups
     conditions = dict(zip(CONDITIONS, features([wide], 100)[1][0], strict=True))
-    assert np.exp(conditions["lines"]) == pytest.approx(64 / 24) and np.exp(conditions["pooling"]) == pytest.approx(1.1)
-    assert np.exp(conditions["rows"]) == pytest.approx(500) and np.exp(conditions["bytes"]) == pytest.approx(500 * 24)
+    assert np.exp(conditions["lines"]) == pytest.approx(64 / 24) and np.exp(
+        conditions["pooling"]
+    ) == pytest.approx(1.1)
+    assert np.exp(conditions["rows"]) == pytest.approx(500) and np.exp(conditions["bytes"]) == pytest.approx(
+        500 * 24
+    )
 
 
 def test_a_shard_is_described_once():

@@ -43,7 +43,9 @@ def test_correction_learns_what_the_baseline_lacks():
     errors = [r["validation_mape"] for r in trained.curves if r["model"] == "compute"]
     assert errors[0] > 10  # epoch 0: the baseline
     assert accuracy.evaluate(trained.model, accuracy.held_out(compute), [])["compute_mape"] < errors[0] / 3
-    assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(min(errors))  # the best epoch's, not the last's
+    assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(
+        min(errors)
+    )  # the best epoch's, not the last's
 
 
 def split(samples, side):
@@ -69,14 +71,28 @@ def test_training_stops_when_it_no_longer_helps():
 
 def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
     a, b = Table("a", 100, 8, 2.0), Table("b", 1000, 64, 5.0, ordered=True)
-    requests = [ComputeRequest((Shard.whole(a), Shard(b, 0, 500, 0, 16)), 64), ComputeRequest((Shard.whole(a),), 256)]
+    requests = [
+        ComputeRequest((Shard.whole(a), Shard(b, 0, 500, 0, 16)), 64),
+        ComputeRequest((Shard.whole(a),), 256),
+    ]
     compute = [ComputeSample("id", SETTING, r, spread(1.0), spread(1.0), 0.0) for r in requests]
-    comm = [CommSample("id", SETTING, CommRequest(w, 252, (0.0,) * len(w)), (spread(1.0),), (spread(1.0),), (0.0,), 0.0)
-            for w in ((4, 8), (12, 0, 4))]
+    comm = [
+        CommSample(
+            "id", SETTING, CommRequest(w, 252, (0.0,) * len(w)), (spread(1.0),), (spread(1.0),), (0.0,), 0.0
+        )
+        for w in ((4, 8), (12, 0, 4))
+    ]
     assert fit.measured_ranges(compute, comm) == {
-        "shard_bytes": [3200, 32000], "shard_rows": [100, 500], "shard_width": [8, 16],
-        "shard_pooling": [2, pytest.approx(5 * access_share(Shard(b, 0, 500, 0, 16)))], "op_shards": [1, 2],
-        "op_bytes": [3200, 35200], "op_batch": [64, 256], "devices": [2, 3], "exchange_bytes": [0, 12 * 252 * 4]}
+        "shard_bytes": [3200, 32000],
+        "shard_rows": [100, 500],
+        "shard_width": [8, 16],
+        "shard_pooling": [2, pytest.approx(5 * access_share(Shard(b, 0, 500, 0, 16)))],
+        "op_shards": [1, 2],
+        "op_bytes": [3200, 35200],
+        "op_batch": [64, 256],
+        "devices": [2, 3],
+        "exchange_bytes": [0, 12 * 252 * 4],
+    }
     assert "devices" not in fit.measured_ranges(compute, [])
 
 
@@ -172,7 +188,8 @@ def known():
 
 
 def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
-    """Shards that cost less the more there are pull contention below 0, where an op would cost less for a shard more."""
+    """Shards that cost less the more there are pull contention below 0, where an op would cost less for a
+    shard more."""
     known = fit.train(compute_samples(linear_law, 80), [], SETTING, QUICK).model
     same = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK, start=known)
     assert same.curves[0]["validation_mape"] < 1  # before the first step
@@ -207,14 +224,18 @@ def test_fine_tuning_needs_fewer_samples(known):
 
     machine = Setting("slower", 256)
     few, judged = compute_samples(slower, 60, machine), compute_samples(slower, 300, machine)[60:]
-    tuned, alone = (fit.train(few, [], machine, fit.FitConfig(epochs=20), start=start).model for start in (known, None))
+    tuned, alone = (
+        fit.train(few, [], machine, fit.FitConfig(epochs=20), start=start).model for start in (known, None)
+    )
     errors = [accuracy.evaluate(m, judged, [])["compute_mape"] for m in (tuned, alone)]
     assert errors[0] < 0.7 * errors[1] and errors[0] < 5
     assert not any(v.any() for v in exchanges(tuned).values())  # another machine's say nothing
     again = exchanges(fit.train(compute_samples(cache_law, 60), [], SETTING, QUICK, start=known).model)
     assert again and all(np.array_equal(v, again[k]) for k, v in exchanges(known).items())
     told = dataclasses.replace(known, meta={**known.meta, "steps": 9})
-    kept = fit.train(compute_samples(cache_law, 60), [], SETTING, fit.FitConfig(epochs=1), start=told).model.meta
+    kept = fit.train(
+        compute_samples(cache_law, 60), [], SETTING, fit.FitConfig(epochs=1), start=told
+    ).model.meta
     assert kept["steps"] == 9 and kept["ranges"]["devices"] == known.meta["ranges"]["devices"] == [2, 4]
     others = fit.train(few, [], machine, fit.FitConfig(epochs=1), start=told).model.meta
     assert "steps" not in others and "devices" not in others["ranges"]

@@ -36,7 +36,9 @@ def test_group_costs_of_empty_groups(any_model):
     assert costs[[0, 2]].tolist() == [0, 0] and costs[1] > costs[3] > 0
     assert group_costs([[], []], any_model).tolist() == [0, 0]
     assert group_costs([], any_model).shape == (0,)
-    assert group_costs([shards], any_model, 64) == pytest.approx(any_model.head(any_model.encode(shards, 64).sum(0)))
+    assert group_costs([shards], any_model, 64) == pytest.approx(
+        any_model.head(any_model.encode(shards, 64).sum(0))
+    )
 
 
 def test_compute_is_that_of_the_groups(any_model):

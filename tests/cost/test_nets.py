@@ -27,7 +27,9 @@ def test_an_op_is_one_launch_and_its_shards_at_their_rates():
     codes = model.encode([SHARD, SHARD])
     assert codes[0, -2:] == pytest.approx([FORWARD, BACKWARD]) and codes[0, 0] == 1
     both = nets.parts(model.weights, np.stack([codes[0], codes.sum(0), 0 * codes[0]]))
-    assert both == pytest.approx(np.array([[0.4 + FORWARD, 0.1 + BACKWARD], [0.4 + 2 * FORWARD, 0.1 + 2 * BACKWARD], [0, 0]]))
+    assert both == pytest.approx(
+        np.array([[0.4 + FORWARD, 0.1 + BACKWARD], [0.4 + 2 * FORWARD, 0.1 + 2 * BACKWARD], [0, 0]])
+    )
     assert model.head(codes.sum(0)) == pytest.approx(0.5 + 2 * (FORWARD + BACKWARD))
     assert model.forward_share(codes[0]) == pytest.approx((0.4 + FORWARD) / (0.5 + FORWARD + BACKWARD))
     assert model.launch_ms == pytest.approx(0.5)
@@ -51,25 +53,40 @@ def test_the_correction_is_of_the_clipped_and_scaled_conditions(width, deviation
 def test_hidden_layers_are_silu():
     first = np.zeros((len(features.CONDITIONS), 1))
     first[features.CONDITIONS.index("batch")] = 1.0
-    weights = {"network.0.weight": first, "network.0.bias": np.array([0.5]), "network.1.weight": np.array([[0.2, -0.4]]),
-               "network.1.bias": np.array([0.0, 0.1])}
+    weights = {
+        "network.0.weight": first,
+        "network.0.bias": np.array([0.5]),
+        "network.1.weight": np.array([[0.2, -0.4]]),
+        "network.1.bias": np.array([0.0, 0.1]),
+    }
     x = math.log(7) + 0.5
     hidden = x / (1 + math.exp(-x))
     found = nets.correction(by_hand(**weights).weights, np.array([conditions(batch=math.log(7))]))[0]
-    assert found == pytest.approx([math.exp(1.5 * math.tanh(0.2 * hidden)), math.exp(1.5 * math.tanh(0.1 - 0.4 * hidden))])
+    assert found == pytest.approx(
+        [math.exp(1.5 * math.tanh(0.2 * hidden)), math.exp(1.5 * math.tanh(0.1 - 0.4 * hidden))]
+    )
 
 
 def test_contention_grows_with_the_loads_against_typical_ones():
     k = len(features.DRIVERS)
     of_shards, typical = np.zeros((k, 1)), np.ones(k)
     of_shards[0], typical[0] = 0.5, 4.0
-    model = by_hand(**{"contention.0.weight": of_shards, "contention.0.bias": np.array([0.1]), "load_typical": typical,
-                       "contention.1.weight": np.array([[0.2, 0.3]])})
+    model = by_hand(
+        **{
+            "contention.0.weight": of_shards,
+            "contention.0.bias": np.array([0.1]),
+            "load_typical": typical,
+            "contention.1.weight": np.array([[0.2, 0.3]]),
+        }
+    )
     sums = model.encode([SHARD] * 8).sum(0)
     x = math.tanh(0.5 * math.log(8 / 4 + 0.01) + 0.1)
     expected = [0.4 + 8 * FORWARD * math.exp(0.2 * x), 0.1 + 8 * BACKWARD * math.exp(0.3 * x)]
     assert nets.parts(model.weights, sums) == pytest.approx(expected)
-    assert model.rates(sums)[-2:] == pytest.approx([math.exp(0.2 * x), math.exp(0.3 * x)]) and not model.rates(sums)[:-2].any()
+    assert (
+        model.rates(sums)[-2:] == pytest.approx([math.exp(0.2 * x), math.exp(0.3 * x)])
+        and not model.rates(sums)[:-2].any()
+    )
     head, parameters = model.compiled()
     assert head(sums, parameters) == pytest.approx(sum(expected))
     plain = physical(model)

@@ -69,7 +69,9 @@ def test_a_cautious_model_costs_what_measurements_stay_below():
     model = by_hand()
     sums, cautious = model.encode([Shard.whole(t) for t in pool()]), Cautious(model, 0.9)
     assert cautious.head(sums) == pytest.approx(np.exp(0.4) * model.head(sums))
-    assert cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
+    assert (
+        cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
+    )
     assert cautious.forward_share(sums) == pytest.approx(model.forward_share(sums))
     assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
@@ -115,14 +117,23 @@ def test_several_plans_at_once(model):
 
 
 def exchanging(**rates) -> neural.NeuralModel:
-    """A model by hand whose all-to-alls take rates["forward"] and rates["backward"] of some EXCHANGE_TERMS."""
-    return by_hand(**{exchange.weight("all_to_all", way): np.array([some.get(t, 0.0) for t in exchange.EXCHANGE_TERMS])
-                      for way, some in rates.items()})
+    """A model by hand whose all-to-alls take rates["forward"] and rates["backward"] of some
+    EXCHANGE_TERMS."""
+    return by_hand(
+        **{
+            exchange.weight("all_to_all", way): np.array([some.get(t, 0.0) for t in exchange.EXCHANGE_TERMS])
+            for way, some in rates.items()
+        }
+    )
 
 
 def test_waiting_ends_when_the_last_is_ready():
-    """All take 0.5 ms forward; backward 0.1 ms and 1 ms a MB of their own, out and in: 2/3 of the own, 1/3 of the others'."""
-    model, compute = exchanging(forward={"once": 0.5}, backward={"once": 0.1, "near_bytes": 1e-6}), np.array([1.0, 5.0, 2.0])
+    """All take 0.5 ms forward; backward 0.1 ms and 1 ms a MB of their own, out and in: 2/3 of the own, 1/3
+    of the others'."""
+    model, compute = (
+        exchanging(forward={"once": 0.5}, backward={"once": 0.1, "near_bytes": 1e-6}),
+        np.array([1.0, 5.0, 2.0]),
+    )
     cost = model.comm(Traffic.of_columns(np.array([3e6, 0.0, 6e6])), compute, topology(3))
     assert cost.forward_ms == pytest.approx([0.5, 0.5, 0.5])
     assert cost.backward_ms == pytest.approx([0.1 + 2 + 2, 0.1 + 0 + 3, 0.1 + 4 + 1])
@@ -138,7 +149,9 @@ def test_a_late_start_is_the_first_exchanges(model):
     model, own = exchanging(forward={"skew_ms": 0.1}, backward={"once": 1.0}), np.array([1e6, 1e6])
     for traffic, expected in ((Traffic(own, 0 * own, 0 * own), 0.4), (Traffic(0 * own, own, 0 * own), 0.4),
                               (Traffic(own, own, 0 * own), 0.4), (Traffic(0 * own, 0 * own, own), 0.0)):
-        assert model.comm(traffic, np.array([1.0, 5.0]), topology(2)).forward_ms == pytest.approx([expected] * 2)
+        assert model.comm(traffic, np.array([1.0, 5.0]), topology(2)).forward_ms == pytest.approx(
+            [expected] * 2
+        )
     late = model.comm(Traffic.of_columns(own), np.array([1.0, 90.0]), topology(2))
     assert late.forward_ms == pytest.approx([1.0, 1.0]) and late.backward_ms == pytest.approx([1.0, 1.0])
 
@@ -227,7 +240,9 @@ def test_a_model_file_runs_no_code(tmp_path, protocol):
     ran.unlink()
     neural.save(by_hand(), tmp_path / "model")
     (tmp_path / "model/weights.safetensors").write_bytes(weights)
-    meta = files.read_json(tmp_path / "model/model.json") | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+    meta = files.read_json(tmp_path / "model/model.json") | {
+        "weights_sha256": hashlib.sha256(weights).hexdigest()
+    }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
     files.write_json(tmp_path / "model/model.json", meta)
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
@@ -245,8 +260,12 @@ def test_a_model_of_other_features_is_refused(model, tmp_path):
 
 
 def test_the_slack_of_a_range_and_its_two_ends():
-    """A size counts as measured up to a tenth beyond the range, either way; numbers of devices and batches do not."""
-    table, ranges = Table("t", 1000, 8, 2.0), {"shard_width": [4.4, 8 / 1.1], "op_batch": [256, 256], "shard_rows": [1000, 1000]}
+    """A size counts as measured up to a tenth beyond the range, either way; numbers of devices and batches
+    do not."""
+    table, ranges = (
+        Table("t", 1000, 8, 2.0),
+        {"shard_width": [4.4, 8 / 1.1], "op_batch": [256, 256], "shard_rows": [1000, 1000]},
+    )
     model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": ranges})
     assert beyond(model, (table,), 1, [Placement(Shard.whole(table), (0,))]) == []
     for name, ends, said in (

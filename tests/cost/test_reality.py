@@ -66,7 +66,10 @@ def test_rivals_cost_losses_and_the_gap_closed():
     assert found["local_columns"].cost.mean == 1 and found["local_columns"].gap_closed is None
     noisy = reality.rivals([*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
-    for noise, lost in ((0.70, {"a": pytest.approx(0.1)}), (0.72, {})):  # both are uncertain: √2 × 0.71 ms is what differs
+    for noise, lost in (
+        (0.70, {"a": pytest.approx(0.1)}),
+        (0.72, {}),
+    ):  # both are uncertain: √2 × 0.71 ms is what differs
         rows = [*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=noise)]
         assert reality.rivals(rows)["torchrec"].losses == lost
 
@@ -119,6 +122,8 @@ def test_a_model_that_chooses_worse_is_refused_by_name(challenger, said):
 
 
 def test_few_problems_or_a_difference_by_chance_refuse_nobody():
-    assert reality.lost(many(BLIND, 4), many(PLANS, 4)) is None and reality.lost(many(BLIND, 5), many(PLANS, 5))
+    assert reality.lost(many(BLIND, 4), many(PLANS, 4)) is None and reality.lost(
+        many(BLIND, 5), many(PLANS, 5)
+    )
     mixed = [row for i in range(6) for row in problem(f"p{i}", PLANS, FLAT if i == 0 else PLANS)]
     assert reality.lost(mixed, many(PLANS)) is None

@@ -39,8 +39,11 @@ def test_slow_stretches_are_taken_out(law):
     slow, was = settled[200], measured[200]
     by = was.forward.median_ms / slow.forward.median_ms
     assert slow.pace == pytest.approx(by * was.pace)
-    assert [x for part in (slow.forward, slow.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)] == pytest.approx(
-        [x / by for part in (was.forward, was.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)])
+    assert [
+        x for part in (slow.forward, slow.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)
+    ] == pytest.approx(
+        [x / by for part in (was.forward, was.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)]
+    )
     assert 1.03 < slow.pace / settled[20].pace < 1.5
 
 
@@ -50,18 +53,25 @@ def test_a_steady_machine_changes_next_to_nothing():
 
 
 def test_witnesses_are_near_in_time_and_others():
-    """Half of NEIGHBOURS at least, of the nearest on each side, within REACH_S, none a timing of the same request."""
+    """Half of NEIGHBOURS at least, of the nearest on each side, within REACH_S, none a timing of the same
+    request."""
     n, at = settle.NEIGHBOURS, np.arange(40.0)
     deviation, witness, ids = np.arange(40.0), np.ones(40, bool), [str(i) for i in range(40)]
 
     def median(i, at_s=at, witness=witness, ids=ids):
         return settle._neighbours_median(at_s, deviation, witness, ids)[i]
 
-    assert median(20) == 20 and median(0) == np.median(range(1, n + 1)) and median(5) == np.median([*range(5), *range(6, 6 + n)])
+    assert (
+        median(20) == 20
+        and median(0) == np.median(range(1, n + 1))
+        and median(5) == np.median([*range(5), *range(6, 6 + n)])
+    )
     assert median(20, witness=at > 20) == np.median(range(21, 22 + n))
     again = ["20" if 20 <= i < 30 else str(i) for i in range(40)]
     assert median(20, ids=again) == np.median([*range(20 - n, 20), *range(30, 21 + n)])
-    assert median(20, at_s=at * settle.REACH_S / 3) == 20 and median(20, at_s=at * settle.REACH_S / 2.9) == 0  # six, or four
+    assert (
+        median(20, at_s=at * settle.REACH_S / 3) == 20 and median(20, at_s=at * settle.REACH_S / 2.9) == 0
+    )  # six, or four
 
 
 def test_samples_far_apart_or_all_of_one_time_stay_as_they_are():

@@ -29,11 +29,14 @@ def test_repeatability_is_the_error_of_one_timing():
 
 
 def test_repeatability_by_hand():
-    """The two best known timings of 10 and 13 ms, 30% apart; what was timed eight times still is of a repeatability set."""
+    """The two best known timings of 10 and 13 ms, 30% apart; what was timed eight times still is of a
+    repeatability set."""
     [sample] = compute_samples(linear_law, 1)
 
     def timed(ms, known_to):
-        return dataclasses.replace(sample, forward=spread(ms / 4), backward=spread(3 * ms / 4), known_to=known_to)
+        return dataclasses.replace(
+            sample, forward=spread(ms / 4), backward=spread(3 * ms / 4), known_to=known_to
+        )
 
     three = [timed(99.0, 0.5), timed(10.0, 0.01), timed(13.0, 0.02)]
     assert study.repeatability([three]) == pytest.approx(30 / 2**0.5)
@@ -51,7 +54,10 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     seen = [s for s in compute if not any(tables.kept_for_testing(x.table) for x in s.request.shards)]
     assert alone and len(seen) + len(alone) < len(compute)
     found, model = study.unseen_tables(compute, SETTING, QUICK), fit.train(seen, [], SETTING, QUICK).model
-    errors = [abs(float(model.head(model.encode(s.request.shards, s.request.batch).sum(0))) / s.total_ms - 1) for s in alone]
+    errors = [
+        abs(float(model.head(model.encode(s.request.shards, s.request.batch).sum(0))) / s.total_ms - 1)
+        for s in alone
+    ]
     assert found == pytest.approx(100 * np.mean(errors))
     wrong = [dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in alone else s for s in compute]
     assert study.unseen_tables(wrong, SETTING, QUICK) == pytest.approx(found)  # of forward + backward, which stay the same

@@ -31,7 +31,9 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
     each = [CommRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")]
     requests, found = [late, *each, sampling.comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
-        for sample in collectives.measure_all([*requests, *[CommRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG):
+        for sample in collectives.measure_all(
+            [*requests, *[CommRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG
+        ):
             found.append(sample)
             if len(found) == len(requests) + 2:  # in the middle of those that follow
                 [victim] = [p for p in children() if p.name == "exchange-rank-1"]
@@ -58,7 +60,7 @@ def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
     assert list(collectives.measure_all([], 2, SETTING)) == []
 
 
-# --- what travels, and when --------------------------------------------------------------------------------------------
+# --- what travels, and when ---------------------------------------------------------------------------------
 
 
 WIDTHS = (8, 12, 4)
@@ -69,7 +71,8 @@ PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
 
 
 def _one_of_three(rank, init_method, say):
-    """What arrives of values that tell rank and position, and that BF16 cannot hold; whether a busy rank computes; clocks."""
+    """What arrives of values that tell rank and position, and that BF16 cannot hold; whether a busy rank
+    computes; clocks."""
     host_id, collectives.host_id = collectives.host_id, lambda: f"host-{rank == 2}"
     try:
         collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
@@ -108,7 +111,8 @@ def values(rank, elements, payload):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_collective_delivers_what_it_says(three, rank):
-    """Of six rows each rank has two: of all-to-alls with 8, 12 and 4 columns, of rings with as many as the widest."""
+    """Of six rows each rank has two: of all-to-alls with 8, 12 and 4 columns, of rings with as many as the
+    widest."""
     expected, (_, _, found, *_) = [], three[rank]
     for payload in ("fp32", "bf16"):
         outputs = [values(r, 6 * w, payload) for r, w in enumerate(WIDTHS)]

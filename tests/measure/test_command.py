@@ -1,4 +1,5 @@
-"""`python -m shardcore measure`: it says what a folder lacks, measures it, goes on where it was stopped, and loses nothing."""
+"""`python -m shardcore measure`: it says what a folder lacks, measures it, goes on where it was stopped, and
+loses nothing."""
 
 import dataclasses
 import os
@@ -32,8 +33,27 @@ def command(tables, tmp_path, folder, monkeypatch):
     monkeypatch.setattr(measuring, "_ESTIMATE_S", 0.3)
     monkeypatch.setattr(measuring, "_CALIBRATE_S", 0.1)
     files.write_pool(tmp_path / "pool.json", tables)
-    return ["measure", "--device", "cpu", "--hardware", SETTING.hardware, "--pool", str(tmp_path / "pool.json"), "--batch", "64",
-            "--max-shards", "4", "--arena-gib", "0.0078125", "--max-repeats", "6", "--tolerance", "0.9", "--out", str(folder)]
+    return [
+        "measure",
+        "--device",
+        "cpu",
+        "--hardware",
+        SETTING.hardware,
+        "--pool",
+        str(tmp_path / "pool.json"),
+        "--batch",
+        "64",
+        "--max-shards",
+        "4",
+        "--arena-gib",
+        "0.0078125",
+        "--max-repeats",
+        "6",
+        "--tolerance",
+        "0.9",
+        "--out",
+        str(folder),
+    ]
 
 
 @pytest.fixture
@@ -43,7 +63,15 @@ def live(tables):
 
 def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
     part = Spread(total_ms / 2, total_ms / 2, total_ms / 2, 6)
-    return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, part, part, 1.0, **{"known_to": 0.01, **fields})
+    return ComputeSample(
+        dataset.compute_id(SETTING, request),
+        SETTING,
+        request,
+        part,
+        part,
+        1.0,
+        **{"known_to": 0.01, **fields},
+    )
 
 
 def drawn(live, n: int) -> list:
@@ -56,21 +84,29 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     wanted = ["--samples", "6", "--exchanges", "2", "--steps", "2"]
     assert main([*command, *wanted, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", said)
+    assert re.search(
+        r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", said
+    )
     assert "2 of the first 2 exchanges are missing" in said and "2 of the first 2 steps are missing" in said
     assert not folder.exists()
     assert main([*command, *wanted]) == 0
     said = capsys.readouterr().out
     assert f"measuring for {SETTING} into {folder}, 0 samples there already" in said
     assert float(re.search(r"the control group takes ([\d.e-]+) ms", said)[1]) > 0
-    assert re.search(r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said)
+    assert re.search(
+        r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said
+    )
     assert "2 of 2 exchanges" in said and "2 of 2 steps" in said and len(replays.digests(folder)) == 1
     control = sampling.control_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {control, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
-    assert {s.request for s in dataset.read_comm(folder)} == {sampling.comm_request(i, 2, 64) for i in range(2)}
+    assert {s.request for s in dataset.read_comm(folder)} == {
+        sampling.comm_request(i, 2, 64) for i in range(2)
+    }
     assert len(list(folder.glob("compute-*.parquet"))) == len(list(folder.glob("comm-*.parquet"))) == 1
-    assert main(["report", str(folder)]) == 0 and re.search(r"steps +2 plans of 1 problems", capsys.readouterr().out)
+    assert main(["report", str(folder)]) == 0 and re.search(
+        r"steps +2 plans of 1 problems", capsys.readouterr().out
+    )
 
 
 def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, live, folder, tables, capsys):
@@ -88,34 +124,56 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     assert all(s.pace < 1e-3 and s.total_ms > 1e3 for s in new.values())
 
 
-def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_asked_for(command, live, folder, tables, capsys):
+def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_asked_for(
+    command, live, folder, tables, capsys
+):
     kept = [measured(r) for r in (*drawn(live, 6), sampling.control_request(live, SETTING, SHAPE))]
     dataset.write_compute(folder, kept, dataset.write_pool(folder, tables))
-    dataset.write_compute(folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables))
+    dataset.write_compute(
+        folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables)
+    )
     exchanges = [sampling.comm_request(i, 2, 64) for i in range(2)]
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
-    dataset.write_comm(folder, [CommSample(dataset.comm_id(SETTING, r), SETTING, r, ms, ms, (0.0, 0.0), 1.0) for r in exchanges])
+    dataset.write_comm(
+        folder,
+        [CommSample(dataset.comm_id(SETTING, r), SETTING, r, ms, ms, (0.0, 0.0), 1.0) for r in exchanges],
+    )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
     assert capsys.readouterr().out == f"{folder} holds the first 6 samples already\n"
-    assert len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_timings(folder)) == 8  # merged
+    assert (
+        len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_timings(folder)) == 8
+    )  # merged
     assert main([*command, "--samples", "6", "--ranks", "3", "--exchanges", "4"]) == 1
     assert "divides the batch of 64" in capsys.readouterr().err
     assert main([*command, "--samples", "6", "--ranks", "64", "--steps", "4"]) == 1
     assert "need as many cores" in capsys.readouterr().err
 
 
-# --- stopped, killed ------------------------------------------------------------------------------------------------------
+# --- stopped, killed ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def started(command):
-    """Starts the command in a session of its own, with a line for each sample, and ends what is left of it."""
-    runs, script = [], ("import sys; from shardcore.measure import command; command._CALIBRATE_S = 0.1; command._PROGRESS_S = -1;"
-                        "from shardcore.__main__ import main; sys.exit(main(sys.argv[1:]))")
+    """Starts the command in a session of its own, with a line for each sample, and ends what is left of
+    it."""
+    runs, script = (
+        [],
+        (
+            "import sys; from shardcore.measure import command;"
+            "command._CALIBRATE_S = 0.1; command._PROGRESS_S = -1;"
+            "from shardcore.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        ),
+    )
 
     def start(*options):
-        run = subprocess.Popen([sys.executable, "-c", script, *command, *options], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+        run = subprocess.Popen(
+            [sys.executable, "-c", script, *command, *options],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         runs.append(run)
         return run
 
@@ -129,7 +187,8 @@ def started(command):
 
 
 def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
-    """Until the process says a line that matches; fails with what it said to standard error where it ends before, or in time."""
+    """Until the process says a line that matches; fails with what it said to standard error where it ends
+    before, or in time."""
     ending = threading.Timer(timeout_s, os.killpg, (run.pid, signal.SIGKILL))
     ending.start()
     try:
@@ -143,7 +202,9 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
     run = started("--chunk", "100000")
     wait_for(run, "^[1-9][0-9]* samples")
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of its processes
-    _, errors = run.communicate(timeout=60)  # its output ends when the last process that could write there has
+    _, errors = run.communicate(
+        timeout=60
+    )  # its output ends when the last process that could write there has
     assert run.returncode == 130 and not errors
     assert dataset.read_compute(folder)  # though no chunk was full
 
@@ -161,6 +222,10 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     os.utime(unfinished, (time.time() - 7200,) * 2)  # no other host can still be writing it
     assert main([*command, "--samples", "30"]) == 0
     samples, repeats = dataset.read_compute(folder), dataset.read_repeats(folder)
-    assert kept <= {s.id for s in samples} and len(samples) == 31 and not list(folder.glob(".*.tmp"))  # 31 with the control group
+    assert (
+        kept <= {s.id for s in samples} and len(samples) == 31 and not list(folder.glob(".*.tmp"))
+    )  # 31 with the control group
     control = sampling.control_request(live, SETTING, SHAPE)
-    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, control)}  # no other was measured twice
+    assert {s[0].id for s in repeats} <= disturbed | {
+        dataset.compute_id(SETTING, control)
+    }  # no other was measured twice

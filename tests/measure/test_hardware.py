@@ -22,10 +22,19 @@ def test_a_cpu_is_named_after_its_model(model, name, tmp_path, monkeypatch):
     assert hardware.hardware_name("cpu") == "cpu-unknown"
 
 
-@pytest.mark.parametrize("broken, said", [
-    ("raise ImportError('libfbgemm.so: undefined symbol')", r"FBGEMM is not installed: pip install .*undefined symbol"),
-    ("raise OSError('libtorch.so: cannot open shared object file')", "FBGEMM does not match torch .*cannot open shared"),
-])
+@pytest.mark.parametrize(
+    "broken, said",
+    [
+        (
+            "raise ImportError('libfbgemm.so: undefined symbol')",
+            r"FBGEMM is not installed: pip install .*undefined symbol",
+        ),
+        (
+            "raise OSError('libtorch.so: cannot open shared object file')",
+            "FBGEMM does not match torch .*cannot open shared",
+        ),
+    ],
+)
 def test_an_fbgemm_that_cannot_be_imported_is_one_clear_line(broken, said, tmp_path, monkeypatch):
     (tmp_path / "fbgemm_gpu").mkdir()
     (tmp_path / "fbgemm_gpu/__init__.py").write_text(broken)

@@ -69,14 +69,19 @@ def test_tables_that_exceed_the_arena_together_share_it(tables):
     [sample] = bench.measure([many])
     assert sample.error is None
     size, places = tables[0].rows * tables[0].dim, bench.prepare(many).op.weights_offsets.tolist()
-    assert len(set(places)) < 6 and all(0 <= place <= (8 << 18) - size and place % 16 == 0 for place in places)
+    assert len(set(places)) < 6 and all(
+        0 <= place <= (8 << 18) - size and place % 16 == 0 for place in places
+    )
 
 
 def test_groups_lie_elsewhere_in_the_arena_and_their_tables_one_after_the_other(tables):
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
     first = set()
     for width in range(4, 68, 4):
-        shards = (Shard(tables[2], 0, 999, 0, width), Shard(tables[3], 0, 10, 0, 4))  # 999 × 4 is not a multiple of 16
+        shards = (
+            Shard(tables[2], 0, 999, 0, width),
+            Shard(tables[3], 0, 10, 0, 4),
+        )  # 999 × 4 is not a multiple of 16
         a, b = bench.prepare(ComputeRequest(shards, 8)).op.weights_offsets.tolist()
         assert b == a + (999 * width + 15) // 16 * 16
         first.add(a)
@@ -98,7 +103,11 @@ def test_adagrad_keeps_a_state_for_each_row_that_was_looked_up(tables):
 
 
 def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
-    wide, narrow, part = Shard.whole(tables[1]), Shard(tables[1], 0, 3000, 0, 8), Shard(tables[1], 500, 900, 0, 32)
+    wide, narrow, part = (
+        Shard.whole(tables[1]),
+        Shard(tables[1], 0, 3000, 0, 8),
+        Shard(tables[1], 500, 900, 0, 32),
+    )
     parts = [streams.shard_stream(s, 256) for s in (wide, narrow, part)]
     drawn, draw = [], streams.stream
     monkeypatch.setattr(streams, "stream", lambda *which: drawn.append(which) or draw(*which))
@@ -148,7 +157,9 @@ def test_caches_are_overwritten():
 
 def test_repeats_stop_when_the_median_is_known(tables):
     request = ComputeRequest((Shard.whole(tables[4]),), 8)
-    loose, tight = (KernelConfig(arena_bytes=1 << 20, tolerance=t, min_repeats=6, max_repeats=30) for t in (0.99, 1e-9))
+    loose, tight = (
+        KernelConfig(arena_bytes=1 << 20, tolerance=t, min_repeats=6, max_repeats=30) for t in (0.99, 1e-9)
+    )
     [soon], [late] = (KernelBench(Setting("test", 8), "cpu", c).measure([request]) for c in (loose, tight))
     assert 6 <= soon.forward.repeats < 30 == late.forward.repeats and late.known_to > 1e-9 >= 0
     assert [KernelConfig().tolerance_on(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
@@ -156,7 +167,8 @@ def test_repeats_stop_when_the_median_is_known(tables):
 
 
 def test_timings_are_at_the_pace_at_which_the_control_takes_its_usual_ms(tables):
-    """A control that usually takes a thousand times as long says that the machine is so much faster than usual."""
+    """A control that usually takes a thousand times as long says that the machine is so much faster than
+    usual."""
     request, control = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
     found = {}
     for usual in (1.0, 1000.0):

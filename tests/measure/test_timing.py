@@ -81,4 +81,6 @@ def test_runs_no_longer_kept_are_refused():
 
 def test_a_clock_gives_the_ms_between_marks():
     assert timing.CpuClock().elapsed_ms([1.0, 1.5, 1.75]) == [500.0, 250.0]
-    assert isinstance(timing.clock_for("cpu"), timing.CpuClock) and isinstance(timing.clock_for("cuda"), timing.CudaClock)
+    assert isinstance(timing.clock_for("cpu"), timing.CpuClock) and isinstance(
+        timing.clock_for("cuda"), timing.CudaClock
+    )
