@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.toy_stack import free_port, toy_stack
+from bench.toy_stack import toy_stack
+from tasks import services
 
 USER, PASSWORD = "shardcore", "correct-horse"
 
@@ -78,8 +79,8 @@ def count(port: int, database: str, query: str) -> int:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="pg-") as scratch:
-        folder, port = Path(scratch), free_port()
+    with tempfile.TemporaryDirectory(prefix="pg-") as scratch, services.reserve_port() as held:
+        folder, port = Path(scratch), held.getsockname()[1]
         folder.chmod(0o755)  # PostgreSQL may run as another user
         (folder / "pgpass").write_text(f"127.0.0.1:{port}:*:{USER}:{PASSWORD}\n")
         (folder / "pgpass").chmod(0o600)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tasks import services
 from tasks.stack import StackConfig, client_env
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +77,9 @@ def toy_stack(env: Mapping[str, str] | None = None, **settings: str) -> Iterator
         project = Path(scratch)
         shutil.copytree(ROOT / "flows", project / "flows", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "prefect.yaml", project)
-        ports = {f"{name}_port": free_port() for name in ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics")}
+        held = {f"{name}_port": services.reserve_port()
+                for name in ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics")}
+        ports = {name: taken.getsockname()[1] for name, taken in held.items()}
         (project / "params.yaml").write_text(yaml.safe_dump({**PARAMS, "stack": {**ports, **settings}}))
         ours = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
         made = ToyStack(project, {**ours, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {})},
@@ -87,9 +89,5 @@ def toy_stack(env: Mapping[str, str] | None = None, **settings: str) -> Iterator
             yield made
         finally:
             subprocess.run([sys.executable, "-m", "tasks.stack", "down"], cwd=project, env=made.env)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+            for taken in held.values():
+                taken.close()

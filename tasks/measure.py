@@ -21,7 +21,7 @@ from shardcore import dataset, files, sampling
 from shardcore.measure import collectives, gang, hardware, kernels
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
 from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError, Table
-from tasks import actors
+from tasks import actors, services
 from tasks.progress import Progress
 from tasks.setting import SettingConfig
 from tasks.workers import Workers
@@ -83,7 +83,8 @@ class Exchange:
     """One rank of a gang that measures exchanges."""
 
     def address(self) -> str:
-        return f"tcp://{ray.util.get_node_ip_address()}:{collectives.free_port()}"
+        self._held = services.reserve_port("")  # for as long as this rank lives, or another process may get it first
+        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
     def join(self, rank: int, ranks: int, address: str, device: str, config: collectives.CommConfig) -> None:
         torch.set_num_threads(1)

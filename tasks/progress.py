@@ -56,6 +56,7 @@ class Progress:
             line += f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% of the time in kernels"
         self._logger.info("%s", line)
         update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
+        self._wanted.set(self._total, self._tags)  # again: Ray forgets a gauge that was not set for 20 s
         self._rate.set(rate, self._tags)
         if rate:
             self._left_s.set((self._total - self._done) / rate, self._tags)

@@ -15,11 +15,10 @@ import ray
 from prefect import get_run_logger, task
 
 from shardcore import dataset, files, replays, sampling
-from shardcore.measure import collectives
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
 from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, Table
 from shardcore.workload import Workload
-from tasks import actors
+from tasks import actors, services
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress
 
@@ -34,7 +33,8 @@ class ReplayRank:
         self._heard = time.monotonic()
 
     def address(self) -> str:
-        return f"tcp://{ray.util.get_node_ip_address()}:{collectives.free_port()}"
+        self._held = services.reserve_port("")  # for as long as this rank lives, or another process may get it first
+        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
     def run(self, rank: int, address: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
             device: str, control: dataset.Control | None) -> tuple[list[np.ndarray], np.ndarray]:

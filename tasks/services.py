@@ -7,6 +7,7 @@ command is a process of its own, for Prefect reads the address when it is import
 from __future__ import annotations
 
 import ctypes
+import http.client
 import logging
 import os
 import signal
@@ -14,9 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from urllib.parse import urlparse
 
@@ -25,9 +25,41 @@ import httpx
 from shardcore.types import ShardCoreError
 from tasks import paths
 
+LOOPBACK = ("127.0.0.1", "localhost")
 _PATIENCE_S = 5.0
 _OWNED = "SHARDCORE_OWNED"
 """Set for the processes of one `python -m tasks.services COMMAND`, which all end with it."""
+
+
+def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
+    """Have clients with this environment reach the services of this machine, and those of `hosts`, without the proxy that it
+    may name for the world outside: no proxy can reach our loopback."""
+    given = env.get("no_proxy") or env.get("NO_PROXY") or ""
+    known = [h.strip() for h in given.split(",") if h.strip()]
+    if "*" not in known:
+        env["no_proxy"] = env["NO_PROXY"] = ",".join(dict.fromkeys([*known, *LOOPBACK, *hosts]))
+
+
+def get(url: str, headers: Mapping[str, str] | None = None, data: bytes | None = None, timeout_s: float = 5.0) -> bytes:
+    """What a service of this machine answers, asked without any proxy; raises OSError where it does not or refuses."""
+    request = urllib.request.Request(url, data, dict(headers or {}))
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+            return answer.read()
+    except http.client.HTTPException as error:
+        raise OSError(f"{url} does not speak HTTP: {error!r}") from None
+
+
+def reserve_port(host: str = "127.0.0.1") -> socket.socket:
+    """A socket that keeps a free port of a host's address ("" for all of them) for a server that is told to listen there.
+
+    It does not listen. While it is open, the kernel gives the port to nobody who asks for any; a server that names the port gets
+    it, for servers allow an address to be used again (SO_REUSEADDR, which both need; so on Linux).
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
 
 
 def require_answer(address: str, what: str) -> None:
@@ -50,9 +82,8 @@ def prefect_server() -> Iterator[str]:
     if os.environ.get("PREFECT_API_URL"):
         yield os.environ["PREFECT_API_URL"]
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    held = reserve_port()
+    port = held.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
     server = subprocess.Popen(
         [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
@@ -68,15 +99,17 @@ def prefect_server() -> Iterator[str]:
             server.wait(timeout=10)
         except subprocess.TimeoutExpired:
             server.kill()
+            server.wait()
+        held.close()
 
 
 def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and server.poll() is None:
         try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
+            get(url, timeout_s=2.0)
+            return
+        except OSError:
             time.sleep(0.2)
     ended = f"ended with exit code {server.returncode}" if server.poll() is not None else f"was not up within {timeout_s:.0f} s"
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
@@ -112,6 +145,7 @@ def run_flow(flow: Callable[[], object]) -> None:
     """Run a flow as a program: exit code 0, or 1 with one line that says why."""
     if os.environ.get(_OWNED):
         die_with_parent()
+    reach_directly(os.environ)
     show_user_errors_plainly()
     try:
         if not paths.PARAMS.exists():
@@ -132,6 +166,7 @@ def run_flow(flow: Callable[[], object]) -> None:
 
 def main() -> None:
     die_with_parent()
+    reach_directly(os.environ)
     os.environ[_OWNED] = "1"
     try:
         with prefect_server():

@@ -21,8 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from shardcore import report
 from shardcore.types import ShardCoreError
 from tasks import daemons, params, paths
 from tasks.daemons import Daemon
+from tasks.services import LOOPBACK, get, reach_directly
 
 USER = "shardcore"
 POOL = "local"
@@ -45,9 +44,15 @@ _RAY_SOCKET_BYTES = 70
 """What Ray adds to its folder in the paths of its sockets."""
 _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
+*'*'* | *HOSTS*) ;;
+*) no_proxy="${no_proxy:+$no_proxy,}HOSTS" ;;
+esac
+export no_proxy NO_PROXY="$no_proxy"
+"""
+"""reach_directly for a shell."""
 _KEPT_SESSIONS = 3
 """Of Ray, whose logs stay."""
-_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
            "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
            "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
     # Ray's switch for clusters of more than one machine: with it, which is Linux's default, it listens at all addresses
-    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.host in _LOOPBACK else "1"}
+    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.host in LOOPBACK else "1"}
 
 
 def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service]:
@@ -126,6 +131,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     client = client_env(config, folder, token)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     base = {**os.environ, **client, "PATH": path}
+    reach_directly(base, config.client_host)
     python = (sys.executable, "-m")
 
     def daemon(name: str, *command: str, **env: str) -> Daemon:
@@ -153,16 +159,16 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     found = [
         Service(daemon("prefect", *python, "prefect", "server", "start", "--host", config.host, "--port",
                        str(config.prefect_port), **prefect),
-                {"prefect_port": config.prefect_port}, lambda: _get(f"{api}/health") == b"true", config.url(config.prefect_port)),
+                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true", config.url(config.prefect_port)),
         Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port", str(config.mlflow_port),
                        "--workers", "1", "--app-name", "basic-auth", "--uvicorn-opts", "--log-level warning", **mlflow),
-                {"mlflow_port": config.mlflow_port}, lambda: _get(f"{config.url(config.mlflow_port)}/health") == b"OK",
+                {"mlflow_port": config.mlflow_port}, lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
                 config.url(config.mlflow_port)),
         Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats",
                        *(f"--{k}={v}" for k, v in ray.items()), RAY_ADDRESS="",
                        RAY_metric_cardinality_level="low"),  # calls have names of their own, too many for a label
                 {k: getattr(config, k) for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
-                lambda: bool(_get(f"{dashboard}/api/version", bearer) and _get(f"{metrics}/metrics")), dashboard),
+                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")), dashboard),
         Service(worker, {}, lambda: _polls(worker, api, client["PREFECT_API_AUTH_STRING"])),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
@@ -186,7 +192,9 @@ def write_settings(config: StackConfig, folder: Path) -> str:
         _write_private(folder / "token", secrets.token_urlsafe(32))
     token = (folder / "token").read_text().strip()
     env = client_env(config, folder, token)
-    _write_private(folder / "env.sh", "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items()))
+    exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items())
+    hosts = ",".join(dict.fromkeys((*LOOPBACK, config.client_host)))
+    _write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts))
     _write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
                                                f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
                                                "auth_cache_ttl_seconds = 60\n"  # or each request hashes the password: 0.1 s
@@ -335,15 +343,10 @@ def _polls(worker: Daemon, api: str, user: str) -> bool:
     """Whether the worker asked the server for work since it started."""
     process = worker.process()
     headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}", "Content-Type": "application/json"}
-    known = json.loads(_get(f"{api}/work_pools/{POOL}/workers/filter", headers, b"{}"))
+    known = json.loads(get(f"{api}/work_pools/{POOL}/workers/filter", headers, b"{}"))
     seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in known
             if w["name"] in worker.command and w["last_heartbeat_time"]]
     return process is not None and any(s > process.create_time() for s in seen)
-
-
-def _get(url: str, headers: dict[str, str] | None = None, data: bytes | None = None) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers or {}), timeout=5) as answer:
-        return answer.read()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 import mlflow
 
 from shardcore.types import ShardCoreError
-from tasks import params, paths, publication, registry
+from tasks import params, paths, publication, registry, services
 from tasks.setting import SettingConfig
 
 DEPLOYMENT = "publish/local"
@@ -90,6 +90,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stdout, level=logging.WARNING)
     logger.setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    services.reach_directly(os.environ)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # it is the next look that tries again
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if not os.environ.get("PREFECT_API_URL"):

@@ -144,12 +144,6 @@ def _require_fits(request: CommRequest, ranks: int, hosts: int) -> None:
 # --- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def host_id() -> str:
     """Tells hosts apart: processes with the same share a monotonic clock."""
     try:
