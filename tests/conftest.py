@@ -25,6 +25,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or the processes that tests start would ignore it too
 
+from ray_fixtures import actor_processes, another_node, cluster, ray_env, written_stack  # noqa: E402, F401
+
 from shardcore.types import Device, Problem, Reuse, Table, Topology, Zipf  # noqa: E402
 
 MIB = 1 << 20
