@@ -89,7 +89,8 @@ def answers(name: str, calls: Sequence[Any], timeout_s: float, silent_s: Callabl
     waiting, lost = {call: rank for rank, call in enumerate(calls)}, {}
     began, until = time.monotonic(), math.inf
     while waiting and time.monotonic() < until:
-        for call in ray.wait(list(waiting), num_returns=1, timeout=max(0.0, min(_LOOK_EVERY_S, timeout_s, until - time.monotonic())))[0]:
+        look_s = max(0.0, min(_LOOK_EVERY_S, timeout_s, until - time.monotonic()))
+        for call in ray.wait(list(waiting), num_returns=1, timeout=look_s)[0]:
             rank = waiting.pop(call)
             try:
                 ray.get(call)

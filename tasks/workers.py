@@ -40,8 +40,8 @@ class DeviceWorker:
     def hardware(self) -> str:
         return hardware.hardware_name(self._device)
 
-    def calibrate(self, requests: Sequence[ComputeRequest]) -> float:
-        return self._bench.calibrate(requests)
+    def calibrate(self, requests: Sequence[ComputeRequest], seconds: float) -> float:
+        return self._bench.calibrate(requests, seconds)
 
     def use_control(self, control_ms: float) -> None:
         self._bench.control_ms = control_ms
@@ -85,6 +85,11 @@ class _Device:
     handed: dict[str, ComputeRequest] = field(default_factory=dict)
 
 
+def chunk_size(waiting: int, devices: int, most: int) -> int:
+    """Requests of the next call: ever fewer towards the end, so that all devices end together."""
+    return min(most, -(-waiting // (2 * devices)))
+
+
 class Workers:
     """`count` actors that measure on "cpu" or "cuda" devices of the connected cluster; a context manager, which frees them.
 
@@ -120,13 +125,13 @@ class Workers:
         for device in self._devices:
             ray.kill(device.actor)
 
-    def calibrate(self, requests: Sequence[ComputeRequest]) -> None:
-        """Find control_ms where it is not known, in some seconds. One figure for all, so that their timings are at one pace:
+    def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> None:
+        """Find control_ms where it is not known, in so many seconds. One figure for all, so that their timings are at one pace:
         the mean of what each finds, all running at once."""
         if self.control_ms is not None:
             return
         few, found, ended = list(requests[: self._config.interleave]), [], []
-        calls = [d.actor.calibrate.options(name="measure[compute] calibrate").remote(few) for d in self._devices]
+        calls = [d.actor.calibrate.options(name="measure[compute] calibrate").remote(few, seconds) for d in self._devices]
         for device, call in zip(self._devices, calls, strict=True):
             try:
                 found.append(ray.get(call, timeout=actors.START_S))
@@ -134,7 +139,7 @@ class Workers:
                 ended.append(device)
         if not found:  # one of the few ends every worker: measuring will find which
             self._start_again(self._devices[0])
-            found = actors.when_started([self._devices[0].actor.calibrate.remote([])])
+            found = actors.when_started([self._devices[0].actor.calibrate.remote([], seconds)])
         self.control_ms = sum(found) / len(found)
         for device in ended:
             self._start_again(device)
@@ -170,8 +175,8 @@ class Workers:
         device.alone = not device.handed and bool(self._suspects)
         if device.alone:
             chunk = [self._suspects.popleft()]
-        else:  # ever less a call towards the end, so that all devices end together
-            n = min(self._chunk, -(-len(self._waiting) // (2 * len(self._devices))))
+        else:
+            n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
             chunk = [self._waiting.popleft() for _ in range(n)]
         device.handed.update((dataset.compute_id(self._setting, r), r) for r in chunk)
         if not device.handed:

@@ -7,6 +7,7 @@ import time
 import pytest
 import ray
 
+import tasks.replay
 from shardcore.measure.replay import ReplayConfig
 from shardcore.types import (
     Device,
@@ -21,6 +22,7 @@ from shardcore.types import (
     Topology,
 )
 from shardcore.workload import lower
+from tasks import actors
 from tasks.measure import MeasureConfig
 from tasks.replay import devices_of_a_host, replay, replaying, step_devices, why_no_steps
 
@@ -37,28 +39,25 @@ def workload(tables):
     return lower(Plan(tuple(Placement(Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))), problem)
 
 
-def test_plans_are_replayed_by_a_gang_of_actors_that_ends(workload, actor_processes):
-    costs = replay.fn([workload, workload], SETTING, CONFIG)
-    assert len(costs) == 2
-    for cost in costs:
-        for part in dataclasses.fields(StepCost):
-            assert len(getattr(cost, part.name)) == 2 and min(getattr(cost, part.name)) >= 0
-        assert 0 < cost.step.median_ms and cost.step.repeats == CONFIG.repeats
-        assert cost.oversubscribed  # each host of this cluster has one CPU
-    deadline = time.monotonic() + 15
-    while actor_processes("ReplayRank", "ray::replay") and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not actor_processes("ReplayRank", "ray::replay")
-
-
-def test_one_gang_replays_problem_after_problem(tables, actor_processes):
-    found = []
+def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor_processes):
+    [smaller] = [lower(Plan(tuple(Placement(Shard.whole(t), (i,)) for i, t in enumerate(some))), Problem(
+        "replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch)) for some in (tables[2:4],)]
     with replaying(2, SETTING, CONFIG) as run:
-        for some in (tables[:2], tables[2:4]):
-            problem = Problem("replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch)
-            found += run([lower(Plan(tuple(Placement(Shard.whole(t), (i,)) for i, t in enumerate(some))), problem)])
-            assert len(actor_processes("ReplayRank")) == 2
-    assert len(found) == 2 and all(cost.total_ms > 0 for cost in found)
+        costs = run([workload, workload])
+        ranks = {p.pid for p in actor_processes("ReplayRank")}
+        assert len(costs) == 2 and len(ranks) == 2
+        for cost in costs:
+            for part in dataclasses.fields(StepCost):
+                assert len(getattr(cost, part.name)) == 2 and min(getattr(cost, part.name)) >= 0
+            assert 0 < cost.step.median_ms and cost.step.repeats == CONFIG.repeats
+            assert cost.oversubscribed  # each host of this cluster has one CPU
+        [again] = run([smaller])
+        assert again.total_ms > 0 and {p.pid for p in actor_processes("ReplayRank")} == ranks
+    deadline = time.monotonic() + 60
+    while actor_processes("ReplayRank", "ray::replay"):
+        assert time.monotonic() < deadline, "ranks outlive their gang"
+        time.sleep(0.05)
+    assert replay.fn([], SETTING) == []
 
 
 def test_devices_of_a_host_share_no_core_and_divide_the_batch():
@@ -81,19 +80,28 @@ def test_a_workload_of_another_setting_is_refused(workload):
 
 @pytest.mark.parametrize("number, timeout_s, said", [
     (signal.SIGKILL, 60, "rank [01] of 2 failed: its process died"),
-    (signal.SIGSTOP, 5, "does not answer|no word for"),
+    (signal.SIGSTOP, 2, "does not answer|no word for"),
 ], ids=["dies", "hangs"])
-def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, number, timeout_s, said):
+def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, monkeypatch, number, timeout_s, said):
+    monkeypatch.setattr(tasks.replay, "_PROBE_S", 1.0)
+    monkeypatch.setattr(actors, "_GRACE_S", 0.2)
+    struck, over = [], threading.Event()
+
     def disturb():
-        while len(found := actor_processes("ReplayRank", "ray::replay")) < 2:
-            time.sleep(0.1)
-        time.sleep(3)
+        while len(found := actor_processes("ray::replay")) < 2:  # both are at it
+            if over.wait(0.02):
+                return
         os.kill(found[0].pid, number)
+        struck.append(found[0])
 
     threading.Thread(target=disturb, daemon=True).start()
     forever = dataclasses.replace(CONFIG, repeats=10**9, timeout_s=timeout_s)
-    with pytest.raises(ShardCoreError, match=said):
-        replay.fn([workload], SETTING, forever)
+    try:
+        with pytest.raises(ShardCoreError, match=said):
+            replay.fn([workload], SETTING, forever)
+    finally:
+        over.set()
+    assert struck
 
 
 def test_what_does_not_fit_is_named(workload):
