@@ -123,7 +123,7 @@ def die_with_parent() -> None:
 
 def away(error: httpx.HTTPError) -> str:
     """What an error of Prefect's client means, in one line."""
-    return f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: {error or type(error).__name__}"
+    return f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: {str(error) or type(error).__name__}"
 
 
 class _NoTracebackForUserErrors(logging.Filter):

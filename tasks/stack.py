@@ -230,8 +230,7 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
         missing = [n for n, s in stack.items() if not s.daemon.runs_as_told()]
         for name in missing:
             _make_way(stack[name], config)
-        for session in sorted(ray_folder(folder).glob("session_2*"))[:-_KEPT_SESSIONS]:
-            shutil.rmtree(session, ignore_errors=True)
+        _forget_sessions(ray_folder(folder))
         for name in missing:
             if name in ("worker", "watch"):
                 _wait([stack["prefect"]], began)
@@ -268,6 +267,12 @@ def status(config: StackConfig) -> tuple[str, bool]:
              "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
              "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs")}
     return "\n".join([text, *ends, "", *(f"{k:<12} {v}" for k, v in where.items() if token)]), healthy
+
+
+def _forget_sessions(ray: Path) -> None:
+    """Delete what Ray kept of its runs, the last few aside."""
+    for session in sorted(ray.glob("session_2*"))[:-_KEPT_SESSIONS]:
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def _make_way(service: Service, config: StackConfig) -> None:

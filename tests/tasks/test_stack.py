@@ -1,282 +1,211 @@
-"""One stack, started, used, killed and brought back as its users do: `python -m tasks.stack`, and `. .stack/env.sh`."""
+"""What the stack is: its settings, commands and environments, each put to the service that they are for; how it says what died.
+(test_stack_runs.py starts it.)"""
 
 import json
 import logging.config
 import os
 import re
-import shutil
-import socket
+import shlex
+import stat
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
-import psutil
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
-from shardcore import files
-from shardcore.types import Reuse, ShardCoreError, Table
-from tasks.stack import StackConfig, logging_config, ray_folder
+from shardcore.types import ShardCoreError
+from tasks import daemons, services, stack
+from tasks.daemons import Daemon
+from tasks.stack import Service, StackConfig, logging_config, ray_folder
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the services' own, which are imported here
+SECRETS = ("token", "env.sh", "mlflow-auth.ini")
 PORTS = ("prefect_port", "mlflow_port", "ray_port", "ray_client_port", "dashboard_port", "metrics_port")
-SERVICES = ("prefect", "mlflow", "ray", "worker", "watch")
-BOARD = json.loads((ROOT / "monitoring/grafana.json").read_text())
+SLEEP = (sys.executable, "-c", "import time; print('it is up', flush=True); time.sleep(600)")
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+@pytest.fixture
+def sleeper(tmp_path):
+    """Makes daemons of a folder that sleep in place of the stack's services; they end with the test."""
+    made = []
+
+    def start(name, folder, command=SLEEP):
+        made.append(Daemon(name, command, dict(os.environ), folder))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    daemons.stop(made, 5)
 
 
-def session_of(process):
+# --- who gets in -------------------------------------------------------------------------------------------------------
+
+
+def test_prefect_refuses_who_has_no_token(written_stack):
+    """Its API, with the settings that it reads from the environment of the stack's server."""
+    from prefect.server.api.server import create_app
+    from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, Settings, temporary_settings
+    from starlette.testclient import TestClient
+
+    env = stack.services(*written_stack)["prefect"].daemon.env
+    with mock.patch.dict(os.environ, {k: v for k, v in env.items() if k.startswith("PREFECT_")}):
+        read = Settings().server.api.auth_string
+    with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: read}):
+        client = TestClient(create_app(ignore_cache=True))
+        assert client.get("/api/health").json() is True
+        for path in ("/api/admin/version", "/api/flows/count", "/api/deployments/filter"):
+            assert client.post(path).status_code == 401
+        for who, status in ((None, 401), (("shardcore", "wrong"), 401), (("shardcore", written_stack[2]), 200)):
+            assert client.get("/api/admin/version", auth=who).status_code == status
+
+
+def test_mlflow_refuses_who_has_no_token(written_stack):
+    """Its server, with the file and the environment that the stack gives it."""
+    config, _, token = written_stack
+    mlflow = stack.services(*written_stack)["mlflow"].daemon
+    options = mlflow_options(mlflow.command)
+    env = {k: v for k, v in mlflow.env.items() if k.startswith("MLFLOW_")}
+    with mock.patch.dict(os.environ, {**env, "_MLFLOW_SGI_NAME": "uvicorn"}):
+        from mlflow.server import _find_app, auth
+        from starlette.testclient import TestClient
+
+        assert _find_app(options["app_name"]) == "mlflow.server.auth:create_app"
+        auth.auth_config = auth.read_auth_config()  # read once when it was imported, which may have been by another test
+        client = TestClient(auth.create_app(), base_url=config.url(config.mlflow_port))
+        assert client.get("/health").text == "OK"
+        for path in ("/", "/api/2.0/mlflow/experiments/search?max_results=1", "/ajax-api/2.0/mlflow/registered-models/search",
+                     "/api/2.0/mlflow-artifacts/artifacts", "/api/2.0/mlflow/users/get?username=shardcore"):
+            for who in (None, ("shardcore", "wrong"), ("admin", token)):
+                assert client.get(path, auth=who).status_code == 401, path
+        found = client.get("/api/2.0/mlflow/users/get?username=shardcore", auth=("shardcore", token))
+        assert found.status_code == 200 and found.json()["user"]["is_admin"]
+    assert auth.auth_config.default_permission == "NO_PERMISSIONS"
+
+
+def mlflow_options(command):
+    from mlflow.cli import cli
+
+    assert command[:4] == (sys.executable, "-m", "mlflow", "server")
+    return cli.commands["server"].make_context("server", list(command[4:])).params
+
+
+def ray_options(command):
+    from ray.scripts.scripts import cli
+
+    assert command[:4] == (sys.executable, "-m", "ray.scripts.scripts", "start")
+    return cli.commands["start"].make_context("start", list(command[4:])).params
+
+
+@pytest.mark.parametrize("host, node, listens_at_all", [("127.0.0.1", "127.0.0.1", "0"), ("localhost", "localhost", "0"),
+                                                        ("10.0.0.7", "10.0.0.7", "1"), ("0.0.0.0", None, "1")])
+def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at_all):
+    """As each service's own command line understands the stack's; test_ray_cluster.py looks at what Ray listens at."""
+    found = stack.services(StackConfig(host=host), tmp_path, "secret")
+    prefect = found["prefect"].daemon.command
+    assert prefect[1:5] == ("-m", "prefect", "server", "start")
+    assert dict(zip(prefect[5::2], prefect[6::2], strict=True)) == {"--host": host, "--port": "4200"}
+    mlflow = mlflow_options(found["mlflow"].daemon.command)
+    assert (mlflow["host"], mlflow["port"], mlflow["app_name"], mlflow["workers"]) == (host, 5000, "basic-auth", "1")
+    ray = ray_options(found["ray"].daemon.command)
+    assert (ray["node_ip_address"], ray["dashboard_host"], ray["head"], ray["block"]) == (node, host, True, True)
+    assert [ray[k] for k in ("port", "ray_client_server_port", "dashboard_port", "metrics_export_port")] == [
+        "6379" if isinstance(ray["port"], str) else 6379, 10001, 8265, 8080]
+    assert ray["temp_dir"] == str(ray_folder(tmp_path)) and ray["object_store_memory"] == 256 << 20
+    for service in found.values():
+        assert service.daemon.env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == listens_at_all
+        assert service.daemon.env["RAY_AUTH_MODE"] == "token"
+        assert "secret" not in "".join(service.daemon.command)  # which everybody on this machine can see
+        assert not service.ports or set(service.ports) <= set(PORTS)
+    assert {p for s in found.values() for p in s.ports} == set(PORTS)
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_their_owners_only_from_the_first_moment(tmp_path):
+    folder, everybody = tmp_path / ".stack", os.umask(0)
     try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
-        return None  # it ended meanwhile
-
-
-def runs(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@dataclass(frozen=True)
-class Project:
-    folder: Path
-    ports: dict[str, int]
-
-    def run(self, *command, client=False, timeout=180):
-        """`python -m …` in the project's folder, with the environment of env.sh where it is a client."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-        line = [sys.executable, "-m", *command]
-        if client:
-            line = ["sh", "-c", '. .stack/env.sh; exec "$@"', "sh", *line]
-        env = {**clean, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        return subprocess.run(line, cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=timeout)
-
-    def ids(self):
-        return {name: int((self.folder / f".stack/{name}.pid").read_text()) for name in SERVICES}
-
-    def states(self):
-        """The state of each service, and what status says."""
-        said = self.run("tasks.stack", "status")
-        return dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", said.stdout, re.M)), said
-
-    def token(self):
-        return (self.folder / ".stack/token").read_text()
-
-    def get(self, port, path, data=None, **headers):
-        request = urllib.request.Request(f"http://127.0.0.1:{self.ports[port]}{path}", data, {**headers})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.read().decode()
-
-    def processes(self):
-        """All of the stack's: each service leads a session."""
-        leaders = set(self.ids().values())
-        return [p for p in psutil.process_iter() if session_of(p) in leaders]
-
-
-def make_project(folder, ports):
-    shutil.copy(ROOT / "prefect.yaml", folder)
-    measure = {"compute_samples": 6, "comm_samples": 1, "chunk": 3, "max_shards": 4, "arena_bytes": 1 << 27, "min_repeats": 3,
-               "max_repeats": 3, "comm_repeats": 3}
-    (folder / "params.yaml").write_text(yaml.safe_dump({"setting": {"batch": 64}, "measure": measure,
-                                                        "stack": {**ports, "object_store_mib": 80}}))
-    reuse = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
-    files.write_pool(folder / "data/pool.json", [Table(f"t{i}", 1000 * (i + 1), 16, 2.0, reuse) for i in range(8)])
-    (folder / "problems").mkdir()
-    return Project(folder, ports)
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    made = make_project(tmp_path_factory.mktemp("stack"), dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
-    try:
-        up = made.run("tasks.stack", "up")
-        assert up.returncode == 0, up.stdout
-        yield made
+        with stack._alone(folder):
+            token = stack.write_settings(StackConfig(), folder)
+        (folder / "taken").mkdir()
+        with pytest.raises(OSError):
+            stack._write_private(folder / "taken", token)  # what is there before its name is changed
     finally:
-        made.run("tasks.stack", "down")
-        shutil.rmtree(ray_folder(made.folder / ".stack"))  # it may be elsewhere
+        os.umask(everybody)
+    [unfinished] = folder.glob(".taken.*.tmp")
+    written = [unfinished, *(folder / name for name in SECRETS)]
+    assert [stat.S_IMODE(p.stat().st_mode) for p in written] == [0o600] * 4
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (folder, folder / "logs", ray_folder(folder))} == {0o700}
+    assert len(token) >= 40 and (folder / "token").read_text() == token
 
 
-@pytest.fixture(scope="module")
-def measured(project):
-    """The toy measure, run as a client of the stack; what it printed."""
-    done = project.run("flows.measure", client=True)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+def test_the_token_stays_until_its_file_is_deleted(tmp_path):
+    first = stack.write_settings(StackConfig(), tmp_path)
+    (tmp_path / "mlflow-auth.db").write_text("knows the first")
+    assert stack.write_settings(StackConfig(), tmp_path) == first and (tmp_path / "mlflow-auth.db").exists()
+    (tmp_path / "token").unlink()
+    second = stack.write_settings(StackConfig(), tmp_path)
+    assert second != first and not (tmp_path / "mlflow-auth.db").exists()
+    assert first not in (tmp_path / "env.sh").read_text() and second in (tmp_path / "env.sh").read_text()
 
 
-@pytest.mark.long
-def test_up_twice_is_one_stack_and_status_says_where_things_are(project):
-    states, said = project.states()
-    assert states == dict.fromkeys(SERVICES, "healthy") and said.returncode == 0, said.stdout
-    for name in SERVICES:
-        assert f".stack/logs/{name}.log" in said.stdout and (project.folder / f".stack/logs/{name}.log").exists()
-    before = project.ids()
-    assert project.run("tasks.stack", "up").returncode == 0
-    assert project.ids() == before
+def sourced(folder, names, **env):
+    """The values of variables in a shell after `. env.sh`, twice."""
+    shown = "; ".join(f'echo "${name}"' for name in names)
+    said = subprocess.check_output(["sh", "-euc", f"cd {shlex.quote(str(folder))}; . ./env.sh; . ./env.sh; {shown}"], text=True,
+                                   env={"PATH": os.environ["PATH"], **env})
+    return said.splitlines()
 
 
-@pytest.mark.long
-def test_it_listens_at_loopback_alone_and_its_secrets_are_its_owners(project):
-    addresses = {c.laddr.ip.removeprefix("::ffff:") for p in project.processes() for c in p.net_connections("tcp")
-                 if c.status == psutil.CONN_LISTEN}
-    assert addresses == {"127.0.0.1"}
-    for name in ("token", "env.sh", "mlflow-auth.ini"):
-        assert (project.folder / ".stack" / name).stat().st_mode & 0o077 == 0
-    assert project.token() not in "".join("".join(p.cmdline()) for p in project.processes())
+def test_a_shell_becomes_a_client(tmp_path):
+    token = stack.write_settings(StackConfig(host="0.0.0.0", mlflow_port=5001), tmp_path)
+    wanted = {"PREFECT_API_URL": "http://127.0.0.1:4200/api", "PREFECT_API_AUTH_STRING": f"shardcore:{token}",
+              "MLFLOW_TRACKING_URI": "http://127.0.0.1:5001", "MLFLOW_TRACKING_USERNAME": "shardcore",
+              "MLFLOW_TRACKING_PASSWORD": token, "RAY_ADDRESS": "127.0.0.1:6379", "RAY_AUTH_MODE": "token",
+              "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265",
+              "PREFECT_LOGGING_SETTINGS_PATH": str(tmp_path / "logging.yml"), "no_proxy": "127.0.0.1,localhost"}
+    assert dict(zip(wanted, sourced(tmp_path, wanted), strict=True)) == wanted
 
 
-@pytest.mark.parametrize("port, path, data", [
-    ("prefect_port", "/api/deployments/filter", b"{}"), ("mlflow_port", "/api/2.0/mlflow/experiments/search?max_results=1", None),
-    ("dashboard_port", "/api/v0/actors", None)])
-@pytest.mark.long
-def test_who_has_no_token_is_refused(project, port, path, data):
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        project.get(port, path, data, **{"Content-Type": "application/json"})
+@pytest.mark.parametrize("host, env, found", [
+    ("127.0.0.1", {}, "127.0.0.1,localhost"),
+    ("127.0.0.1", {"no_proxy": "example.org"}, "example.org,127.0.0.1,localhost"),
+    ("10.0.0.7", {"NO_PROXY": "example.org"}, "example.org,127.0.0.1,localhost,10.0.0.7"),
+    ("127.0.0.1", {"no_proxy": "*"}, "*"),
+])
+def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, found):
+    config = StackConfig(host=host)
+    with mock.patch.dict(os.environ, env):
+        stack.write_settings(config, tmp_path)
+        for name in [] if found == "*" else ("no_proxy", "NO_PROXY"):
+            assert stack.services(config, tmp_path, "t")["worker"].daemon.env[name] == found
+    assert sourced(tmp_path, ("no_proxy", "NO_PROXY"), **env) == [found, found]
 
 
-@pytest.mark.long
-def test_what_a_flow_logs_is_kept_as_json_lines(project, measured):
-    lines = [json.loads(line) for line in (project.folder / ".stack/logs/flows.jsonl").read_text().splitlines()]
-    [run] = set(re.findall(r"Flow run '([\w-]+)' - Beginning", measured))
-    assert {line["flow_run_name"] for line in lines} == {run}
-    assert any(re.fullmatch(r"measured \d+ groups and \d+ exchanges", line["message"]) for line in lines)
-    assert all(line["timestamp"] and line["levelname"] and line["flow_run_id"] for line in lines)
-
-
-@pytest.mark.long
-def test_actors_are_named_after_what_they_do_where_and_for_which_run(project, measured):
-    [run] = set(re.findall(r"Flow run '([\w-]+)' - Beginning", measured))
-
-    def listed(what):
-        answer = project.get("dashboard_port", f"/api/v0/{what}?limit=100", Authorization=f"Bearer {project.token()}")
-        return json.loads(answer)["data"]["result"]["result"]
-
-    actors = {a["name"]: a["ray_namespace"] for a in listed("actors")}
-    assert any(name.startswith("measure[compute] device ") for name in actors) and set(actors.values()) == {run}
-    assert any(re.fullmatch(r"measure\[compute\] device \d+, \d+ waiting", call["name"]) for call in listed("tasks"))
-
-
-def queries():
-    for panel in BOARD["panels"]:
-        for target in panel.get("targets", []):
-            expression = target["expr"].replace("$run", ".*").replace("$__rate_interval", "1m")
-            assert "$" not in expression, f"{panel['title']}: a variable that this test does not fill in"
-            yield panel["title"], expression
-
-
-@pytest.mark.long
-def test_every_query_of_the_dashboard_has_data(project, measured):
-    """The names and labels of each against the live endpoint; and the whole query in Prometheus, where that is installed."""
-    found = [(s.name, s.labels) for family in text_string_to_metric_families(project.get("metrics_port", "/metrics"))
-             for s in family.samples]
-    for title, expression in queries():
-        by = re.findall(r" by \(([^)]+)\)", expression)
-        selectors = re.findall(r"(ray_\w+)(?:\{([^}]*)\})?", expression)
-        assert by and selectors, f"{title}: {expression}"
-        for name, matchers in selectors:
-            wanted = re.findall(r'(\w+)(=~?)"([^"]*)"', matchers)
-            labels = {label.strip() for group in by for label in group.split(",")}
-            wanted += [(label, "=~", ".+") for label in labels]
-            assert any(n == name and all(re.fullmatch(value if op == "=~" else re.escape(value), has.get(label, ""))
-                                         for label, op, value in wanted) for n, has in found), f"{title}: {expression}"
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus")
-def test_prometheus_answers_every_query_of_the_dashboard(project, measured, tmp_path):
-    config = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())
-    config["global"]["scrape_interval"] = "1s"
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{project.ports['metrics_port']}"]}]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    [port] = free_ports(1)
-    server = subprocess.Popen(["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path}",
-                               f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def missing():
-        for title, expression in queries():
-            try:
-                query = urllib.parse.urlencode({"query": expression})
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=5) as answer:
-                    if not json.load(answer)["data"]["result"]:
-                        yield f"{title}: {expression}"
-            except urllib.error.HTTPError as error:
-                raise AssertionError(f"{title}: {expression}: {error.read().decode()}") from None
-            except OSError as error:
-                yield f"{title}: {error}"
-
-    try:
-        deadline = time.monotonic() + 30
-        while left := list(missing()):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.5)
-    finally:
-        server.kill()
-        server.wait()
-
-
-@pytest.mark.long
-def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
-    before, token = project.ids(), project.token()
-    killed = ("ray", "watch")
-    for name in killed:
-        os.kill(before[name], 9)
-    deadline = time.monotonic() + 30
-    while (found := project.states())[0] != {n: "died" if n in killed else "healthy" for n in SERVICES}:
-        assert time.monotonic() < deadline, found[1].stdout
-    assert found[1].returncode == 1 and "ray: died; the last lines of .stack/logs/ray.log:\n  " in found[1].stdout
-    up = project.run("tasks.stack", "up")
-    assert up.returncode == 0, up.stdout
-    after = project.ids()
-    assert {n for n in SERVICES if after[n] != before[n]} == set(killed) and project.token() == token
-
-
-@pytest.mark.long
-def test_down_ends_everything(project):
-    running = project.processes()
-    assert len(running) > len(SERVICES)
-    assert project.run("tasks.stack", "down").returncode == 0
-    assert not [p for p in running if runs(p)]
-    states, said = project.states()
-    assert states == dict.fromkeys(SERVICES, "down") and said.returncode == 1
-
-
-def test_a_port_that_is_taken_is_named_with_its_holder_and_nothing_starts(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True)) | {"mlflow_port": port}
-        up = make_project(tmp_path, ports).run("tasks.stack", "up")
-    assert up.returncode == 1 and re.fullmatch(
-        rf"error: port {port} \(stack.mlflow_port in params.yaml\) cannot be used at 127.0.0.1: Address already in use, held by "
-        rf"process {os.getpid()} \(.+\); end that, or choose another port\n", up.stdout), up.stdout
-    assert not list(tmp_path.glob(".stack/*.pid"))
-
-
-@pytest.mark.parametrize("wrong, said", [({"mlflow_port": 4200}, "prefect_port is 4200; each port"),
-                                         ({"ray_port": 70000}, "ray_port is 70000"), ({"object_store_mib": 1}, "needs 80")])
+@pytest.mark.parametrize("wrong, said", [
+    ({"mlflow_port": 4200}, "prefect_port is 4200; each port"), ({"ray_port": 65536}, "ray_port is 65536"),
+    ({"metrics_port": 0}, "metrics_port is 0"), ({"object_store_mib": 79}, "needs 80")])
 def test_a_config_that_cannot_work_is_refused(wrong, said):
     with pytest.raises(ShardCoreError, match=said):
         StackConfig(**wrong)
+    assert StackConfig(object_store_mib=80, ray_port=65535).object_store_mib == 80
+
+
+def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
+    env = {n: s.daemon.env for n, s in stack.services(StackConfig(), tmp_path, "t").items()}
+    assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
+    assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == f"{tmp_path}/mlflow-artifacts"
+    assert env["prefect"]["PREFECT_HOME"] == f"{tmp_path}/prefect"
+    assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in env["prefect"]
+    config = StackConfig(prefect_database="postgresql+asyncpg://p", mlflow_database="postgresql://m", artifacts="s3://a")
+    env = {n: s.daemon.env for n, s in stack.services(config, tmp_path, "t").items()}
+    assert env["prefect"]["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://p"
+    assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == "postgresql://m"
+    assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == "s3://a"
+    assert env["ray"]["RAY_ADDRESS"] == "" and env["worker"]["RAY_ADDRESS"] == "127.0.0.1:6379"
 
 
 def test_a_line_of_the_flows_log_has_what_the_message_has_in_extra(tmp_path):
@@ -287,11 +216,96 @@ def test_a_line_of_the_flows_log_has_what_the_message_has_in_extra(tmp_path):
         "handlers": {"lines": config["handlers"]["lines"]},
         "loggers": {"test_stack": {"handlers": ["lines"], "propagate": False}}})
     logging.getLogger("test_stack").warning("%s: no plan", "pool-7", extra={"problem": "pool-7"})
-    [line] = (tmp_path / "flows.jsonl").read_text().splitlines()
-    assert {"message": "pool-7: no plan", "problem": "pool-7", "levelname": "WARNING"}.items() <= json.loads(line).items()
+    [line] = map(json.loads, (tmp_path / "flows.jsonl").read_text().splitlines())
+    wanted = {"message": "pool-7: no plan", "problem": "pool-7", "levelname": "WARNING", "name": "test_stack"}
+    assert wanted.items() <= line.items() and line["timestamp"]
 
 
-def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long(tmp_path):
+def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long():
     assert ray_folder(Path("/srv/shardcore/.stack")) == Path("/srv/shardcore/.stack/ray")
+    longest = Path("/" + "x" * 32)  # 33 bytes and /ray: 37, and Ray's 70 make 107
+    assert ray_folder(longest) == longest / "ray" and (longest / "x") not in ray_folder(longest / "x").parents
     far = Path("/home/somebody/projects/recommendation/models/sharding/.stack")
     assert far not in ray_folder(far).parents and ray_folder(far) == ray_folder(far) != ray_folder(far / "other")
+
+
+def test_the_last_sessions_of_ray_are_kept(tmp_path):
+    sessions = [tmp_path / f"session_2026-0{month}-01_00-00-00_000000_1" for month in range(1, 6)]
+    for folder in (*sessions, tmp_path / "session_latest"):
+        (folder / "logs").mkdir(parents=True)
+    stack._forget_sessions(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [*sessions[2:], tmp_path / "session_latest"]
+
+
+# --- up and status -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_is_taken_is_named_with_its_holder_and_nothing_starts(tmp_path, monkeypatch, host):
+    monkeypatch.chdir(tmp_path)
+    held = {name: services.reserve_port() for name in PORTS}
+    try:
+        held["mlflow_port"].listen()
+        port = held["mlflow_port"].getsockname()[1]
+        config = StackConfig(host=host, **{name: kept.getsockname()[1] for name, kept in held.items()})
+        with pytest.raises(ShardCoreError, match=(
+                rf"^port {port} \(stack.mlflow_port in params.yaml\) cannot be used at {host}: Address already in use, held by "
+                rf"process {os.getpid()} \(.+\); end that, or choose another port$")):
+            stack.up(config)
+    finally:
+        for kept in held.values():
+            kept.close()
+    assert not list(tmp_path.glob(".stack/*.pid"))
+
+
+def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeypatch, sleeper):
+    monkeypatch.chdir(tmp_path)
+    config = StackConfig(".stack", **{f"{name}_port": 1 + i for i, name in enumerate(
+        ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics"))})  # where nobody answers
+    folder = (tmp_path / ".stack").resolve()
+    assert stack.status(config)[1] is False
+    stack.write_settings(config, folder)
+    started = {name: sleeper(name, folder) for name in ("mlflow", "ray", "watch")}
+    until(lambda: all(d.last_lines(1) == ["it is up"] for d in started.values()))
+    process = started["ray"].process()
+    process.kill()
+    until(started["ray"].died)
+    said, healthy = stack.status(config)
+    assert dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", said, re.M)) == {
+        "prefect": "down", "mlflow": "silent", "ray": "died", "worker": "down", "watch": "healthy"}
+    assert healthy is False
+    assert "\nray: died; the last lines of .stack/logs/ray.log:\n  it is up\n" in said
+    assert "\nmlflow: silent; the last lines of .stack/logs/mlflow.log:\n  it is up\n" in said
+    assert "watch: " not in said and "prefect: " not in said
+    assert re.search(rf"^watch +healthy +\d{{4}}-\S+ \S+ +{started['watch'].process().pid} ", said, re.M)
+    assert re.search(r"^clients +\. \.stack/env\.sh$", said, re.M) and str(config.metrics_port) in said
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path, monkeypatch, sleeper):
+    looks, said = [], []
+
+    def answers():
+        looks.append(1)
+        if len(looks) < 3:
+            raise ConnectionRefusedError
+        return len(looks) > 3
+
+    starts = Service(sleeper("starts", tmp_path), {}, answers, "http://page")
+    stack._wait([starts], time.monotonic(), said.append)
+    assert len(looks) == 4 and len(said) == 1 and re.fullmatch(r"starts: healthy http://page after \d+ s", said[0])
+    monkeypatch.setattr(stack, "PATIENCE_S", 0.1)
+    never = Service(sleeper("never", tmp_path), {}, lambda: False)
+    until(lambda: never.daemon.last_lines(1) == ["it is up"])
+    with pytest.raises(ShardCoreError, match=r"^never runs but does not answer after 0 s; .*logs/never.log ends with: it is up$"):
+        stack._wait([never], time.monotonic() - 1)
+    ends = Service(sleeper("ends", tmp_path, (sys.executable, "-c", "raise SystemExit('no such option')")), {}, lambda: True)
+    until(ends.daemon.died)
+    with pytest.raises(ShardCoreError, match=r"^ends ended; .*logs/ends.log ends with: no such option$"):
+        stack._wait([ends], time.monotonic())

@@ -1,0 +1,84 @@
+"""What Ray does with the environment that the stack gives it (ray_fixtures.py starts a cluster with that), and connecting."""
+
+import logging
+import os
+import urllib.error
+from unittest import mock
+
+import grpc
+import psutil
+import pytest
+import ray
+
+from shardcore.types import ShardCoreError
+from tasks import ray_cluster, services
+
+NOWHERE = "127.0.0.1:9"
+
+
+def sessions(cluster):
+    """All processes of a cluster's nodes, and what they started."""
+    pids = {info.process.pid for node in cluster.list_all_nodes() for infos in node.all_processes.values() for info in infos}
+    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return {p.pid: p for parent in found for p in (parent, *parent.children(recursive=True))}.values()
+
+
+def test_it_listens_at_loopback_only(cluster):
+    listening = {}
+    for process in sessions(cluster):
+        try:
+            addresses = {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        except psutil.Error:  # it ended meanwhile
+            continue
+        listening[process.pid] = {a.removeprefix("::ffff:") for a in addresses}
+    assert set.union(*listening.values()) == {"127.0.0.1"}
+    assert sum(bool(found) for found in listening.values()) >= 7  # the head; and of each node the raylet and its two agents
+
+
+@pytest.mark.parametrize("who", ["nobody", "wrong", "its owner"])
+def test_who_has_no_token_is_refused(cluster, written_stack, who):
+    _, _, token = written_stack
+    given = {"nobody": {}, "wrong": {"authorization": "Bearer wrong"}, "its owner": {"authorization": f"Bearer {token}"}}[who]
+    head = cluster.list_all_nodes()[0]
+    with grpc.insecure_channel(cluster.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        try:
+            answer = call(b"", metadata=tuple(given.items()), timeout=60)
+        except grpc.RpcError as error:
+            answer = error.code()
+    try:
+        services.get(f"http://127.0.0.1:{head.dashboard_agent_listen_port}/", given, timeout_s=60)
+    except urllib.error.HTTPError as error:
+        page = error.code
+    if who == "its owner":
+        assert token.encode() not in answer and page == 404  # nothing is there, but it may look
+    else:
+        assert answer == grpc.StatusCode.UNAUTHENTICATED and page in (401, 403)
+
+
+@pytest.mark.parametrize("address, said", [
+    (NOWHERE, r"^Ray \(RAY_ADDRESS\) does not answer at 127.0.0.1:9: .*; start it, or unset the address"),
+    ("nonsense", r"^Ray \(RAY_ADDRESS\) does not answer at nonsense: it needs a host and a port"),
+    (f"ray://{NOWHERE}", r"^Ray \(RAY_ADDRESS\) does not answer at ray://127.0.0.1:9: ")])
+def test_an_address_that_does_not_answer_is_named(address, said):
+    with (mock.patch.dict(os.environ, RAY_ADDRESS=address), pytest.raises(ShardCoreError, match=said),
+          ray_cluster.ray_cluster()):
+        pass
+
+
+def test_it_connects_to_the_address_or_starts_a_small_ray_and_ends_the_connection(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options))
+    monkeypatch.setattr(ray, "shutdown", lambda: asked.append("ended"))
+    monkeypatch.setattr(services, "require_answer", lambda address, what: asked.append(address))
+    for address in ("10.0.0.7:6379", "auto", "local", None):
+        env = {} if address is None else {"RAY_ADDRESS": address}
+        with mock.patch.dict(os.environ, env):
+            if address is None:
+                os.environ.pop("RAY_ADDRESS", None)
+            with pytest.raises(ValueError), ray_cluster.ray_cluster():
+                raise ValueError("of the work")
+    quiet = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": None}
+    local = {"address": "local", "object_store_memory": 256 << 20, "include_dashboard": False, **quiet}
+    assert asked == ["10.0.0.7:6379", {"address": "10.0.0.7:6379", **quiet}, "ended", {"address": "auto", **quiet}, "ended",
+                     local, "ended", local, "ended"]

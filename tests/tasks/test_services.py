@@ -1,0 +1,192 @@
+import http.server
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import urllib.error
+import urllib.request
+from unittest import mock
+
+import httpx
+import pytest
+import requests
+
+from shardcore.types import ShardCoreError
+from tasks import services
+
+NOWHERE = "127.0.0.1:9"
+PROXIES = {name: f"http://{NOWHERE}" for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY",
+                                                  "ALL_PROXY")}
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    """Answers with what it was sent."""
+
+    def do_GET(self):
+        status = {"/refused": 401}.get(self.path, 200)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(f"{self.headers.get('who')}".encode())
+
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def page():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_our_own_services_are_asked_without_a_proxy(page):
+    with mock.patch.dict(os.environ, PROXIES):
+        os.environ.pop("no_proxy", None)
+        assert services.get(f"{page}/", {"who": "me"}) == b"me" and services.get(f"{page}/", data=b"{}") == b"{}"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            services.get(f"{page}/refused")
+        with pytest.raises(OSError):
+            services.get(f"http://{NOWHERE}/")
+
+
+def test_what_speaks_no_http_is_an_oserror():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="does not speak HTTP"):
+            services.get(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout_s=60)
+        thread.join()
+
+
+def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page):
+    """Those of Prefect, MLflow and Python, each as it reads its environment."""
+    with mock.patch.dict(os.environ, PROXIES):
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ.pop(name, None)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(page)
+        services.reach_directly(os.environ)
+        assert httpx.get(page, headers={"who": "me"}).text == "me"
+        assert requests.get(page, headers={"who": "me"}).text == "me"
+        assert urllib.request.urlopen(page).read() == b"None"
+        with pytest.raises(httpx.ConnectError):  # the world is still asked through it
+            httpx.get("http://example.org")
+
+
+@pytest.mark.parametrize("env, hosts, found", [
+    ({}, (), "127.0.0.1,localhost"), ({"NO_PROXY": "a"}, (), "a,127.0.0.1,localhost"),
+    ({"no_proxy": "a, localhost", "NO_PROXY": "b"}, ("c", "a"), "a,localhost,127.0.0.1,c"), ({"no_proxy": "*"}, ("c",), "*")])
+def test_what_was_excepted_from_the_proxy_stays_so(env, hosts, found):
+    services.reach_directly(env, *hosts)
+    assert env["no_proxy"] == found and env.get("NO_PROXY", "*") == found
+
+
+def test_a_reserved_port_is_given_to_nobody_but_the_server_that_names_it():
+    with services.reserve_port() as held:
+        port = held.getsockname()[1]
+        assert held.getsockname()[0] == "127.0.0.1"
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        if sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 3):
+            with socket.socket() as other:  # one that asks for any port of which there is only this
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port | port << 16))  # IP_LOCAL_PORT_RANGE
+                with pytest.raises(OSError):
+                    other.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=60)
+        with socket.create_server(("127.0.0.1", port)):
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
+    with services.reserve_port("") as held:
+        assert held.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "http://:80", "tcp://127.0.0.1:99999", f"http://{NOWHERE}/api", NOWHERE])
+def test_an_address_that_does_not_answer_is_named(address):
+    with pytest.raises(ShardCoreError, match=rf"^It \(OF_IT\) does not answer at {re.escape(address)}: .+; start it, or unset"):
+        services.require_answer(address, "It (OF_IT)")
+
+
+def test_an_address_that_answers_is_good_whatever_its_form(page):
+    for address in (page, f"{page}/api", page.removeprefix("http://"), page.replace("http", "ray")):
+        services.require_answer(address, "It")
+
+
+@pytest.fixture
+def in_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    (tmp_path / "params.yaml").touch()
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def fails(error):
+    def flow():
+        raise error
+    return flow
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (ShardCoreError("no pool"), 1, "error: no pool\n"), (OSError("disk full"), 1, "error: disk full\n"),
+    (httpx.ReadTimeout(""), 1, "error: Prefect does not answer any more at None: ReadTimeout; what was finished is kept, and a "
+                               "rerun goes on from there\n"),
+    (KeyboardInterrupt(), 130, "stopped; what was finished is kept, and a rerun goes on from there\n")])
+def test_a_flow_that_fails_says_why_in_one_line(in_project, capsys, error, code, said):
+    with pytest.raises(SystemExit) as ended:
+        services.run_flow(fails(error))
+    assert ended.value.code == code and capsys.readouterr().err == said
+
+
+def test_a_bug_keeps_its_traceback_and_a_flow_that_works_ends_well(in_project):
+    with pytest.raises(ZeroDivisionError):
+        services.run_flow(fails(ZeroDivisionError()))
+    ran = []
+    services.run_flow(lambda: ran.append(os.environ["no_proxy"]))
+    assert ran == ["127.0.0.1,localhost"]
+
+
+def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, capsys, monkeypatch):
+    begun = []
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{NOWHERE}/api")
+    with pytest.raises(SystemExit):
+        services.run_flow(lambda: begun.append(1))
+    assert f"error: Prefect (PREFECT_API_URL) does not answer at http://{NOWHERE}/api: " in capsys.readouterr().err
+    (tmp_path / "params.yaml").unlink()
+    with pytest.raises(SystemExit):
+        services.run_flow(lambda: begun.append(1))
+    assert f"error: params.yaml is not in {tmp_path}: flows run in the project's folder" in capsys.readouterr().err
+    assert not begun
+
+
+def test_a_server_that_ends_at_once_is_said(monkeypatch):
+    """It cannot start where there is no module of that name."""
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    said = r"a Prefect server of our own at http://127.0.0.1:\d+/api/health ended with exit code 1"
+    with pytest.raises(ShardCoreError, match=said), services.prefect_server():
+        pass
+    assert "PREFECT_API_URL" not in os.environ
+
+
+def test_a_server_that_is_named_is_used(monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://there/api")
+    with services.prefect_server() as url:
+        assert url == "http://there/api"
+    assert os.environ["PREFECT_API_URL"] == url
