@@ -1,4 +1,4 @@
-"""One Ray cluster for all tests of a worker, started as the stack starts Ray: it asks for a token and listens at loopback only."""
+"""One Ray cluster for the tests of a worker, started as the stack starts Ray: it asks for a token and listens at loopback."""
 
 import os
 from unittest import mock

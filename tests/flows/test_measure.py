@@ -1,50 +1,48 @@
 """The measure flow on a Ray cluster of two raylets: its estimate, its metrics, the loss of a host, and cancelling."""
 
 import contextlib
+import json
+import os
 import re
 import shutil
 import signal
 import subprocess
-import time
-import urllib.request
+from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
+from laws import pool, spread
+from ray_fixtures import add_node, raylet
 from scratch import timings, until
 
-from shardcore import dataset
+import flows.measure
+from shardcore import dataset, files, sampling
+from shardcore.types import ComputeSample
+from tasks import services
+from tasks.measure import MeasureConfig
+from tasks.setting import SettingConfig
 
 SAMPLES = 40
-METRICS = {"samples_total", "kernel_share", "wanted", "samples_per_s", "left_s"}
+BATCH = 2048
+TOY = {"compute_samples": SAMPLES, "comm_samples": 6, "chunk": 4, "interleave": 4, "min_repeats": 12, "tolerance": 0.9,
+       "max_repeats": 12, "comm_repeats": 3}
+BOARD = (Path(__file__).parents[2] / "monitoring/grafana.json").read_text()
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    made = Cluster()
-    for _ in range(2):
-        made.add_node(num_cpus=1, object_store_memory=100 << 20)
-    yield made
-    made.shutdown()
-
-
-@pytest.fixture(scope="module")
-def toy(new_project, cluster):
+def toy(new_project, cluster, ray_env):
+    """A project with a pool, whose flows run on the cluster."""
     project = new_project()
-    project.set_params("setting", batch=2048)
-    project.set_params("measure", compute_samples=SAMPLES, comm_samples=6, chunk=4, interleave=4, min_repeats=12, tolerance=0.9,
-                       max_repeats=12, comm_repeats=3)
-    project.run("flows.tables")
-    project.env["RAY_ADDRESS"] = cluster.address
+    project.set_params("setting", batch=BATCH)
+    project.set_params("measure", **TOY)
+    files.write_pool(project.folder / "data/pool.json", pool())
+    project.env.update(ray_env, RAY_ADDRESS=cluster.address)
     return project
 
 
 def measured(project):
     return len(dataset.read_ids(project.folder / "data/measurements", "compute"))
-
-
-def raylet(node):
-    return node.all_processes["raylet"][0].process
 
 
 def workers(cluster):
@@ -55,38 +53,67 @@ def workers(cluster):
 
 
 def served(node):
-    """Our metrics at a node's Prometheus endpoint: name -> its lines, one after the other."""
-    with urllib.request.urlopen(f"http://{node.node_ip_address}:{node.metrics_export_port}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [m for line in lines if (m := re.match(r"ray_shardcore_measure_(\w+)\{.*\} \S+", line))]
-    return {m[1]: "".join(other[0] for other in found if other[1] == m[1]) for m in found}
+    """The labels of our metrics at a node's Prometheus endpoint, by name."""
+    text = services.get(f"http://{node.node_ip_address}:{node.metrics_export_port}/metrics", timeout_s=30).decode()
+    return {m[1]: dict(re.findall(r'(\w+)="([^"]*)"', m[2]))
+            for line in text.splitlines() if (m := re.match(r"(ray_shardcore_measure_\w+)\{(.*)\} \S+", line))}
 
 
-def estimated(project):
-    return project.run("flows.measure", "--dry-run").stdout
+def estimated(project, monkeypatch, capsys):
+    """What a dry run says. (This process is connected to the cluster already.)"""
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setattr(flows.measure, "ray_cluster", contextlib.nullcontext)
+    flows.measure.dry_run()
+    return capsys.readouterr().out
 
 
-def test_a_dry_run_estimates_and_takes_nothing(toy, cluster):
-    assert "--dry-run" in toy.run("flows.measure", "-h").stdout
-    said = estimated(toy)
+def test_a_dry_run_estimates_and_takes_nothing(toy, cluster, monkeypatch, capsys):
+    with mock.patch("sys.argv", ["measure", "-h"]), pytest.raises(SystemExit):
+        flows.measure.main()
+    assert "--dry-run" in capsys.readouterr().out
+    said = estimated(toy, monkeypatch, capsys)
     assert f"compute: {SAMPLES} samples wanted, 0 there already, {SAMPLES} missing, 2 devices; about " in said
     assert "a physical estimate" in said
     assert not (toy.folder / "data/measurements").exists() and not workers(cluster)
 
 
-def test_a_cancelled_run_frees_the_devices(toy, cluster):
+def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy, cluster):
+    """Every metric of ours that the dashboard asks for, with the labels that it groups by."""
+    asked = {name: set() for name in re.findall(r"ray_shardcore_measure_\w+", BOARD)}
+    for panel in json.loads(BOARD)["panels"]:
+        for expression in (target["expr"] for target in panel.get("targets", [])):
+            for name in set(re.findall(r"ray_shardcore_measure_\w+", expression)):
+                asked[name] |= {label.strip() for by in re.findall(r" by \(([^)]+)\)", expression) for label in by.split(",")}
+    setting, config = SettingConfig(batch=BATCH).setting(), MeasureConfig(**TOY)
+    control = sampling.control_request([t for t in pool() if t.pooling], setting, config.groups())
+    known = ComputeSample(dataset.compute_id(setting, control), setting, control, spread(1.0), spread(1.0), 0.0)
+    folder, head, seen = toy.folder / "data/measurements", cluster.list_all_nodes()[0], {}
+    dataset.write_compute(folder, [known] * 3, dataset.write_pool(folder, pool()))  # so that it need not calibrate
+    toy.set_params("measure", compute_samples=300)
+
+    def all_there():
+        assert run.process.poll() is None, run.log()
+        seen.update(served(head))
+        return asked.keys() <= seen.keys()
+
     with toy.started("flows.measure") as run:
-        until(lambda: len(workers(cluster)) == 2)
-        time.sleep(1)
+        until(all_there)
+        assert len(workers(cluster)) == 2
         run.process.send_signal(signal.SIGTERM)  # as `prefect flow-run cancel` does
-        run.process.wait(15)
-        until(lambda: not workers(cluster), timeout_s=15)
+        run.process.wait(60)
+        until(lambda: not workers(cluster), timeout_s=60)
     assert run.process.returncode != 0
+    for name, labels in asked.items():
+        assert labels <= seen[name].keys() and all(seen[name][label] for label in labels), name
+        assert seen[name]["kind"] == "compute"
+        assert seen[name].get("device", "device 0") in ("device 0", "device 1")
+    shutil.rmtree(folder)
 
 
 @pytest.mark.long
 def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, outcome):
     folder = toy.folder / "data/measurements"
+    toy.set_params("measure", compute_samples=SAMPLES)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     small = ["mount", "-t", "tmpfs", "-o", f"size={rng.randrange(16, 120, 4)}k", "tmpfs", str(folder)]
@@ -108,12 +135,13 @@ def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, ou
 
 
 @pytest.mark.long
-def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, rng, outcome):
+def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, ray_env, rng, outcome, monkeypatch, capsys):
     shutil.rmtree(toy.folder / "data/measurements", ignore_errors=True)
     toy.set_params("measure", compute_samples=SAMPLES)
     if len(cluster.list_all_nodes()) < 2:
-        cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-    head, other = cluster.list_all_nodes()
+        with mock.patch.dict(os.environ, ray_env):
+            add_node(cluster)
+    _, other = cluster.list_all_nodes()
     there = rng.randrange(SAMPLES // 3)
     with toy.started("flows.measure") as run:
         until(lambda: measured(toy) > there, every_s=0.02)
@@ -123,10 +151,7 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluste
                 process.kill()
         killed.wait()
         cluster.remove_node(other, allow_graceful=False)
-        found = until(lambda: (m := served(head)) and METRICS <= set(m) and m, timeout_s=60)
-        for name in ("samples_total", "kernel_share"):
-            assert 'device="device 0",kind="compute"' in found[name]
-        assert run.process.wait(90) == 0, run.log()[-3000:]
+        assert run.process.wait(240) == 0, run.log()[-3000:]
     [(outcome.said, again)] = re.findall(r"(its process died.*; (\d+) samples are measured again one by one)", run.log())
     assert 1 <= int(again) <= 4 + 4  # a chunk, and the window of ops that run in turn
     outcome.lost = SAMPLES + 1 - measured(toy)  # with the control group
@@ -137,4 +162,4 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluste
     assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6  # by two ranks that share what is left
     toy.set_params("measure", compute_samples=SAMPLES + 30)
     found = f"{SAMPLES + 30} samples wanted, {SAMPLES} there already, 30 missing, 1 devices; about .* at which the dataset grew"
-    assert re.search(found, estimated(toy))
+    assert re.search(found, estimated(toy, monkeypatch, capsys))
