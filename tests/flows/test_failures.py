@@ -26,8 +26,6 @@ from shardcore.cost import fit, neural
 from shardcore.types import Device, Problem, Topology
 from tasks import publication, registry
 
-NOWHERE = "127.0.0.1:9"
-
 
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory):
@@ -48,18 +46,8 @@ def new_project(tmp_path_factory, prefect):
 
 
 @pytest.fixture(scope="module")
-def empty(new_project):
-    return new_project()
-
-
-@pytest.mark.parametrize("stage, env, named", [
-    ("measure", {"RAY_ADDRESS": NOWHERE}, ["Ray", NOWHERE]),
-    ("train", {"MLFLOW_TRACKING_URI": f"http://{NOWHERE}"}, ["MLflow", NOWHERE]),
-    ("publish", {"PREFECT_API_URL": f"http://{NOWHERE}/api"}, ["Prefect", NOWHERE]),
-])
-def test_an_address_that_does_not_answer_is_named(empty, stage, env, named):
-    error = empty.error_of(f"flows.{stage}", timeout=60, **env)
-    assert all(word in error for word in named)
+def empty(tmp_path_factory, prefect_api, prefect_home):
+    return copy_project(tmp_path_factory.mktemp("project"), prefect_api, prefect_home)
 
 
 def test_no_champion_is_named(empty):
