@@ -6,6 +6,7 @@ or (where a program wrote it) edited by hand is refused by name. Writing goes to
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -52,10 +53,12 @@ def write_atomic(path: str | Path, content: bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the first error is the one to tell of
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
+        raise
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -6,8 +6,9 @@
 
 PLANS is a folder, or a URL that fsspec knows: s3://bucket/plans, with the package for it installed and configured as fsspec's
 documentation says. The pointer alone is ever written twice, and always last: a publisher that is killed leaves the old state or
-the new one, and at worst files that nothing names. Publishers that share a folder take turns (`turn`); on an object store, which
-has no locks, let one run at a time.
+the new one, and at worst files that nothing names. A reader meanwhile gets one of the two, whole. Publishers that share a folder
+take turns (`turn`); on an object store, which has no locks, let one run at a time. tests/test_store.py checks all of this at each
+single operation.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardcore import files
 from shardcore.types import Plan, Problem, ShardCoreError
@@ -37,6 +38,10 @@ PAGE = "report.html"
 _POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
 _LOOK_S = 0.02
 """Between two looks whether it is one's turn."""
+_LEFT_S = 3600.0
+"""A temporary file older than this was left by a publisher that was killed."""
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,16 @@ def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -
 def load_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
     """A problem's current plan, or a version of it, and the problem that it is for. Raises ShardCoreError where there is none, or
     its files are not whole."""
-    folder = _home(root, name) / "versions" / (version or current(root, name))
-    if version is not None and not _exists(folder / "plan.json"):
-        found = _names(_home(root, name) / "versions")
+    home = _home(root, name)
+    if version is None:
+        return _while_it_stays(home, lambda: _load(home / "versions" / current(root, name)))
+    if not _exists(home / "versions" / version / "plan.json"):
+        found = _names(home / "versions")
         raise ShardCoreError(f"problem {name!r} has no version {version!r} in {root}; there are {', '.join(found) or 'none'}")
+    return _load(home / "versions" / version)
+
+
+def _load(folder: Place) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
     return files.read_plan(folder / "plan.json", problem), problem
 
@@ -128,16 +139,13 @@ def current(root: str | Path, name: str) -> str:
 
 def last(root: str | Path, name: str) -> Decision | None:
     """The last decision on a problem's plan, or None."""
-    return next(history(root, name), None)
+    return _while_it_stays(_home(root, name), lambda: next(history(root, name), None))
 
 
 def history(root: str | Path, name: str) -> Iterator[Decision]:
     """The decisions on a problem's plan, the last one first. Raises ShardCoreError for one that is missing or was edited."""
     home = _home(root, name)
-    try:
-        found = (home / _POINTER).read_bytes().decode().strip()
-    except FileNotFoundError:
-        return
+    found = _pointer(home)
     while found:
         decision = _read(home, name, found)
         yield decision
@@ -148,6 +156,30 @@ def names(root: str | Path) -> list[str]:
     """The problems that have a plan."""
     place = _place(root)
     return [name for name in _names(place) if _exists(place / name / _POINTER)]
+
+
+def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
+    """What `read` finds; found anew where it fails and the pointer has moved meanwhile, for then publishers may have removed what
+    it was reading."""
+    while True:
+        before = _pointer(home)
+        try:
+            return read()
+        except ShardCoreError:
+            if _pointer(home) == before:
+                raise
+
+
+def _pointer(home: Place) -> str | None:
+    """What the pointer says; None where there is none."""
+    try:
+        with _plainly(home / _POINTER, _ABSENT):
+            found = (home / _POINTER).read_bytes().decode(errors="replace").strip()
+    except _ABSENT:
+        return None
+    if not found:
+        raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
+    return found
 
 
 def _read(home: Place, name: str, found: str) -> Decision:
@@ -185,22 +217,25 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
         return
     import fcntl
 
-    home.mkdir(parents=True, exist_ok=True)
     path, until = home / ".turn", time.monotonic() + patience_s
-    with open(path, "a+") as f:
-        while True:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ShardCoreError(f"plans for problem {name!r} are being published by another, which has held {path} for "
-                                         f"{patience_s:.0f} s or more: {_holder(path)}; end it if it hangs, and publish again"
-                                         ) from None
-            time.sleep(_LOOK_S)
-        f.truncate(0)
-        f.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now().isoformat(' ', 'seconds')}\n")
-        f.flush()
+    with _plainly(path):
+        home.mkdir(parents=True, exist_ok=True)
+        f = open(path, "a+")
+    with f:
+        with _plainly(path):
+            while True:
+                try:
+                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise ShardCoreError(f"plans for problem {name!r} are being published by another, which has held {path} "
+                                             f"for {patience_s:.0f} s or more: {_holder(path)}; end it if it hangs, and publish "
+                                             "again") from None
+                time.sleep(_LOOK_S)
+            f.truncate(0)
+            f.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now().isoformat(' ', 'seconds')}\n")
+            f.flush()
         yield
 
 
@@ -254,8 +289,8 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
     if isinstance(home, Path):
-        for unfinished in home.rglob(".*.tmp"):
-            unfinished.unlink(missing_ok=True)
+        with _plainly(home):
+            _sweep(home.rglob(".*.tmp"))
     folder = home / "versions"
     gone = [version for version in _names(folder) if version not in named]
     for version in gone:
@@ -265,8 +300,19 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
 
 
 def write(root: str | Path, name: str, content: bytes) -> None:
-    """A file for people beside the plans, whole or not at all."""
-    _write(_place(root) / name, content)
+    """A file for people beside the plans, whole or not at all. (It takes no turn: what others are writing now stays.)"""
+    place = _place(root)
+    if isinstance(place, Path):
+        with _plainly(place):
+            _sweep(place.glob(f".{name}.*.tmp"), _LEFT_S)
+    _write(place / name, content)
+
+
+def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
+    for path in list(unfinished):
+        with suppress(FileNotFoundError):  # its writer was faster
+            if time.time() - path.stat().st_mtime >= older_s:
+                path.unlink()
 
 
 # --- folders and URLs --------------------------------------------------------------------------------------------------
@@ -302,6 +348,17 @@ class _Remote:
 Place = Path | _Remote
 
 
+@contextmanager
+def _plainly(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Raise what the system says of a folder as `_Remote.call` does for other storage; of `but`, as it is."""
+    try:
+        yield
+    except but:
+        raise
+    except OSError as error:
+        raise ShardCoreError(f"cannot use {error.filename or place}: {error.strerror or error}") from None
+
+
 def _place(root: str | Path) -> Place:
     """Raises ShardCoreError for a URL that fsspec does not know or lacks a package for."""
     if isinstance(root, Path) or "://" not in root:
@@ -321,17 +378,22 @@ def _home(root: str | Path, name: str) -> Place:
 
 
 def _exists(place: Place) -> bool:
-    return place.exists() if isinstance(place, Path) else place.call("exists")
+    try:
+        with _plainly(place, _ABSENT):
+            place.stat() if isinstance(place, Path) else place.call("info")  # fsspec's `exists` takes any failure for a no
+    except _ABSENT:
+        return False
+    return True
 
 
 def _names(place: Place) -> list[str]:
     """Names of what is in a folder, sorted; none where there is no folder."""
-    if isinstance(place, Path):
-        return sorted(p.name for p in place.iterdir() if not p.name.startswith(".")) if place.is_dir() else []
     try:
-        return sorted({found.rstrip("/").rsplit("/", 1)[-1] for found in place.call("ls", detail=False)})
-    except FileNotFoundError:
+        with _plainly(place, _ABSENT):
+            found = os.listdir(place) if isinstance(place, Path) else place.call("ls", detail=False)
+    except _ABSENT:
         return []
+    return sorted(n for n in {path.rstrip("/").rsplit("/", 1)[-1] for path in found} if not n.startswith("."))
 
 
 def _write(place: Place, content: bytes) -> None:
@@ -346,9 +408,10 @@ def _write(place: Place, content: bytes) -> None:
 
 def _remove(place: Place) -> None:
     """A file, or a folder with all in it; what is not there is gone already."""
-    if isinstance(place, Path) and place.is_dir():
-        shutil.rmtree(place)
-    elif isinstance(place, Path):
-        place.unlink(missing_ok=True)
-    elif _exists(place):
-        place.call("rm", recursive=True)
+    with suppress(FileNotFoundError), _plainly(place, _ABSENT):
+        if not isinstance(place, Path):
+            place.call("rm", recursive=True)
+        elif place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink()

@@ -1,14 +1,25 @@
 """Published plans: what readers see whatever publishers do, wherever the plans are."""
 
+import builtins
+import contextlib
+import errno
+import fcntl
+import io
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from shardcore import files, store
 from shardcore.store import Decision
@@ -101,6 +112,30 @@ def test_a_decision_that_was_edited_or_is_missing_is_named(problem, tmp_path):
     path.unlink()
     with pytest.raises(ShardCoreError, match=f"{first.id}.json"):
         list(store.history(tmp_path, "small"))
+
+
+@pytest.mark.parametrize("name", ["current", "versions/{}/plan.json", "versions/{}/problem.json", "decisions/{}.json"])
+@pytest.mark.parametrize("cut", [0, 0.5])
+def test_what_was_cut_short_is_named_and_not_taken_for_nothing(problem, tmp_path, name, cut):
+    done = publish(tmp_path, problem, 0, "first")
+    path = tmp_path / "small" / name.format(done.id if "decisions" in name else done.current)
+    path.write_bytes(path.read_bytes()[:int(cut * path.stat().st_size)])
+    with pytest.raises(ShardCoreError, match=r"small/\S+ .*(cut short|there is no|No such file)"):
+        store.load_plan(tmp_path, "small")
+    if "versions" not in name:
+        with pytest.raises(ShardCoreError):
+            publish(tmp_path, problem, 1)
+
+
+def test_what_the_system_refuses_is_named(problem, tmp_path):
+    (tmp_path / "a file").write_text("")
+    for root in (tmp_path / "a file", tmp_path / "a file/plans"):
+        with pytest.raises(ShardCoreError, match="a file"):
+            publish(root, problem, 0, "first")
+        assert store.names(root) == [] and store.last(root, "small") is None
+    (tmp_path / "small/current").mkdir(parents=True)
+    with pytest.raises(ShardCoreError, match="cannot use .*small/current: Is a directory"):
+        store.last(tmp_path, "small")
 
 
 def test_a_pointer_to_a_version_is_read_as_the_first_decision(problem, tmp_path):
@@ -196,20 +231,27 @@ def test_what_killed_publishers_left_goes_with_the_next_publish(problem, tmp_pat
     assert store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
 
 
+def test_files_for_people_leave_nothing_behind_but_what_others_write_now(tmp_path):
+    left, others = tmp_path / ".report.md.77.tmp", tmp_path / ".report.md.78.tmp"
+    for path in (left, others):
+        path.write_text("cut sho")
+    os.utime(left, (0, 0))
+    store.write(tmp_path, "report.md", b"whole")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"report.md": "whole", others.name: "cut sho"}
+
+
 def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_path, rng, outcome):
-    for _ in range(3):
-        running = start_publisher(problem, tmp_path, 10_000)
-        running.stdout.readline()
-        time.sleep(rng.uniform(0, 0.05))
-        outcome.hit = running.poll() is None
-        running.send_signal(signal.SIGKILL)
-        said = running.communicate()[0].split()
-        history = list(store.history(tmp_path, "small"))
-        outcome.lost = len(set(said) - {d.id for d in history})
-        assert outcome.lost == 0
-        if said:
-            assert said[-1] in {d.id for d in history[:2]}  # what it said was done, and at most the one that it was at
-        assert store.load_plan(tmp_path, "small")[0] in [plan(problem, d) for d in range(4)]
+    running = start_publisher(problem, tmp_path, 10_000)
+    said = [running.stdout.readline().strip()]
+    time.sleep(rng.uniform(0, 0.05))  # whatever it is at then
+    outcome.hit = running.poll() is None
+    running.send_signal(signal.SIGKILL)
+    said += running.communicate(timeout=60)[0].split()
+    history = list(store.history(tmp_path, "small"))
+    outcome.lost = len(set(said) - {d.id for d in history})
+    assert outcome.lost == 0
+    assert said[-1] in {d.id for d in history[:2]}  # what it said was done, and at most the one that it was at
+    assert store.load_plan(tmp_path, "small")[0] in [plan(problem, d) for d in range(4)]
     outcome.said = f"decision {history[0].id} is the last one"
     last = publish(tmp_path, problem, 2)
     assert store.last(tmp_path, "small") == last and len(list(store.history(tmp_path, "small"))) == len(history) + 1
@@ -218,3 +260,223 @@ def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_pa
     with store.turn(tmp_path, "small"):
         store.prune(tmp_path, "small", 2)
     assert not list((tmp_path / "small").rglob(".*.tmp"))
+
+
+# --- the model check: every operation of publishing fails, or is a killed publisher's last -------------------------------
+#
+# Operations are what a folder's publisher asks of the system, and what an object store's asks of fsspec. A write is two, so
+# that a half-written file is a state too.
+
+FOLDER = [(builtins, "open"), (io, "open"), (fcntl, "flock"), *((os, name) for name in (
+    "fsync", "link", "listdir", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat", "truncate", "unlink"))]
+OBJECT_STORE = [(MemoryFileSystem, name) for name in ("cat_file", "info", "ls", "open", "pipe_file", "rm", "rm_file")]
+CHANGES = {"link", "mkdir", "remove", "rename", "replace", "rmdir", "truncate", "unlink", "write", "open", "pipe_file", "rm",
+           "rm_file"}
+ALL = CHANGES | {"cat_file", "flock", "fsync", "info", "listdir", "ls", "read", "scandir", "stat"}
+
+
+class Killed(BaseException):
+    """What no publisher catches: the end of one that has nothing on this machine."""
+
+
+class HalfWriting:
+    """A file whose writes are two operations each, after the first of which half of it is there."""
+
+    def __init__(self, file, act):
+        self._file, self._act = file, act
+
+    def write(self, content):
+        self._act("write")
+        done = self._file.write(content[:len(content) // 2])
+        self._file.flush()
+        self._act("write")
+        return done + self._file.write(content[len(content) // 2:])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def operations(root, act, kinds=ALL, after=False):
+    """Calls act(number) before (or after) each operation of these kinds on a folder or an object store; it may raise or kill,
+    and its own operations do not count. Nothing waits for a disk: who is killed loses nothing that the system has."""
+    numbers, mine, busy = itertools.count(1), threading.get_ident(), []
+
+    def acting(kind):
+        if kind in kinds and not busy and threading.get_ident() == mine:
+            busy.append(1)
+            try:
+                act(next(numbers))
+            finally:
+                busy.pop()
+
+    def counted(real, name):
+        def call(file, *args, **options):
+            here = isinstance(file, (int, HalfWriting, MemoryFileSystem)) or "dir_fd" in options or str(root) in str(file)
+            writes = name == "open" and not set("wax+").isdisjoint(str(args[0] if args else options.get("mode", "r")))
+            kind = name if name != "open" or isinstance(file, MemoryFileSystem) else "write" if writes else "read"
+            if here and not after:
+                acting(kind)
+            found = None if name == "fsync" else real(file, *args, **options)
+            if here and after:
+                acting(kind)
+            return HalfWriting(found, acting) if here and kind == "write" else found
+        return call
+
+    with contextlib.ExitStack() as patched:
+        for owner, name in OBJECT_STORE if str(root).startswith("memory:") else FOLDER:
+            patched.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name), name)))
+        yield
+
+
+def publish_all(root, problem, device, number):
+    """All that tasks/publish does with the store for a problem, in its order."""
+    with store.turn(root, problem.name):
+        if before := store.last(root, problem.name):
+            store.load_plan(root, problem.name)
+        version = store.add(root, problem, plan(problem, device), {"total_ms": 1.0}, "<html>")
+        store.record(root, Decision(problem.name, "better" if before else "first", "of a test", version, version,
+                                    files.problem_digest(problem), decided_at=float(number), parent=before and before.id))
+        store.prune(root, problem.name, 2)
+    store.write(root, "report.md", b"for people")
+
+
+class Reader:
+    """Reads when called; what it finds is whole, and never older than what it found before."""
+
+    def __init__(self, root, problem):
+        self.root, self.problem, self.number = root, problem, 0
+
+    def __call__(self, _=None):
+        decision = store.last(self.root, "small")
+        assert decision.decided_at >= self.number, f"decision {decision.decided_at} after {self.number}"
+        self.number = decision.decided_at
+        read, problem = store.load_plan(self.root, "small")
+        assert problem == self.problem and store.version_of(read, problem) == decision.current
+        assert store.load_page(self.root, "small", decision.current) == b"<html>"
+
+
+def ending(number, how):
+    """Kills the process or raises at an operation."""
+    def act(now):
+        if now == number:
+            if how == signal.SIGKILL:
+                os.kill(os.getpid(), how)
+            raise how
+    return act
+
+
+def in_a_process(work):
+    """Runs it in a process of its own; whether that completed, or else was killed."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            signal.alarm(30)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return {0: True, -signal.SIGKILL: False}[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]
+
+
+def in_this_process(work):
+    """Whether it completed; what ended it is an error for users."""
+    try:
+        work()
+    except (ShardCoreError, Killed):
+        return False
+    return True
+
+
+@pytest.fixture
+def two(problem):
+    """The problem with few tables, which are read fast."""
+    return replace(problem, tables=problem.tables[1:3])
+
+
+@pytest.fixture(params=["folder", "object store"])
+def begun(request, two, tmp_path):
+    """Where plan 1 is published, and plan 0 was before."""
+    root = {"folder": tmp_path / "plans", "object store": f"memory://{uuid.uuid4()}/plans"}[request.param]
+    for number, device in enumerate((0, 1)):
+        publish_all(root, two, device, number)
+    return root
+
+
+def test_at_each_operation_of_a_publisher_readers_find_the_old_plan_or_the_new_one(two, begun):
+    reader, numbers = Reader(begun, two), []
+
+    def read(_):
+        reader()
+        numbers.append(reader.number)
+
+    for number, device in ((2, 2), (3, 0)):
+        with operations(begun, read):
+            publish_all(begun, two, device, number)
+    assert numbers == sorted(numbers) and {n: numbers.count(n) > 5 for n in numbers} == {1.0: True, 2.0: True, 3.0: True}
+
+
+def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(two, begun):
+    """Three versions are published at one of its operations, so the one that it was at is gone."""
+    number, devices = 1, itertools.cycle((2, 3, 0, 1))
+    for at in range(1, 100):
+        before, overtaken = store.load_plan(begun, "small")[0], []
+
+        def publish_three(now, at=at, before=before, overtaken=overtaken):
+            nonlocal number
+            if now == at:
+                overtaken.append(before)
+                for device in itertools.islice(devices, 3):
+                    number += 1
+                    publish_all(begun, two, device, number)
+                    overtaken.append(plan(two, device))
+
+        with operations(begun, publish_three):
+            found, problem = store.load_plan(begun, "small")
+        if not overtaken:
+            break
+        assert found in (before, overtaken[-1]) and problem == two
+    assert 5 < at < 99
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("begun, how, kinds, after", [
+    ("folder", signal.SIGKILL, CHANGES, False), ("folder", OSError(errno.EIO, "Input/output error"), ALL, False),
+    ("object store", Killed(), CHANGES, False), ("object store", OSError("no answer"), ALL, False),
+    ("object store", OSError("no answer"), ALL, True),
+], ids=["folder, killed", "folder, fails", "object store, killed", "object store, fails", "object store, done and fails"],
+    indirect=["begun"])
+def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(two, begun, how, kinds, after):
+    """At each operation in turn, of a publisher of another plan than any of the last three: it adds one, and removes one."""
+    run, reader, ended, unhindered = in_a_process if how == signal.SIGKILL else in_this_process, Reader(begun, two), [], []
+    with operations(begun, unhindered.append, kinds, after):
+        publish_all(begun, two, 1, 2)
+    for at in range(1, 500):
+        reader()
+        device = (at + 1) % 4
+
+        def publish(at=at, device=device):
+            with operations(begun, ending(at, how), kinds, after):
+                publish_all(begun, two, device, 10 * at)
+
+        ended.append(not run(publish))
+        reader()
+        switched = reader.number == 10 * at
+        assert switched or ended[-1]
+        with operations(begun, reader, {"replace", "rename", "unlink", "rmdir", "pipe_file", "rm_file"}):
+            publish_all(begun, two, device, 10 * at + 1)
+        reader()
+        assert reader.number == 10 * at + 1 and store.load_plan(begun, "small") == (plan(two, device), two)
+        assert len(store._names(store._home(begun, "small") / "versions")) == 2 - switched
+        assert not isinstance(begun, Path) or not list((begun / "small").rglob(".*.tmp"))
+        if at > len(unhindered) and not any(ended[-3:]):  # (some failures hinder nothing)
+            break
+    else:
+        pytest.fail("publishing never ends")
