@@ -58,6 +58,35 @@ def test_moves_are_the_cells_that_devices_get(small, seed):
     assert [m.bytes for m in found.moves] == sorted((m.bytes for m in found.moves), reverse=True)
 
 
+def at(device, rows, columns, table):
+    return Placement(Shard(table, *rows, *columns), device if isinstance(device, tuple) else (device,))
+
+
+@pytest.mark.parametrize("old, new, cells", [
+    ([(0, (0, 40), (0, 16))], [(1, (0, 40), (0, 16))], 640),
+    ([(0, (0, 40), (0, 16))], [((0, 1, 2), (0, 40), (0, 16))], 2 * 640),  # copies
+    ([((0, 1), (0, 40), (0, 16))], [(1, (0, 40), (0, 16))], 0),
+    ([(0, (0, 40), (0, 8)), (1, (0, 40), (8, 16))], [(0, (0, 40), (0, 12)), (1, (0, 40), (12, 16))], 40 * 4),
+    ([(0, (0, 40), (0, 4)), (0, (0, 40), (4, 16))], [(0, (0, 40), (0, 16))], 0),  # in one part what was in two
+    ([(0, (0, 10), (0, 4)), (1, (10, 40), (0, 16)), (1, (0, 10), (4, 16))], [(0, (20, 40), (8, 16))], 20 * 8),  # nothing shared
+    ([(0, (0, 10), (0, 16)), (1, (10, 40), (0, 16))], [(0, (0, 20), (0, 16)), (1, (20, 40), (0, 16))], 10 * 16),
+])
+@pytest.mark.parametrize("precision, bytes_a_cell", [("fp32", 4), ("fp16", 2)])
+def test_moves_counted_by_hand(old, new, cells, precision, bytes_a_cell):
+    table = Table("t", 40, 16, 1.0, precision=precision)
+    found = diff(*(Plan(tuple(at(*p, table) for p in plan)) for plan in (old, new)))
+    assert found.bytes == cells * bytes_a_cell and len(found.moves) == bool(cells)
+
+
+def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem):
+    wide, small = problem.tables[2], problem.tables[1]
+    halves = (0, 32), (32, 64)
+    old, new = (Plan((*(at(device, (0, wide.rows), half, wide) for device, half in zip(order, halves, strict=True)),
+                      Placement(Shard.whole(small), (0,)))) for order in ((0, 1), (1, 0)))
+    assert wide.bytes > small.bytes and diff(old, new).bytes == wide.bytes
+    assert not diff(old, nearest(new, old, replace(problem, tables=(wide, small))))
+
+
 def test_statistics_do_not_move_tables_and_shapes_make_others_of_them(problem):
     old = random_plan(problem, 1)
     livelier = replace(problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5)) for t in problem.tables))
@@ -111,6 +140,8 @@ def test_columns_come_in_the_old_order_of_devices(problem):
     assert not diff(old, in_order(cut((24, 0), (16, 1), (24, 3)), old))
     fewer = in_order(cut((32, 0), (32, 3)), old)
     assert diff(old, fewer).bytes == 4 * wide.rows * (8 + 8)
+    old, new = cut((8, 0), (32, 1), (24, 2)), cut((32, 1), (32, 0))
+    assert in_order(new, old) == new  # the old order would move more
 
 
 def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):

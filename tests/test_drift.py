@@ -11,6 +11,7 @@ from shardcore.__main__ import main
 from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.diff import carried, diff
 from shardcore.drift import drift, refreshed
 from shardcore.search import SHARDERS, Budget
 from shardcore.store import Decision
@@ -41,7 +42,10 @@ def test_a_plan_falls_behind_and_a_few_moves_bring_most_of_it_back(shifted):
     assert 1 <= len(found.moves.moves) <= 3 and found.pays
     assert price(lower(found.replan, now), MODEL).total_ms == found.replan_ms
     assert found.now_ms - found.replan_ms > 0.5 * (found.now_ms - found.best_ms)
+    assert found.moves == diff(carried(plan, now), found.replan)
     text = plan_report.drift_text(found)
+    dearer = 100 * (found.now_ms / found.planned_ms - 1)
+    assert dearer > 0 and f"costs {found.now_ms:.3f} ms now, +{dearer:.1f}% against the {found.planned_ms:.3f} ms" in text
     assert f"{found.behind:.1%} behind" in text and "of 3 that may" in text and "that pays" in text
 
 
@@ -56,6 +60,15 @@ def test_nothing_has_to_move_where_nothing_changed_or_nothing_may(shifted):
     assert dear.moves and not dear.pays and "does not pay (threshold 90.0%)" in plan_report.drift_text(dear)
 
 
+@pytest.mark.parametrize("evals", [1, 30, 100, 300])
+def test_the_best_is_never_dearer_than_the_replan_nor_this_than_the_plan(shifted, evals):
+    """However little of the search there is."""
+    found = drift(*shifted, MODEL, most_tables=4, budget=Budget(evals=evals))
+    assert found.best_ms <= found.replan_ms <= found.now_ms and found.behind >= 0
+    for costs, plan in ((found.best_ms, found.best), (found.replan_ms, found.replan)):
+        assert price(lower(plan, shifted[2]), MODEL).total_ms == costs
+
+
 def test_a_plan_that_is_none_any_more_is_refused(shifted):
     plan, problem, now = shifted
     with pytest.raises(Infeasible):
@@ -65,11 +78,12 @@ def test_a_plan_that_is_none_any_more_is_refused(shifted):
 def test_fresh_statistics_replace_those_of_the_same_tables_alone(shifted):
     _, problem, now = shifted
     assert refreshed(problem, now.tables) == now
-    one = replace(now.tables[5], pooling=77.0)
+    one = replace(now.tables[5], pooling=77.0, access=Zipf(0.25))
     changed = refreshed(problem, [one, Table("other", 5, 4, 1.0)])
-    assert changed.tables[5].pooling == 77.0 and changed.tables[4] == problem.tables[4]
-    with pytest.raises(ShardCoreError, match="'t5' is 9 × 16 with fresh statistics.*another shape"):
-        refreshed(problem, [replace(one, rows=9)])
+    assert changed.tables == (*problem.tables[:5], one, *problem.tables[6:])
+    for shape, named in (({"rows": 9}, "9 × 16"), ({"dim": 8}, f"{one.rows} × 8")):
+        with pytest.raises(ShardCoreError, match=f"'t5' is {named} with fresh statistics.*another shape"):
+            refreshed(problem, [replace(one, **shape)])
     with pytest.raises(ShardCoreError, match="none of the 1 tables.*'shifting'"):
         refreshed(problem, [Table("other", 5, 4, 1.0)])
 

@@ -1,5 +1,10 @@
 import dataclasses
+import hashlib
+import io
 import json
+import os
+import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -50,12 +55,18 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
     (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
     (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
     (lambda d: d.update(schema="shardcore/plan"), ["schema 'shardcore/plan'", "shardcore/problem"]),
-    (lambda d: d.update(version=99), ["version 99"]),
+    (lambda d: d.update(version=99), ["version 99", "reads 1"]),
+    (lambda d: d.update(version=2), ["version 2", "reads 1"]),
+    (lambda d: d.pop("version"), ["version None"]),
+    (lambda d: d.update(global_batch=True), ["global_batch is True", "int"]),
+    (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "int"]),
+    (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
     (lambda d: d["topology"]["devices"][0].update(count=0), ["count 0"]),
     (lambda d: d["topology"]["devices"][0].update(memory_gb=3), ["unknown key 'memory_gb'", "memory_bytes"]),
     (lambda d: d.pop("topology"), ["topology"]),
     (lambda d: d.update(tables=7), ["tables"]),
     (lambda d: d["tables"].append(7), ["7"]),
+    (lambda d: d["tables"].append(d["tables"][0]), ["'cold'"]),
     (lambda d: d.update(constraints=[]), ["constraints", "[]", "object"]),
     (lambda d: d["constraints"].update(pin={}), ["unknown key 'pin'", "unsplit", "pinned", "together"]),
     (lambda d: d["constraints"].update(pinned=["hot"]), ["pinned is ['hot']", "object of tables"]),
@@ -74,6 +85,12 @@ def test_bad_problems_are_refused_by_name(problem_path, edit, named):
     with pytest.raises(ShardCoreError) as error:
         files.read_problem(problem_path)
     assert all(word in str(error.value) for word in [str(problem_path), *named]), str(error.value)
+
+
+def test_of_a_key_that_appears_twice_neither_counts(problem_path):
+    problem_path.write_text(problem_path.read_text().replace('"global_batch": 256', '"global_batch": 256, "global_batch": 512'))
+    with pytest.raises(ShardCoreError, match="'global_batch' appears twice"):
+        files.read_problem(problem_path)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -2])
@@ -96,6 +113,25 @@ def test_plans_round_trip_and_know_their_problem(problem, tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(ShardCoreError, match="edited"):
         files.read_plan(path, problem)
+    del data["digest"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ShardCoreError, match="does not match its digest None"):
+        files.read_plan(path, problem)
+
+
+def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
+    files.write_plan(tmp_path / "plan.json", whole(problem), problem)
+    for other in (dataclasses.replace(problem, global_batch=512), dataclasses.replace(problem, constraints=Constraints(1))):
+        assert files.problem_digest(other) != files.problem_digest(problem)
+        with pytest.raises(ShardCoreError, match="is a plan for problem 'small' with digest"):
+            files.read_plan(tmp_path / "plan.json", other)
+
+
+def test_equal_devices_in_a_row_are_counted(problem):
+    a, b = Device(1 << 24), Device(1 << 25)
+    mixed = dataclasses.replace(problem, global_batch=255, topology=Topology((a, a, a, b, a)))
+    written = files.problem_to_json(mixed)["topology"]["devices"]
+    assert [(d["count"], d["memory_bytes"]) for d in written] == [(3, 1 << 24), (1, 1 << 25), (1, 1 << 24)]
 
 
 def test_pools_round_trip(tables, tmp_path):
@@ -110,9 +146,65 @@ def test_models_round_trip_and_a_touched_one_is_refused(tmp_path):
     assert meta == {"a": 1}
     np.testing.assert_array_equal(read["w"], tensors["w"])
     weights = tmp_path / files.MODEL_WEIGHTS
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ShardCoreError, match="weights.safetensors"):
+    content = weights.read_bytes()
+    for touched in (content[:-1], content[:-8] + np.float64(7.0).tobytes()):  # the second is whole safetensors
+        weights.write_bytes(touched)
+        with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest in model.json"):
+            files.read_model(tmp_path)
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self._path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self._path,)
+
+
+def as_pickle(payload) -> bytes:
+    return pickle.dumps(payload)
+
+
+def as_array(payload) -> bytes:
+    content = io.BytesIO()
+    np.save(content, np.array([payload], dtype=object), allow_pickle=True)
+    return content.getvalue()
+
+
+def as_torch(payload) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, part in (("data.pkl", pickle.dumps(payload)), ("version", b"3"), ("byteorder", b"little")):
+            archive.writestr(f"archive/{name}", part)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("written", [as_pickle, as_array, as_torch])
+def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
+    content, ran = written(Payload(tmp_path / "ran")), tmp_path / "ran"
+    files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
+    (tmp_path / files.MODEL_WEIGHTS).write_bytes(content)
+    meta = json.loads((tmp_path / files.MODEL_JSON).read_text()) | {"weights_sha256": hashlib.sha256(content).hexdigest()}
+    meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
+    files.write_json(tmp_path / files.MODEL_JSON, meta)
+    with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
         files.read_model(tmp_path)
+    assert not ran.exists()
+    if written is as_pickle:  # it would
+        pickle.loads(content)
+        assert ran.exists()
+
+
+def test_a_models_digest_is_of_its_weights_and_what_it_says_of_them_not_of_where_it_comes_from(tmp_path):
+    def written(meta, weight):
+        files.write_model(tmp_path, meta, {"w": np.full(2, weight)})
+        return files.model_digest(tmp_path)
+
+    first = written({"a": 1, "provenance": {"git_commit": "x"}}, 1.0)
+    assert len(first) == 16 and written({"a": 1, "provenance": {"git_commit": "y"}}, 1.0) == first
+    assert len({first, written({"a": 2}, 1.0), written({"a": 1}, 2.0)}) == 3
 
 
 def test_parameters_name_an_unknown_key(tmp_path):

@@ -1,12 +1,15 @@
-"""The house's import directions, and that every DVC stage depends on the code that its flow reaches."""
+"""The house's import directions, and that every DVC stage depends on the code, the data and the parameters of its flow."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tasks import params, paths
 
 ROOT = Path(__file__).parent.parent
 OURS = ("shardcore", "tasks", "flows")
@@ -21,6 +24,7 @@ def module_file(name: str) -> Path | None:
     return None
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules that a file imports anywhere, packages of `from a import b` resolved to a.b where that is a module."""
     found = set()
@@ -39,6 +43,7 @@ def our_files() -> list[Path]:
     return sorted(p for package in OURS for p in (ROOT / package).rglob("*.py"))
 
 
+@cache
 def reached(start: Path) -> set[Path]:
     """Files of ours that a file reaches through imports, packages' __init__ included (shardcore's own imports lazily: it
     counts, but is not followed)."""
@@ -76,13 +81,92 @@ def test_directions(path):
         assert not any(n.startswith(("shardcore.measure", "shardcore.search")) for n in ours)
 
 
-@pytest.mark.parametrize("stage", ["tables", "measure", "train", "evaluate"])
+# --- what the stages of dvc.yaml depend on ------------------------------------------------------------------------------
+
+STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+each_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+def listed(stage: str, *kinds: str) -> dict[str, dict]:
+    """Paths of a stage's deps, outs, metrics or plots, and their options."""
+    entries = [e for kind in kinds for e in STAGES[stage].get(kind, ())]
+    return dict(next(iter(e.items())) if isinstance(e, dict) else (e, {}) for e in entries)
+
+
+def made(stage: str) -> dict[str, dict]:
+    return listed(stage, "outs", "metrics", "plots")
+
+
+def is_within(path: str | Path, folders) -> bool:
+    return any(Path(folder) in (Path(path), *Path(path).parents) for folder in folders)
+
+
+@cache
+def trees(stage: str) -> list[ast.AST]:
+    """Of the flow and of the tasks that it reaches."""
+    files = (p for p in reached(ROOT / f"flows/{stage}.py") if p.parent.name in ("flows", "tasks") and p.name != "paths.py")
+    return [ast.parse(p.read_text()) for p in files]
+
+
+def sections_read(stage: str) -> set[str]:
+    """First arguments of params.section(...)."""
+    return {node.args[0].value for tree in trees(stage) for node in ast.walk(tree) if isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "params.section"}
+
+
+def data_named(stage: str) -> set[Path]:
+    """The places paths.NAME that are data; datasets too, where a task reads which of them a model was trained on."""
+    nodes = [node for tree in trees(stage) for node in ast.walk(tree)]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"}
+    found = {getattr(paths, name) for name in names} - {paths.PARAMS, paths.PROBLEMS, paths.PLANS}
+    joined = any(isinstance(node, ast.Constant) and node.value == "datasets" for node in nodes)
+    return found | ({paths.DATASETS} if joined else set())
+
+
+@each_stage
 def test_dvc_stage_depends_on_the_code_it_reaches(stage):
-    deps = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][stage]["deps"]
-    covered = [ROOT / d for d in deps]
-    missing = {p.relative_to(ROOT) for p in reached(ROOT / f"flows/{stage}.py")
-               if not any(p == c or c in p.parents for c in covered)}
+    deps, code = listed(stage, "deps"), reached(ROOT / f"flows/{stage}.py")
+    missing = {p.relative_to(ROOT) for p in code if not is_within(p.relative_to(ROOT), deps)}
     assert not missing, f"stage {stage} reaches {sorted(map(str, missing))}, which dvc.yaml does not list"
+    beyond = {d for d in deps if d.endswith(".py") and ROOT / d not in code}
+    assert not beyond, f"stage {stage} does not reach {sorted(beyond)}, which dvc.yaml lists"
+
+
+@each_stage
+def test_dvc_stage_depends_on_the_sections_of_params_that_it_reads(stage):
+    read = sections_read(stage)
+    assert stage in read and read <= set(params.SECTIONS)
+    assert set(STAGES[stage]["params"]) == read and STAGES[stage]["cmd"] == f"python -m flows.{stage}"
+
+
+@each_stage
+def test_dvc_stage_depends_on_the_data_that_it_names_or_makes_it(stage):
+    deps, outs, named = listed(stage, "deps"), made(stage), data_named(stage)
+    for place in named:
+        assert is_within(place, {**deps, **outs}) or any(is_within(out, [place]) for out in outs), \
+            f"stage {stage} reads {place}, which dvc.yaml lists neither among its deps nor its outs"
+    before = [out for other in list(STAGES)[:list(STAGES).index(stage)] for out in made(other)]
+    data = [d for d in deps if d.startswith("data/")]
+    assert set(data) <= set(before), f"stage {stage} reads what no stage before it makes"
+    assert {str(p) for p in named} >= set(data)
+
+
+def test_stages_make_what_the_project_keeps_and_dvc_leaves_what_grows():
+    files = {stage: set(made(stage)) for stage in STAGES}
+    assert files == {
+        "tables": {"data/pool.json"}, "measure": {"data/measurements"},
+        "train": {"data/model", "data/card.md", "data/curves.csv"},
+        "evaluate": {f"data/evaluation/{n}" for n in ("predictions.png", "replays", "metrics.json", "predictions.csv",
+                                                      "sharders.csv")}}
+    growing = {out for stage in STAGES for out, options in made(stage).items() if options.get("persist")}
+    assert growing == {"data/measurements", "data/evaluation/replays"}
+
+
+def test_stages_that_read_lists_of_public_tables_depend_on_them():
+    for stage in STAGES:
+        reads = any((ROOT / "shardcore/tables.py") == p for p in reached(ROOT / f"flows/{stage}.py"))
+        makes_pools = reads and "tasks/tables.py" in listed(stage, "deps")
+        assert ("shardcore/data" in listed(stage, "deps")) == makes_pools
 
 
 def test_planning_and_pricing_start_without_torch():

@@ -62,7 +62,24 @@ def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
                      "10% more memory", "to move", "no plan was published", "model_version 7", "git_commit abc",
                      "forward compute", "memory, MiB", "a table is <huge>", "2023-11-14 23:13:20 UTC"):
         assert expected in words, expected
+    assert words.count("cheaper <b>by far</b>") == 2  # above, and among the decisions
+    assert """content="default-src 'none'; style-src 'unsafe-inline'">""" in page[:300]
     assert "svg" in parsed.tags and not {"script", "link", "img", "iframe", "object"} & set(parsed.tags) and not parsed.loads
+
+
+def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
+    plan = SHARDERS["size_greedy"](problem, MODEL, budget=BUDGET)
+    explained = explain(plan, problem, MODEL, BUDGET, {})
+    costs, memory = plan_page.figure(explained).axes
+    tops = [patch.get_data().values[::2] for patch in costs.patches]
+    cost = explained.cost
+    parts = (cost.forward_compute_ms, cost.backward_compute_ms, cost.waiting_ms, cost.forward_comm_ms, cost.backward_comm_ms)
+    for top, total in zip(tops, np.cumsum(parts, axis=0), strict=True):
+        np.testing.assert_allclose(top, total)
+    free, used = (patch.get_data().values[::2] * (1 << 20) for patch in memory.patches)
+    np.testing.assert_allclose(free, explained.free_bytes)
+    np.testing.assert_allclose(used, explained.memory_bytes)
+    assert memory.get_ylabel() == "memory, MiB"
 
 
 def test_the_same_plan_gives_the_same_page(problem):

@@ -156,6 +156,18 @@ def test_a_repeated_decision_says_so(problem, tmp_path):
     assert again.repeats(first) and not other.repeats(first) and not first.repeats(None)
 
 
+def test_a_plan_has_to_be_cheaper_by_more_than_the_threshold():
+    assert store.worth_it(97.9, 100.0, 0.02) and not store.worth_it(98.1, 100.0, 0.02)
+    assert store.worth_it(99.9, 100.0, 0.0) and not store.worth_it(100.0, 100.0, 0.0)
+    assert store.worth_it(100.0, None, 0.02)  # of what is no plan any more nothing is kept
+
+
+def test_a_decision_tells_what_the_version_that_it_chose_costs():
+    of = {"problem": "p", "reason": "r", "problem_digest": "d", "candidate_ms": 1.0, "previous_ms": 2.0}
+    assert Decision(outcome="better", current="new", candidate="new", **of).total_ms == 1.0
+    assert Decision(outcome="kept", current="old", candidate="new", **of).total_ms == 2.0
+
+
 def test_a_url_that_cannot_be_opened_is_named():
     with pytest.raises(ShardCoreError, match="plans are at unheard-of://x/y, which cannot be opened: .*unheard-of"):
         store.load_plan("unheard-of://x/y", "small")
@@ -454,27 +466,30 @@ def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(t
 ], ids=["folder, killed", "folder, fails", "object store, killed", "object store, fails", "object store, done and fails"],
     indirect=["begun"])
 def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(two, begun, how, kinds, after):
-    """At each operation in turn, of a publisher of another plan than any of the last three: it adds one, and removes one."""
+    """At each operation in turn, of a publisher that adds a plan and removes the last but one. The next publisher publishes the
+    plan that was only begun to be added, or to be removed."""
     run, reader, ended, unhindered = in_a_process if how == signal.SIGKILL else in_this_process, Reader(begun, two), [], []
     with operations(begun, unhindered.append, kinds, after):
-        publish_all(begun, two, 1, 2)
+        publish_all(begun, two, 2, 2)
+    before, now = 1, 2
     for at in range(1, 500):
-        reader()
-        device = (at + 1) % 4
+        new = min({0, 1, 2} - {before, now})
 
-        def publish(at=at, device=device):
+        def publish(at=at, new=new):
             with operations(begun, ending(at, how), kinds, after):
-                publish_all(begun, two, device, 10 * at)
+                publish_all(begun, two, new, 10 * at)
 
         ended.append(not run(publish))
         reader()
         switched = reader.number == 10 * at
         assert switched or ended[-1]
+        before, now = (new, before) if switched else (now, new)
         with operations(begun, reader, {"replace", "rename", "unlink", "rmdir", "pipe_file", "rm_file"}):
-            publish_all(begun, two, device, 10 * at + 1)
+            publish_all(begun, two, now, 10 * at + 1)
         reader()
-        assert reader.number == 10 * at + 1 and store.load_plan(begun, "small") == (plan(two, device), two)
-        assert len(store._names(store._home(begun, "small") / "versions")) == 2 - switched
+        assert reader.number == 10 * at + 1 and store.load_plan(begun, "small") == (plan(two, now), two)
+        assert store._names(store._home(begun, "small") / "versions") == sorted(
+            store.version_of(plan(two, device), two) for device in (before, now))
         assert not isinstance(begun, Path) or not list((begun / "small").rglob(".*.tmp"))
         if at > len(unhindered) and not any(ended[-3:]):  # (some failures hinder nothing)
             break
