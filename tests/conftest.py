@@ -58,8 +58,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if missing := [name for name in required if not HAS[name]()]:
         pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; its tests would be skipped",
                     returncode=4)
-    # Compiled once, before the workers start: each would take half a minute for it.
-    subprocess.run([sys.executable, "-c", "import shardcore.search.anneal, shardcore.cost.compiled"], cwd=HERE.parent, check=True)
+    subprocess.run([sys.executable, HERE / "warm_up.py"], cwd=HERE.parent, env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+                   check=True)
 
 
 # --- how tests are dealt to the workers --------------------------------------------------------------------------------
