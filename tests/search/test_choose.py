@@ -64,6 +64,7 @@ def test_candidates_are_different_plans_within_one_budget():
     assert 2 <= len(plans) <= 3 and len(set(plans)) == len(plans)
     both = candidates(PROBLEM, models, "neuroshard", range(2), Budget(evals=400))
     assert len(both) == 2 and all(p.provenance["evals"] <= 100 for p in both)
+    assert len(candidates(PROBLEM, models, "random", range(3), Budget(evals=2))) >= 2  # one evaluation each at least
     small = replace(PROBLEM, topology=Topology((Device(100),) * 2))
     with pytest.raises(Infeasible):
         candidates(small, models, "neuroshard", range(1))

@@ -119,7 +119,7 @@ def test_copies_take_no_byte_more_than_there_is(short):
     """All small tables would be copied, for which one device lacks some bytes; 92 kB are dense gradients. Ordered tables are not
     divided by rows instead."""
     small = tuple(Table(f"s{i}", 40, 64, 1.0, Zipf(0.0), ordered=True) for i in range(9))
-    large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0), ordered=True) for i in range(4))
+    large = tuple(Table(f"t{i}", 20_000, 8, 5.0, Zipf(1.0), ordered=True) for i in range(4))  # four columns of none fit it
     needed = 9 * needed_bytes(40, 64, 256, copies=True)
     model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
 
@@ -183,9 +183,8 @@ def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
 def test_the_budget_is_kept_whichever_limit_is_nearer():
     """Without the seconds 40 million changes would be tried, for some 20 s."""
     problem = draw_problem(2, 20, [8 * MIB] * 4)
-    model, seconds = model_for(problem), [0.001, 0.1]
-    evals = [local(problem, model, budget=Budget(40_000_000, s)).provenance["evals"] for s in seconds]
-    assert evals[0] < evals[1] < 4_000_000
+    model = model_for(problem)
+    assert local(problem, model, budget=Budget(40_000_000, 0.1)).provenance["evals"] < 4_000_000
     assert local(problem, model, budget=Budget(seconds=0.1)).provenance["evals"] < 4_000_000
     evals = [local(problem, model, budget=Budget(n, 1000.0)).provenance["evals"] for n in (1, 5000)]
     assert 5000 <= evals[1] < 8000 and evals[0] < 3000, evals  # its starts and one round may exceed it

@@ -111,6 +111,12 @@ def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     assert feasible_pieces(problem_of(TABLES, [2 * EACH, 3 * EACH, 9 * EACH], pinned=pinned)) == list(map(Shard.whole, TABLES))
 
 
+def test_a_group_of_two_that_fits_no_device_is_named():
+    with pytest.raises(Infeasible, match="the group 't0', 't1', kept on one device .constraints.together."):
+        feasible_pieces(problem_of(TABLES, [2 * EACH - 1] * 4, together=(("t0", "t1"),)))
+    assert feasible_pieces(problem_of(TABLES, [2 * EACH] * 3, together=(("t0", "t1"),))) == list(map(Shard.whole, TABLES))
+
+
 def test_columns_are_poured_to_the_last_that_fits():
     wide = Table("wide", 1000, 64, 1.0)
     four = 1000 * 16 + 2 * BATCH * 16
