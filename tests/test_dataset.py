@@ -185,6 +185,8 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
     worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
     dataset.write_compute(tmp_path, [again, worse], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
+    dataset.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
+    assert dataset.disturbed_ids(tmp_path, 0.02) == set()
     assert next(s for s in dataset.read_compute(tmp_path) if s.id == bad.id) == again
     assert dataset.usual_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
 
