@@ -140,7 +140,7 @@ def actor_count(config: MeasureConfig, device: str) -> int:
 
 def with_room(resources: Mapping[str, float], arena_bytes: int) -> float:
     """Measuring processes that the memory among Ray's resources holds."""
-    return resources.get("memory", float("inf")) // (arena_bytes + _WORKER_BYTES)
+    return resources["memory"] // (arena_bytes + _WORKER_BYTES) if "memory" in resources else float("inf")
 
 
 def rank_count(config: MeasureConfig, device: str, batch: int) -> int:
