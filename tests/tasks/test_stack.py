@@ -21,7 +21,7 @@ from tasks import daemons, services, stack
 from tasks.daemons import Daemon
 from tasks.stack import Service, StackConfig, logging_config, ray_folder
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the services' own, which are imported here
+pytestmark = pytest.mark.filterwarnings("ignore")  # the services' own, which are imported here
 SECRETS = ("token", "env.sh", "mlflow-auth.ini")
 PORTS = ("prefect_port", "mlflow_port", "ray_port", "ray_client_port", "dashboard_port", "metrics_port")
 SLEEP = (sys.executable, "-c", "import time; print('it is up', flush=True); time.sleep(600)")
