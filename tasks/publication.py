@@ -39,10 +39,11 @@ class Publication:
     until: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether plans have to be published: the champion is another version than the last one, and nobody is at it."""
+        """Whether plans have to be published: the champion is another version than the last one, and nobody publishes, under
+        whichever version. (Asked for before those are done, a run would answer two changes: see watch.publish_once.)"""
         if self.champion is None or self.champion == self.published:
             return False
-        return self.champion != self.publishing or now > (self.until or 0.0)
+        return self.publishing is None or now > (self.until or 0.0)
 
 
 def read(client: mlflow.MlflowClient, model: str) -> Publication:

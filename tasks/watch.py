@@ -67,8 +67,11 @@ def step() -> str:
     if state.champion is None:
         return f"{state.model} has no champion yet"
     if not state.due(time.time()):
-        done = state.champion == state.published
-        return f"plans under {state.model} version {state.champion} are {'published' if done else 'being published'}"
+        what = f"plans under {state.model} version {state.champion}"
+        if state.champion == state.published:
+            return f"{what} are published"
+        same = state.champion == state.publishing
+        return f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} being published"
     try:
         return publish_once(state, time.time())
     except Exception as error:

@@ -1,11 +1,16 @@
-"""Deployments, and what follows when somebody changes the champion: a server, a worker and the watch, on one project.
+"""Deployments, and what follows when somebody changes the champion: flows in this process, and (`long`) a worker and the watch.
 
-Its models are of known laws, so nothing has to be measured.
+One project, whose models are of known laws, so nothing has to be measured.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import os
+import shutil
 import subprocess
+import time
+import uuid
 from unittest import mock
 
 import pytest
@@ -15,13 +20,17 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import DeploymentFilter
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Crashed
+from prefect.flows import load_flow_from_entrypoint
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.states import Completed, Crashed
 from scratch import kill_group, until
 
+from flows.promote import promote
+from flows.publish import publish
+from flows.refresh import refresh
 from shardcore import dataset, files, store
 from shardcore.cost import fit, neural
-from shardcore.types import Device, Problem, Topology
+from shardcore.types import Device, Problem, ShardCoreError, Topology
 from tasks import publication, registry, watch
 
 NAMES = ("one", "two")
@@ -52,11 +61,19 @@ def project(new_project):
 @pytest.fixture(scope="module")
 def api(project):
     """A client of the server, which this process uses too; the project's deployments are there."""
-    settings = {PREFECT_API_URL: project.env["PREFECT_API_URL"]}
+    settings = {PREFECT_API_URL: project.env["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_ENABLED: False}
     with temporary_settings(settings), get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="local", type="process"))
         project.run("prefect", "--no-prompt", "deploy", "--all")
         yield client
+
+
+@pytest.fixture
+def inside(project, api):
+    """This process runs flows and looks, in the project's folder, as a command there would; a client of its registry."""
+    with contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env):
+        watch._model.cache_clear()
+        yield registry.connect()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +96,8 @@ def runs(api, flow):
 
 def registered(project, client, law):
     """The version of a law's model."""
-    write_model(project.folder / law.__name__, law)
+    if not (project.folder / law.__name__).exists():
+        write_model(project.folder / law.__name__, law)
     here = {"MLFLOW_TRACKING_URI": project.env["MLFLOW_TRACKING_URI"]}
     with contextlib.chdir(project.folder), mock.patch.dict(os.environ, here):
         registry.connect()
@@ -97,6 +115,7 @@ def test_deployments_run_once_at_a_time_with_checked_parameters(project, api):
         found = api.read_deployment_by_name(f"{flow}/local")
         assert found.global_concurrency_limit.limit == 1 and found.concurrency_options.collision_strategy == "ENQUEUE"
         assert found.description and "shardcore" in found.tags
+        assert load_flow_from_entrypoint(found.entrypoint).name == flow
         assert all(p.get("description") for p in found.parameter_openapi_schema["properties"].values())
     refresh = api.read_deployment_by_name("refresh/local")
     assert [(s.slug, s.active) for s in refresh.schedules] == [("nightly", False)]
@@ -122,34 +141,161 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
         api.delete_flow_run(run.id)
 
 
-@pytest.mark.long
-def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, request):
-    client, name = project.mlflow(), registry.model_name(SETTING.hardware)
-    for version, law in (("1", linear_law), ("2", cache_law)):
-        assert registered(project, client, law) == version
-    with project.started("tasks.watch") as killed:
-        client.set_registered_model_alias(name, "champion", "1")
-        first = published(project, client, name, "1")
-        client.set_registered_model_alias(name, "champion", "2")
-        until(lambda: "version 2" in killed.log())
-        kill_group(killed.process)  # it has asked for the run, and says no more
-    watching = request.getfixturevalue("watching")
-    second = published(project, client, name, "2")
-    assert all(set(second[n][0].placements) != set(first[n][0].placements) for n in NAMES)
-    client.set_registered_model_alias(name, "champion", "1")
-    third = published(project, client, name, "1")
-    until(lambda: "version 1 are published" in watching.log())
+# --- who changes the champion: one run for each change --------------------------------------------------------------------
+
+
+class Changes:
+    """A registered model of its own with three versions (no files: the watch reads none), and who sets its champion."""
+
+    def __init__(self, client, folder, name):
+        self.client, self.name = client, name
+        client.create_registered_model(self.name)
+        self.versions = [client.create_model_version(self.name, str(folder)) for _ in range(3)]
+
+    def champion(self, number):
+        self.client.set_registered_model_alias(self.name, registry.CHAMPION, str(number))
+
+    def published(self, number):
+        """As the run does it; what the watch says meanwhile."""
+        with publication.publishing(self.client, self.versions[number - 1]):
+            return watch.step()
+
+
+@pytest.fixture
+def changes(inside, tmp_path):
+    """In a folder of its own, without measurements."""
+    hardware = f"machine-{uuid.uuid4()}"
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump({"setting": {"hardware": hardware}}))
+    with contextlib.chdir(tmp_path):
+        watch._model.cache_clear()
+        yield Changes(inside, tmp_path, registry.model_name(hardware))
+
+
+def test_each_change_of_the_champion_is_published_once_whoever_made_it(api, changes):
+    """Set, set to another version, and set back: which is another change, though the version was published before."""
+    there = {r.id for r in runs(api, "publish")}
+
+    def asked():
+        return [r for r in runs(api, "publish") if r.id not in there]
+
+    what = f"plans under {changes.name} version"
+    assert watch.step() == f"{changes.name} has no champion yet" and not asked()
+    for n, version in enumerate((1, 2, 1, 3), 1):
+        changes.champion(version)
+        for _ in range(2):  # another look, or another watch: nothing is remembered here
+            assert watch.step().startswith(f"{what} {version}: run ") and len(asked()) == n
+        assert changes.published(version) == f"{what} {version} are being published"
+        [run] = [r for r in asked() if not r.state.is_final()]
+        api.set_flow_run_state(run.id, Completed(), force=True)
+        assert watch.step() == f"{what} {version} are published" and len(asked()) == n
+        changes.champion(version)  # the same again is no change
+        assert watch.step() == f"{what} {version} are published" and len(asked()) == n
+    changes.champion(2)
+    changes.champion(3)  # set back before anybody looked
+    assert watch.step() == f"{what} 3 are published" and len(asked()) == 4
+    assert all("watch" in r.tags for r in asked())
+
+
+def test_a_change_while_plans_are_published_is_published_after_them(api, changes):
+    there = len(runs(api, "publish"))
+    changes.champion(1)
+    with publication.publishing(changes.client, changes.versions[0]):
+        assert watch.step().endswith("version 1 are being published")
+        changes.champion(2)
+        assert watch.step().endswith("version 2 follow those under version 1, which are being published")
+    assert len(runs(api, "publish")) == there
+    for _ in range(2):
+        assert "version 2: run " in watch.step() and len(runs(api, "publish")) == there + 1
+    for run in runs(api, "publish"):
+        api.delete_flow_run(run.id)
+
+
+def test_the_watch_says_what_does_not_answer_and_looks_again(api, changes, monkeypatch):
+    changes.champion(3)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+        assert watch.step().startswith("Prefect at http://127.0.0.1:9/api cannot run publish/local: ")
+    monkeypatch.undo()
+    assert ": run " in watch.step()
+    for run in runs(api, "publish"):
+        api.delete_flow_run(run.id)
+
+
+# --- flows ---------------------------------------------------------------------------------------------------------------
+
+
+def decisions(project, name="one"):
+    return list(store.history(project.folder / "plans", name))
+
+
+def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_restored(project, inside):
+    name = registry.model_name(SETTING.hardware)
+    versions = [registered(project, inside, law) for law in (linear_law, cache_law)]
+    plans = []
+    for version in (versions[0], versions[1], versions[0]):
+        inside.set_registered_model_alias(name, registry.CHAMPION, version)
+        publish()
+        state = publication.read(inside, name)
+        assert state.published == state.champion == version and state.publishing is None
+        assert abs(state.at - time.time()) < 600
+        plans.append({n: store.load_plan(project.folder / "plans", n)[0] for n in NAMES})
+    assert plans[2] == plans[0] and all(set(plans[0][n].placements) != set(plans[1][n].placements) for n in NAMES)
     for n in NAMES:
-        assert third[n][0] == first[n][0] and third[n][1].outcome == "restored"
-        assert second[n][0].provenance["model_version"] == "2" and third[n][0].provenance["model_version"] == "1"
-        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(third[n][0].provenance)
-    until(lambda: all(r.state.is_final() for r in runs(api, "publish")), every_s=0.5)
-    assert [(r.state.name, "watch" in r.tags) for r in runs(api, "publish")] == [("Completed", True)] * 3
+        back, other, first = decisions(project, n)
+        assert [d.outcome for d in (first, other, back)] == ["first", "better", "restored"]
+        assert [d.provenance["model_version"] for d in (first, other, back)] == [*versions, versions[0]]
+        assert other.previous_ms > other.candidate_ms > 0  # both under the second model
+        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(plans[0][n].provenance)
+    assert "| one |" in (project.folder / "plans/report.md").read_text()
 
 
-def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, worker, watching):
-    """A run of the deployment: parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""
-    client, name = project.mlflow(), registry.model_name(SETTING.hardware)
+@pytest.fixture
+def champion(project, inside):
+    """Its version; plans may be published under it or not."""
+    version = registered(project, inside, linear_law)
+    inside.set_registered_model_alias(registry.model_name(SETTING.hardware), registry.CHAMPION, version)
+    return version
+
+
+def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project, inside, champion):
+    good = files.read_problem(project.folder / "problems/one.json")
+    bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)}, "other-batch": {"global_batch": 128}, "one": {}}
+    made = []
+    for file, (name, fields) in enumerate(bad.items()):
+        made.append(project.folder / f"problems/z{file}.json")
+        files.write_problem(made[-1], dataclasses.replace(good, name=name, **fields))
+    name = registry.model_name(SETTING.hardware)
+    inside.delete_registered_model_tag(name, publication.PUBLISHED)
+    try:
+        with pytest.raises(ShardCoreError) as error:
+            publish()
+    finally:
+        for path in made:
+            path.unlink()
+    said = str(error.value)
+    assert said.startswith("3 of 5 problems have no new plan: ") and "'too-big' does not fit" in said
+    assert "batch 128" in said and "another problem of this run is named 'one' too" in said
+    assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
+    report = (project.folder / "plans/report.md").read_text()
+    assert "too-big" in report and "| one |" in report and "| two |" in report
+    assert publication.read(inside, name).published == champion  # every problem was gone through
+
+
+def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, champion):
+    name = registry.model_name(SETTING.hardware)
+    inside.set_registered_model_tag(name, publication.PUBLISHED, '{"version": "of before", "at": 1.0}')
+    before = publication.read(inside, name)
+    with pytest.raises(ShardCoreError, match="1 of 2 problems have no new plan: none.json: cannot read none.json"):
+        publish(problems=["problems/one.json", "none.json"], plans="elsewhere")
+    assert store.load_plan(project.folder / "elsewhere", "one")[0].placements
+    publish(problems=["problems/one.json"])
+    publish(plans="elsewhere")
+    assert publication.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(NAMES)
+
+
+def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside):
+    """Parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""
+    name = registry.model_name(SETTING.hardware)
     git = ["git", "-C", str(project.folder)]
     write_model(project.folder / "data/model", linear_law, seed=1)
     for stage in yaml.safe_load((project.folder / "dvc.yaml").read_text())["stages"].values():
@@ -162,13 +308,11 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     for key, value in (("name", "t"), ("email", "t@example.org")):
         subprocess.run([*git, "config", f"user.{key}", value], check=True)
     before = len(runs(api, "publish"))
-    until(watching.log)
-    done = project.run("prefect", "deployment", "run", "refresh/local", "-p", "push=true", "-p",
-                       'overrides={"promote": {"may_lose": 100.0}}', "--watch", check=False)
-    assert done.returncode == 0, worker.log()[-4000:]
-    state = publication.read(client, name)
-    assert state.champion == state.published == str(registry.find(client, name, registry.CHALLENGER).version)
-    until(lambda: f"version {state.champion} are published" in watching.log())
+    done = refresh(overrides={"promote": {"may_lose": 100.0}}, push=True)
+    assert all(n in done for n in NAMES)
+    state = publication.read(inside, name)
+    assert state.champion == state.published == str(registry.find(inside, name, registry.CHALLENGER).version)
+    assert watch.step().endswith(f"version {state.champion} are published")
     assert len(runs(api, "publish")) == before  # the watch had nothing to do
     assert yaml.safe_load((project.folder / "params.yaml").read_text())["promote"] == {"may_lose": 100.0}
     changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"], text=True).split("\n")
@@ -179,13 +323,37 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     assert pushed.read_bytes() == (project.folder / "data/pool.json").read_bytes()
     [page] = [a for a in api.read_artifacts() if a.key == "refresh"]
     assert "promote.may_lose" in page.data and "nothing changed" in page.data and all(n in page.data for n in NAMES)
+    assert promote() == state.champion  # again: nothing changes, and the page says so
+    [page] = itertools.islice((a for a in api.read_artifacts() if a.key == "promotion" and "already" in a.data), 1)
+    assert f"version {state.champion} is champion already" in page.data
 
 
-def test_a_failed_run_says_so_and_some_problems_elsewhere_are_not_on_record(project, worker):
+# --- all of it at once, with a worker and the watch ----------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, request):
     client, name = project.mlflow(), registry.model_name(SETTING.hardware)
-    before = publication.read(client, name)
-    failed = project.run("prefect", "deployment", "run", "publish/local", "-p", 'problems=["problems/one.json", "none.json"]',
-                         "-p", "plans=elsewhere", "--watch", check=False)
-    assert failed.returncode == 1 and "Failed" in failed.stdout
-    assert store.load_plan(project.folder / "elsewhere", "one")[0].placements
-    assert publication.read(client, name) == before
+    ours, other = (registered(project, client, law) for law in (linear_law, cache_law))
+    for run in runs(api, "publish"):
+        api.delete_flow_run(run.id)
+    client.set_registered_model_tag(name, publication.PUBLISHED, "{}")
+    shutil.rmtree(project.folder / "plans", ignore_errors=True)
+    with project.started("tasks.watch") as killed:
+        client.set_registered_model_alias(name, "champion", ours)
+        first = published(project, client, name, ours)
+        client.set_registered_model_alias(name, "champion", other)
+        until(lambda: f"version {other}" in killed.log())
+        kill_group(killed.process)  # it has asked for the run, and says no more
+    watching = request.getfixturevalue("watching")
+    second = published(project, client, name, other)
+    assert all(set(second[n][0].placements) != set(first[n][0].placements) for n in NAMES)
+    client.set_registered_model_alias(name, "champion", ours)
+    third = published(project, client, name, ours)
+    until(lambda: f"version {ours} are published" in watching.log())
+    for n in NAMES:
+        assert third[n][0] == first[n][0] and third[n][1].outcome == "restored"
+        assert second[n][0].provenance["model_version"] == other and third[n][0].provenance["model_version"] == ours
+        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(third[n][0].provenance)
+    until(lambda: all(r.state.is_final() for r in runs(api, "publish")), every_s=0.5)
+    assert [(r.state.name, "watch" in r.tags) for r in runs(api, "publish")] == [("Completed", True)] * 3

@@ -18,7 +18,10 @@ NOW = 1000.0
     (Publication("m", "2", "1", NOW), True),
     (Publication("m", "2", "1", NOW, "2", NOW + 1), False),
     (Publication("m", "2", "1", NOW, "2", NOW - 1), True),  # whoever was at it was killed
-    (Publication("m", "2", "1", NOW, "1", NOW + 1), True),  # it changed while the last one was being published
+    (Publication("m", "2", "1", NOW, "1", NOW + 1), False),  # it changed while the last one was being published
+    (Publication("m", "2", "1", NOW, "1", NOW - 1), True),
+    (Publication("m", "2", "1", NOW, "2", None), True),  # a claim that says no time
+    (Publication("m", "1", "1", NOW, "2", NOW - 1), False),
 ])
 def test_due_where_the_champion_is_another_version_and_nobody_is_at_it(state, due):
     assert state.due(NOW) is due
