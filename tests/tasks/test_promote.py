@@ -1,44 +1,74 @@
-"""What promoting does with a champion that this ShardCore cannot read, and with what was replayed."""
+"""The gate: which challengers follow a champion, by held-out samples and by what was replayed, and what is on record then."""
 
-import contextlib
 import dataclasses
-import os
 import re
 import shutil
-from unittest import mock
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool, spread
 from prefect.logging import disable_run_logger
+from tracking import tracked
 
 from shardcore import dataset, files, replays, sampling
-from shardcore.cost import fit, neural
+from shardcore.cost import exchange, fit, neural
+from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
 from shardcore.types import Replayed, Spread
 from tasks import publication, registry
-from tasks.promote import PromoteConfig, promote_model
+from tasks.promote import PromoteConfig, promote_model, score
 
 
 @pytest.fixture
 def store(tmp_path):
-    with contextlib.chdir(tmp_path), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/mlflow.db"):
+    with tracked(tmp_path):
         yield tmp_path
 
 
+SAMPLES, COMM = compute_samples(linear_law, 120), comm_samples(60)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fit.train(SAMPLES, COMM, SETTING, fit.FitConfig(epochs=2)).model
+
+
+def measure(folder, compute, comm):
+    shutil.rmtree(folder, ignore_errors=True)
+    dataset.write_compute(folder, compute, dataset.write_pool(folder, pool()))
+    dataset.write_comm(folder, comm)
+
+
 @pytest.fixture
-def trained(store):
-    """A model and the measurements that it was trained on."""
-    samples, comm = compute_samples(linear_law, 120), comm_samples(20)
-    tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
-    dataset.write_compute(store / "measured", samples, dataset.write_pool(store / "measured", tables))
-    dataset.write_comm(store / "measured", comm)
-    return fit.train(samples, comm, SETTING, fit.FitConfig(epochs=2)).model
+def trained(store, model):
+    """A model; the measurements that it was trained on are there."""
+    measure(store / "measured", SAMPLES, COMM)
+    return model
 
 
 def scaled(model, by):
     return dataclasses.replace(model, weights={**model.weights, "rates": by * model.weights["rates"]})
+
+
+def exchanging(model, by):
+    slower = {k: by * v for k, v in model.weights.items() if k.startswith("exchange_all_to_all")}
+    return dataclasses.replace(model, weights={**model.weights, **slower})
+
+
+def measured_as_by(held_out, others):
+    """Samples that were measured just as one model says where they are held out, and as another says elsewhere."""
+    compute, comm = [], []
+    for s in SAMPLES:
+        model = held_out if split_of(s.id) == "test" else others
+        sums = model.encode(s.request.shards, s.request.batch).sum(0)
+        total, share = float(model.head(sums)), float(model.forward_share(sums))
+        compute.append(dataclasses.replace(s, forward=spread(share * total), backward=spread((1 - share) * total)))
+    for s in COMM:
+        w = (held_out if split_of(s.id) == "test" else others).weights
+        ways = {way: tuple(spread(float(ms)) for ms in exchange.predicted(w, [s], way)[0]) for way in ("forward", "backward")}
+        comm.append(dataclasses.replace(s, **ways))
+    return compute, comm
 
 
 def promote(store, model, approve=False, will_publish=False, **config):
@@ -59,6 +89,78 @@ def replay_as_priced_by(model, store, problems):
             return [Replayed(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
 
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
+
+
+def test_the_score_is_of_compute_and_exchanges_alike():
+    assert score({"compute_mape": 10.0, "forward_comm_mape": 20.0, "backward_comm_mape": 40.0, "n_comm": 9.0}) == 20.0
+    assert score({"compute_mape": 10.0, "backward_comm_mape": 40.0}) == 25.0
+    assert score({"compute_mape": 10.0, "n_comm": 0.0}) == 10.0
+
+
+@pytest.mark.parametrize("other", [lambda m: scaled(m, 1.5), lambda m: exchanging(m, 1.5)], ids=["compute", "exchanges"])
+def test_models_are_judged_by_held_out_samples_of_both_kinds_and_no_others(store, model, other):
+    """One model is right of all that is held out, the other one of all else; they differ in one kind of cost."""
+    right, wrong = model, other(model)
+    measure(store / "measured", *measured_as_by(right, wrong))
+    assert promote(store, wrong).champion == "1"
+    found = promote(store, right)
+    assert found.champion == "2" and re.search(r"held-out error 0\.00% against \d+\.\d+% of champion 1", found.reason)
+    lost = promote(store, wrong)
+    assert lost.champion == "2" and "lost by" in lost.reason and "against 0.00%" in lost.reason
+
+
+def test_a_challenger_may_lose_as_much_as_the_parameters_say(store, model):
+    """An error of 25% of compute and none of exchanges is 12.5 points."""
+    measure(store / "measured", *measured_as_by(model, model))
+    worse = dataclasses.replace(model, weights={**model.weights, **{k: 1.25 * model.weights[k] for k in (
+        "exchange_all_to_all_forward", "exchange_all_to_all_backward")}})
+    assert promote(store, model).champion == "1"
+    assert promote(store, worse, may_lose=12.4).reason.endswith("lost by 12.50 points of held-out error (12.50% against 0.00%)")
+    assert promote(store, worse, may_lose=12.6).champion == "2"
+    assert promote(store, model, may_lose=0.0).champion == "1"
+    assert promote(store, model).reason == "version 1 is champion already"
+
+
+def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
+    client = registry.connect()
+    for _ in range(2):
+        name = promote(store, trained).model
+    [version] = client.search_model_versions(f"name = '{name}'")
+    assert float(version.tags["score"]) > 0 and version.tags["gate"].startswith("passed, held-out error")
+    assert {k: str(v) for k, v in client.get_registered_model(name).aliases.items()} == {"challenger": "1", "champion": "1"}
+    assert publication.read(client, name).publishing is None  # nobody said that they would publish
+
+
+def test_the_champion_is_scored_on_the_data_of_now(store, model):
+    """It was right of all when it was promoted."""
+    measure(store / "measured", *measured_as_by(model, model))
+    assert promote(store, model).champion == "1"
+    now = scaled(model, 1.5)
+    measure(store / "measured", *measured_as_by(now, now))
+    assert promote(store, now).champion == "2"
+
+
+def test_datasets_that_joined_in_training_count(store, model):
+    """By the measurements alone the challenger would lose."""
+    other = scaled(model, 1.5)
+    compute, comm = measured_as_by(model, model)
+    rest = [s for s in compute if split_of(s.id) != "test"]
+    one = next(s for s in compute if split_of(s.id) == "test")
+    measure(store / "measured", [*rest, one], comm)
+    measure(store / "datasets/x", [s for s in measured_as_by(other, other)[0] if s.id != one.id], comm)
+    joined = dataclasses.replace(other, meta={**other.meta, "provenance": {"datasets": {"datasets/x": "v"}}})
+    assert promote(store, model).champion == "1"
+    assert promote(store, other).champion == "1" and promote(store, joined).champion == "2"
+
+
+def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
+    other = dataclasses.replace(model, setting=dataclasses.replace(SETTING, batch=64))
+    neural.save(other, store / "old")
+    client = registry.connect()
+    old = registry.register(client, store / "old", None, {})
+    client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
+    found = promote(store, scaled(trained, 3))
+    assert found.champion == "2" and "champion 1 is for another setting (law, batch 64" in found.reason
 
 
 def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(store, trained):

@@ -4,6 +4,7 @@ import time
 
 import mlflow
 import pytest
+from tracking import tracked
 
 from tasks import publication
 from tasks.publication import Publication
@@ -28,7 +29,8 @@ def test_due_where_the_champion_is_another_version_and_nobody_is_at_it(state, du
 
 
 def test_publishing_is_claimed_while_it_lasts_and_on_record_only_at_its_end(tmp_path):
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    with tracked(tmp_path):
+        client = mlflow.MlflowClient()
     assert publication.read(client, "m") == Publication("m", None)
     client.create_registered_model("m")
     version = client.create_model_version("m", str(tmp_path))

@@ -1,13 +1,15 @@
 """What the registry gives to those who plan: a model that works, or a word of which version does not."""
 
-import contextlib
 import dataclasses
 import os
-from unittest import mock
+import socket
+import subprocess
 
+import mlflow
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
+from tracking import tracked
 
 from shardcore import files
 from shardcore.cost import fit, neural
@@ -17,8 +19,37 @@ from tasks import registry
 
 @pytest.fixture
 def client(tmp_path):
-    with contextlib.chdir(tmp_path), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/mlflow.db"):
+    with tracked(tmp_path):
         yield registry.connect()
+
+
+def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    def left_by(host, pid):
+        return client.create_run(mlflow.get_experiment_by_name("shardcore").experiment_id,
+                                 tags={registry._PROCESS_TAG: f"{host} {pid}"}).info.run_id
+
+    here = socket.gethostname()
+    left, ours, elsewhere = left_by(here, gone.pid), left_by(here, os.getpid()), left_by(f"not-{here}", gone.pid)
+    registry.connect()
+    assert [client.get_run(run).info.status for run in (left, ours, elsewhere)] == ["KILLED", "RUNNING", "RUNNING"]
+
+
+def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(client, tmp_path, monkeypatch):
+    assert registry.find(client, "nothing", registry.CHAMPION) is None
+    client.create_registered_model("empty")
+    assert registry.find(client, "empty", registry.CHAMPION) is None
+    with pytest.raises(ShardCoreError, match="'shardcore-cost-empty' has no version with the alias 'champion'.*flows.promote"):
+        registry.champion(client, "empty")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    away = mlflow.MlflowClient("http://127.0.0.1:9", "http://127.0.0.1:9")
+    with pytest.raises(ShardCoreError, match="the registry cannot say which version of 'empty' is champion"):
+        registry.find(away, "empty", registry.CHAMPION)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(ShardCoreError, match="MLFLOW_TRACKING_URI. does not answer at http://127.0.0.1:9"):
+        registry.connect()
 
 
 def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path):
