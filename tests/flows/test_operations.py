@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 import time
 import uuid
 from unittest import mock
@@ -21,6 +22,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import DeploymentFilter
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import load_flow_from_entrypoint
+from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.states import Completed, Crashed
 from scratch import kill_group, until
@@ -32,6 +34,7 @@ from shardcore import dataset, files, store
 from shardcore.cost import fit, neural
 from shardcore.types import Device, Problem, ShardCoreError, Topology
 from tasks import publication, registry, watch
+from tasks.refresh import repro
 
 NAMES = ("one", "two")
 LATER = 4e9
@@ -308,6 +311,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     for key, value in (("name", "t"), ("email", "t@example.org")):
         subprocess.run([*git, "config", f"user.{key}", value], check=True)
     before = len(runs(api, "publish"))
+    project.edit("README.md")  # somebody's, which stays theirs
     done = refresh(overrides={"promote": {"may_lose": 100.0}}, push=True)
     assert all(n in done for n in NAMES)
     state = publication.read(inside, name)
@@ -326,6 +330,20 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     assert promote() == state.champion  # again: nothing changes, and the page says so
     [page] = itertools.islice((a for a in api.read_artifacts() if a.key == "promotion" and "already" in a.data), 1)
     assert f"version {state.champion} is champion already" in page.data
+
+
+def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
+    stages = {"tables": {"cmd": "echo 1 > pool", "outs": ["pool"]}, "measure": {"cmd": "true", "deps": ["pool"]},
+              "train": {"cmd": "echo 'error: 7 is too few'; false", "deps": ["pool"]}}
+    (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    with contextlib.chdir(tmp_path), disable_run_logger():
+        subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
+        first, again = ([(s.stage, s.ran) for s in repro.fn("measure")] for _ in range(2))
+        assert first[0] == ("tables", True) and first[1][0] == "measure" and again[0] == ("tables", False)
+        with pytest.raises(ShardCoreError, match="^7 is too few$"):
+            repro.fn("train")
+        with pytest.raises(ShardCoreError, match="stage 'all' is not known; there are tables, measure, train, evaluate"):
+            repro.fn("all")
 
 
 # --- all of it at once, with a worker and the watch ----------------------------------------------------------------------

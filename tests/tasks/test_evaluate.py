@@ -1,4 +1,4 @@
-"""What `evaluate` does where plans cannot be replayed (tests/flows replays some): it says why, and claims nothing."""
+"""What `evaluate` replays, and what it does where plans cannot be (tests/flows replays some): it says why, and claims nothing."""
 
 import dataclasses
 import json
@@ -8,14 +8,16 @@ import re
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import files
+from shardcore import files, replays
 from shardcore.cost import fit, neural
+from shardcore.cost.model import price
 from shardcore.measure import hardware
-from shardcore.types import ShardCoreError
+from shardcore.measure.replay import ReplayConfig
+from shardcore.search import compare
+from shardcore.search.budget import Budget
+from shardcore.types import Replayed, ShardCoreError, Spread, Table
 from tasks import evaluate
 from tasks.evaluate import EvaluateConfig, replay_plans, write_metrics
-
-pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,7 @@ def model():
     (True, 2, "no host has two devices"),  # each host of this cluster has one CPU
     (True, 0, "evaluate.replay_problems is 0"),
 ], ids=["other hardware", "one core a host", "switched off"])
+@pytest.mark.usefixtures("cluster")
 def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problems, said, model, tmp_path, monkeypatch, caplog):
     if here:
         model = dataclasses.replace(model, setting=dataclasses.replace(SETTING, hardware=hardware.hardware_name("cpu")))
@@ -44,6 +47,40 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
     assert re.search(f"no plans are replayed: {said}", caplog.text), caplog.text
     write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)
     assert "reality" not in json.loads((tmp_path / "metrics.json").read_text())
+
+
+SMALL = EvaluateConfig(replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32, replay_repeats=2)
+
+
+def test_tables_that_no_rank_holds_are_left_out_and_problems_without_others_too(model):
+    huge = [Table(f"huge {i}", evaluate.ARENA_BYTES // 4, 64, 1.0) for i in range(24)]
+    drawn = evaluate._to_replay(pool(), model.setting, 2, SMALL)
+    assert len(drawn) == 3 and all(3 <= len(p.tables) <= 5 and len(p.topology) == 2 for p in drawn)
+    mixed = evaluate._to_replay([*pool()[:12], *huge[:12]], model.setting, 2, SMALL)
+    assert mixed and all(t.bytes <= evaluate.ARENA_BYTES for p in mixed for t in p.tables)
+    assert sum(len(p.tables) for p in mixed) < sum(len(p.tables) for p in drawn)
+    assert evaluate._to_replay(huge, model.setting, 2, SMALL) == []
+
+
+def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, tmp_path, monkeypatch):
+    """There is no cluster here that anything could run on."""
+    monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
+    problems = evaluate._to_replay(pool(), model.setting, 2, SMALL)[:1]
+    steps = ReplayConfig(repeats=2, arena_bytes=evaluate.ARENA_BYTES)
+
+    def run(workloads):
+        costs = [dataclasses.asdict(price(w, model)) for w in workloads]
+        return [Replayed(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
+
+    for problem in problems:
+        made = [(o.algorithm, o.plan) for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))]
+        replays.keep(tmp_path / problem.name, problem, made, model.setting, steps, run)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*.json")}
+    (tmp_path / "of-before").mkdir()
+    (tmp_path / "replays.csv").write_text("of before")
+    kept = evaluate._replayed(model, problems, None, SMALL, tmp_path)
+    assert [k.problem for k in kept] == problems and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert not (tmp_path / "of-before").exists()
 
 
 @pytest.mark.parametrize("values", [{"replay_problems": -1}, {"replay_repeats": 0}])

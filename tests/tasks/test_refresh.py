@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from shardcore.types import ShardCoreError
+from tasks.evaluate import EvaluateConfig
 from tasks.refresh import override_params, require_pushable
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
@@ -15,7 +16,7 @@ tables:
   tables: 40        # of the pool
   seed: 0
 """
-SECTIONS = {"tables": TablesConfig, "train": TrainConfig}
+SECTIONS = {"tables": TablesConfig, "train": TrainConfig, "evaluate": EvaluateConfig}
 
 
 @pytest.fixture
@@ -35,10 +36,11 @@ def test_overrides_are_edits_that_keep_all_else(folder):
 
 
 @pytest.mark.parametrize("overrides, named", [
-    ({"tables": {"tables": 50}, "trains": {}}, "unknown section 'trains'; known are tables, train"),
+    ({"tables": {"tables": 50}, "trains": {}}, "unknown section 'trains'; known are tables, train, evaluate"),
     ({"tables": {"tables": 50}, "train": {"epoch": 4}}, "section 'train' has an unknown key 'epoch'; known are "),
     ({"tables": {"tables": 50}, "train": {"epochs": "many"}}, "epochs is 'many'; it needs to be int"),
     ({"train": 4}, "section 'train' is 4; it needs to be an object"),
+    ({"evaluate": {"problems": 0}}, "evaluate config .* needs at least 1 problem"),
 ])
 def test_what_is_wrong_in_one_override_leaves_all_unwritten(folder, overrides, named):
     with pytest.raises(ShardCoreError, match=named):

@@ -1,20 +1,19 @@
 """A registered model in the hands of others: loaded and served from an unrelated folder, with only what its version holds."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from unittest import mock
 
+import mlflow
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from mlflow.pyfunc import scoring_server
+from tracking import tracked
 
 from shardcore import files
 from shardcore.cost import fit, neural
@@ -46,7 +45,7 @@ def registered(tmp_path_factory):
     neural.save(trained, folder / "model")
     (folder / "card.md").write_text("# A card")
     uri = f"sqlite:///{folder}/mlflow.db"
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=uri):  # MLflow sets more there
+    with tracked(folder):
         version = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
         again = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
         assert again.version == version.version and again.description == "# A card"
@@ -56,38 +55,17 @@ def registered(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(registered, tmp_path_factory):
-    """The address of `mlflow models serve`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    folder = tmp_path_factory.mktemp("elsewhere")
-    with open(folder / "log", "w") as log:
-        server = subprocess.Popen(["mlflow", "models", "serve", "-m", registered[1], "--env-manager", "local", "-p", str(port)],
-                                  cwd=folder, env=registered[2], stdout=log, stderr=subprocess.STDOUT)
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while True:
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"{address}/ping", timeout=2)
-                break
-            assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
-            time.sleep(0.1)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(20)
+def served(registered):
+    """What `mlflow models serve` runs, asked without a network."""
+    with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]), mock.patch.object(
+            sys, "path", list(sys.path)):  # MLflow sets more in both
+        yield TestClient(scoring_server.init(mlflow.pyfunc.load_model(registered[1])))
 
 
-def ask(address, groups):
+def ask(served, groups):
     """Status and answer."""
-    request = urllib.request.Request(f"{address}/invocations", json.dumps({"inputs": groups}).encode(),
-                                     {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    answer = served.post("/invocations", json={"inputs": groups})
+    return answer.status_code, answer.json()
 
 
 def expected(model):
@@ -96,7 +74,7 @@ def expected(model):
             group_costs([[Shard(tables[0], 0, 100, 0, 4)]], model, 64)[0]]
 
 
-def test_it_answers_over_http_with_the_model_s_costs(registered, served):
+def test_it_answers_with_the_model_s_costs(registered, served):
     status, answer = ask(served, [*GROUPS, {"shards": []}])
     *found, empty = answer["predictions"]
     assert status == 200 and [a["ms"] for a in found] == pytest.approx(expected(registered[0]), rel=1e-12)

@@ -1,27 +1,27 @@
 """The train and evaluate tasks on synthetic measurements: what the run in MLflow holds, and datasets that join."""
 
-import contextlib
 import dataclasses
-import os
 import re
 from pathlib import Path
-from unittest import mock
 
 import mlflow
 import pytest
+import yaml
 from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
+from tracking import tracked
 
 from shardcore import dataset, files, replays
-from shardcore.cost import accuracy, exchange, neural
+from shardcore.cost import accuracy, exchange, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.steps import FEWEST_STEPS
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
 from shardcore.types import Device, Problem, Replayed, Setting, ShardCoreError, Spread, Topology
+from tasks import registry
 from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig
-from tasks.train import TrainConfig, train_model
+from tasks.train import TrainConfig, data_version, train_model
 
 WANTED = SettingConfig(SETTING.hardware, SETTING.batch)
 MEASUREMENTS, SHIPPED = Path("data/measurements"), Path("datasets/x")
@@ -40,8 +40,7 @@ def write(folder, compute, comm=()):
 def place(tmp_path_factory):
     """The current folder of these tests; its MLflow holds their runs. Half of the dataset's samples were measured here too."""
     folder = tmp_path_factory.mktemp("place")
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db"), \
-            disable_run_logger():
+    with tracked(folder), disable_run_logger():
         write(MEASUREMENTS, SAMPLES[:180], comm_samples(30))
         write(SHIPPED, SAMPLES[100:])
         write(Path("datasets/other"), compute_samples(cache_law, 60, Setting("law", 64)))
@@ -68,6 +67,7 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
     for split in ("train", "validation", "test"):
         assert 0 < run.data.metrics[f"{split}_compute_mape"] < 100 and f"{split}_compute_coverage_90" in run.data.metrics
     assert run.data.metrics["test_compute_mape"] == metrics["compute_mape"] and "learning_curve_gain" in run.data.metrics
+    assert run.data.tags[registry.DIGEST_TAG] == files.model_digest("data/model")
     names = ("predicted_against_measured", "error_by_size", "calibration", "learning_curve", "training_curves")
     assert {a.path for a in client.list_artifacts(run_id)} == {"card.md", *(f"{n}.png" for n in names)}
     card = Path("data/card.md").read_text()
@@ -122,7 +122,8 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
 
 def test_the_stage_s_own_options_do_not_change_the_model(place):
     config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
-    assert config.fit == dataclasses.replace(config.fit) and "datasets" not in dataclasses.asdict(config.fit)
+    same = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("datasets", "learning_curve")}
+    assert type(config.fit) is fit.FitConfig and dataclasses.asdict(config.fit) == same and same["epochs"] == QUICK["epochs"]
     assert files.build(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
 
 
@@ -131,10 +132,24 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
     (("datasets/none",), "datasets/none holds neither samples nor replays"),
     (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
     (("datasets/../x",), "it needs to be a folder in datasets/"),
+    (("/datasets/x",), "it needs to be a folder in datasets/"),
 ])
 def test_a_dataset_that_cannot_join_is_named(place, datasets, said):
     with pytest.raises(ShardCoreError, match=said):
         train(datasets=datasets)
+
+
+def test_the_version_of_the_data_is_what_dvc_says_of_the_measurements_and_only_in_its_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outs = [{"path": "data/other", "md5": "a"}, {"path": "data/measurements", "md5": "b.dir"}]
+    Path("dvc.lock").write_text(yaml.safe_dump({"stages": {"measure": {"outs": outs}}}))
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    assert data_version() == "unversioned"
+    monkeypatch.setenv("DVC_STAGE", "train")
+    assert data_version() == "b.dir"
+    for broken in ("", "stages: {}", yaml.safe_dump({"stages": {"measure": {"outs": outs[:1]}}})):
+        Path("dvc.lock").write_text(broken)
+        assert data_version() == "unversioned"
 
 
 def test_unknown_keys_stay_errors():

@@ -1,0 +1,40 @@
+"""Which of a dataset's settings the stages work in."""
+
+import dataclasses
+
+import pytest
+from laws import SETTING, compute_samples, linear_law, pool
+
+from shardcore import dataset
+from shardcore.measure import hardware
+from shardcore.types import Setting, ShardCoreError
+from tasks.setting import SettingConfig
+
+HERE = Setting(hardware.hardware_name(hardware.detect_device()), SETTING.batch)
+OTHER = dataclasses.replace(SETTING, batch=64)
+
+
+def measured(folder, *settings):
+    for setting in settings:
+        dataset.write_compute(folder, compute_samples(linear_law, 3, setting), dataset.write_pool(folder, pool()))
+    return folder
+
+
+def test_auto_is_this_machine_and_where_it_was_not_measured_the_only_one_that_was(tmp_path):
+    auto = SettingConfig(batch=SETTING.batch)
+    assert auto.setting() == auto.of_dataset_or_local(tmp_path / "nothing") == HERE
+    assert auto.of_dataset(measured(tmp_path / "elsewhere", SETTING, OTHER)) == SETTING
+    assert auto.of_dataset(measured(tmp_path / "both", SETTING, HERE)) == HERE
+    two = measured(tmp_path / "two", SETTING, dataclasses.replace(SETTING, hardware="law-2"))
+    with pytest.raises(ShardCoreError, match=r"two holds samples for \[law, batch 256.*; law-2, batch 256.*ask for \("):
+        auto.of_dataset(two)
+
+
+def test_what_is_named_is_what_is_taken(tmp_path):
+    folder = measured(tmp_path, SETTING, OTHER)
+    for setting in (SETTING, OTHER):
+        assert SettingConfig(SETTING.hardware, setting.batch).of_dataset(folder) == setting
+    for wrong in ({"hardware": "another"}, {"batch": 128}, {"precision": "fp16"}, {"optimizer": "rowwise_adagrad"}):
+        with pytest.raises(ShardCoreError, match=r"holds samples for \[law, batch 256, fp32, exact_sgd; law, batch 64"):
+            SettingConfig(**{"hardware": SETTING.hardware, "batch": SETTING.batch, **wrong}).of_dataset(folder)
+    assert SettingConfig("named", 8, "fp16", "rowwise_adagrad").setting() == Setting("named", 8, "fp16", "rowwise_adagrad")
