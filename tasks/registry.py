@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
 from shardcore import files
@@ -117,7 +119,12 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
             code_paths=[str(Path(files.__file__).parent)],
             pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
         )
-        return mlflow.register_model(info.model_uri, name, tags=tags)
+    # as mlflow.register_model, which complains where the model has a version already
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
+    client.set_logged_model_tags(info.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])})
+    return version
 
 
 def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:

@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import set_model
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
+from pydantic import BaseModel, SkipValidation
 
 from shardcore import files
 from shardcore.cost import neural
@@ -23,14 +24,44 @@ from shardcore.workload import COLUMN, Op, Traffic, Workload
 CONFIDENCE = 0.9
 
 
+# --- what MLflow shows as the model's signature. It checks nothing of it: errors below name what is wrong. -------------------
+
+
+class TableInput(BaseModel):
+    """The least of a table; the rest as in problem files."""
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float
+
+
+class ShardInput(BaseModel):
+    table: TableInput
+    rows: list[int] | None = None
+    columns: list[int] | None = None
+
+
+class GroupInput(BaseModel, extra="allow"):
+    shards: SkipValidation[list[ShardInput]] = ()
+    batch: SkipValidation[int | None] = None
+
+    def sent(self) -> dict[str, Any]:
+        return {k: getattr(self, k) for k in self.model_fields_set}
+
+
+# --- the model ---------------------------------------------------------------------------------------------------------
+
+
 class ServedCostModel(PythonModel):
     def load_context(self, context: Any) -> None:
         self._model = neural.load(context.artifacts["model"])
 
-    def predict(self, context: Any, model_input: list[dict[str, Any]], params: Any = None) -> list[dict[str, Any]]:
-        """Answers as above; raises MlflowException (HTTP 400) that says what is wrong with which group."""
+    def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
+        """Answers as above, dictionaries; raises MlflowException (HTTP 400) that says what is wrong with which group."""
         try:
-            return [_answer(self._model, *_group(row, f"group {i}", self._model.setting)) for i, row in enumerate(model_input)]
+            groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
+            return [_answer(self._model, *g) for g in groups]
         except ShardCoreError as error:
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
