@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.search import BASELINES, SHARDERS
 from shardcore.search.budget import Budget
-from shardcore.types import Infeasible, Plan, Problem, ShardCoreError, StepCost
+from shardcore.types import Constraints, Infeasible, Plan, Problem, ShardCoreError, StepCost
 from shardcore.workload import lower
 
 
@@ -43,6 +43,15 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0, budge
         return Outcome(algorithm, time.monotonic() - began, error=str(error))
     seconds = time.monotonic() - began
     return Outcome(algorithm, seconds, plan, price(lower(plan, problem), model))
+
+
+def compile_searches(problem: Problem, model: CostModel) -> None:
+    """Compile what searches under a model need, and import what they import late: every sharder but TorchRec's once on one of the
+    problem's tables. Who times searches does so before; otherwise the first one's seconds would be numba's."""
+    few = replace(problem, name="compile", tables=problem.tables[:1], constraints=Constraints())
+    for name in SHARDERS:
+        if name != "torchrec":
+            run(name, few, model, budget=Budget(evals=1))
 
 
 def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3) -> list[Outcome]:
