@@ -13,10 +13,14 @@ export DVC_NO_ANALYTICS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
+# pip says what fails, and nothing else.
+PIP := python -m pip install --quiet --progress-bar off --disable-pip-version-check --root-user-action ignore
+SIZE := 2.5 GB$(if $(filter gpu,$(EXTRA)), and CUDA)
+
 .PHONY: run test test-long mutants up status down setup lint
 
 run: setup
-	python -m tasks.services python -m flows.refresh
+	@python -m tasks.services python -m flows.refresh
 
 test: setup
 	python -m pytest
@@ -39,8 +43,8 @@ lint: setup
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml
-	@echo "Installing into .venv: a few minutes, 2 GB (more where torch comes with CUDA)"
-	"$(PYTHON)" -m venv .venv
-	python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),dev,torchrec]'
-	python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0
-	touch $@
+	@echo "Installing PyTorch, FBGEMM, TorchRec, Prefect, Ray, MLflow and DVC into .venv, once: $(SIZE), some minutes"
+	@"$(PYTHON)" -m venv .venv
+	@$(PIP) --editable '.[$(EXTRA),dev,torchrec]'
+	@$(PIP) --no-deps torchrec==1.8.0
+	@touch $@

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from prefect import flow, get_run_logger
 
-from tasks import params, paths, services
+from tasks import console, params, paths, services
 from tasks.evaluate import EvaluateConfig, compare_sharders, evaluate_model, replay_plans, write_metrics
 from tasks.ray_cluster import ray_cluster
 
@@ -17,11 +17,18 @@ def evaluate() -> None:
     with ray_cluster() if config.replay_problems else nullcontext():
         reality = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
     write_metrics(paths.EVALUATION, accuracy, sharders, reality)
-    get_run_logger().info("held-out groups: error %.1f%%, Kendall tau %.3f", accuracy["compute_mape"],
-                          accuracy["compute_kendall_tau"])
+    get_run_logger().info("%s", result(accuracy, reality), extra=console.RESULT)
     if reality:
         get_run_logger().info("replayed plans: %s", ", ".join(f"{k} {reality[k]:.3g}" for k in (
             "mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost") if k in reality))
+
+
+def result(accuracy: dict[str, float], reality: dict[str, float]) -> str:
+    """What came of it, in a line: errors of predicted ms, in percent, and rank correlations."""
+    said = f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau {accuracy['compute_kendall_tau']:.2f}"
+    if reality:
+        said += f"; replayed plans: error {reality['mape']:.1f}%, Kendall tau {reality['kendall_tau']:.2f}"
+    return said
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import argparse
 
 from prefect import flow, get_run_logger
 
-from tasks import params, paths, services
+from tasks import console, params, paths, services
 from tasks.estimate import estimate
 from tasks.measure import MeasureConfig, cluster_setting, measure_comm, measure_compute, merge_parts
 from tasks.ray_cluster import ray_cluster
@@ -23,7 +23,8 @@ def measure() -> None:
         exchanges = measure_comm(setting, config, paths.MEASUREMENTS)
         steps = measure_steps(paths.POOL, setting, config, paths.MEASUREMENTS) if config.step_samples else 0
     merge_parts(paths.MEASUREMENTS)
-    get_run_logger().info("measured %d groups, %d exchanges and %d steps of plans", groups, exchanges, steps)
+    get_run_logger().info("measured %d groups, %d exchanges and %d steps of plans", groups, exchanges, steps,
+                          extra=console.RESULT)
 
 
 def dry_run() -> None:
@@ -31,7 +32,7 @@ def dry_run() -> None:
     config = params.section("measure", MeasureConfig)
     with ray_cluster():
         for kind in estimate(paths.POOL, wanted, config, paths.MEASUREMENTS):
-            print(kind)
+            console.show("text", str(kind))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from tasks import params, paths, services
+from tasks import console, params, paths, services
 from tasks.publish import PublishConfig, publish_plans
 from tasks.setting import SettingConfig
 
@@ -25,4 +25,4 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    services.run_flow(lambda: print(publish()))
+    services.run_flow(lambda: console.show("text", f"\n{publish()}"))

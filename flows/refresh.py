@@ -10,13 +10,13 @@ from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
 from shardcore.types import ShardCoreError
-from tasks import links, services
+from tasks import console, links, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig
-from tasks.refresh import STAGES, Stage, StageRun, override_params, push_data, repro, require_pushable
+from tasks.refresh import STAGES, Stage, StageRun, announce, override_params, push_data, repro, require_pushable
 from tasks.setting import SettingConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
@@ -41,8 +41,12 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
     commit = push_data(target) if push else None
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
+        announce("promote", target)
         champion = promote(will_publish=True)
-        done = publish() if champion else "no model is champion yet: the challenger awaits approval"
+        done = "no model is champion yet: the challenger awaits approval"
+        if champion:
+            announce("publish", target)
+            done = publish()
     create_markdown_artifact(page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}")
     return done
 
@@ -99,7 +103,7 @@ def main() -> None:
             overrides.setdefault(section, {})[key] = value
         done = refresh(args.target, overrides, args.push)
         table = f"Predicted cost of one training step, embeddings only\n\n{done}\n{LEGEND}{WHERE_NEXT}"
-        print(f"\n{table if args.target == STAGES[-1] else done}")
+        console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
 
     services.run_flow(run)
 

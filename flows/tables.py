@@ -2,7 +2,7 @@
 
 from prefect import flow, get_run_logger
 
-from tasks import params, paths, services
+from tasks import console, params, paths, services
 from tasks.tables import TablesConfig, make_pool, write_pool
 
 
@@ -13,7 +13,8 @@ def tables() -> None:
     write_pool(paths.POOL, pool)
     live = [t for t in pool if t.pooling > 0]
     get_run_logger().info("%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d", len(pool),
-                          len(pool) - len(live), sum(t.pooling for t in pool), sum(t.bytes for t in pool) / 2**30, pool[0].dim)
+                          len(pool) - len(live), sum(t.pooling for t in pool), sum(t.bytes for t in pool) / 2**30, pool[0].dim,
+                          extra=console.RESULT)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from prefect import flow, get_run_logger
 
-from tasks import params, paths, services
+from tasks import console, params, paths, services
 from tasks.setting import SettingConfig
 from tasks.train import TrainConfig, train_model
 
@@ -12,7 +12,9 @@ def train() -> None:
     setting = params.section("setting", SettingConfig)
     config = params.section("train", TrainConfig)
     metrics = train_model(paths.MEASUREMENTS, setting, config, paths.MODEL)
-    get_run_logger().info("on the test split: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+    logger = get_run_logger()
+    logger.info("on the test split: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+    logger.info("error on held-out groups %.1f%%", metrics["compute_mape"], extra=console.RESULT)
 
 
 if __name__ == "__main__":

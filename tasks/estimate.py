@@ -16,6 +16,7 @@ from shardcore import dataset, files, replays
 from shardcore.streams import access_share, lookups
 from shardcore.types import OUTPUT_BYTES, CommRequest, ComputeRequest
 from shardcore.workload import Workload, lower
+from tasks import console
 from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute
 from tasks.replay import step_devices, wanted_steps, why_no_steps
 from tasks.setting import SettingConfig
@@ -46,7 +47,7 @@ class Estimate:
     basis: str
 
     def __str__(self) -> str:
-        time = f"; about {_duration(self.seconds)} ({self.basis})" if self.missing else ""
+        time = f"; about {console.duration(self.seconds)} ({self.basis})" if self.missing else ""
         there = self.wanted - self.missing
         return (f"{self.kind}: {self.wanted} samples wanted, {there} there already, {self.missing} missing, "
                 f"{self.devices} devices{time}")
@@ -104,7 +105,3 @@ def _step_ms(workloads: Sequence[Workload], device: str) -> float:
     slowest = [max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops) for ops in w.ops)
                for w in workloads]
     return 1.1 * float(np.mean(slowest or [0]))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

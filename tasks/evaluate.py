@@ -20,6 +20,7 @@ from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import Problem, Setting, ShardCoreError, Table
+from tasks import console
 from tasks.measure import cluster_setting
 from tasks.replay import devices_of_a_host, replaying
 from tasks.setting import SettingConfig
@@ -77,15 +78,18 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     cost relative to the best of the others and the seconds, over the problems that all solved."""
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = sampling.ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
-    rows = []
-    for i in range(config.problems):
-        problem = sampling.problem(pool, i, model.setting, config.seed, shape)
+    problems, rows = [sampling.problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
+    console.progress(0.0, "compiling the searches: half a minute, once for an installation")
+    compare.compile_searches(problems[0], model)
+    work = console.Work("problems compared", len(problems))
+    for i, problem in enumerate(problems):
         outcomes = [compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals)) for name in COMPARED]
         rows += [{"problem": problem.name, "tables": len(problem.tables), "algorithm": o.algorithm,
                   "total_ms": round(o.cost.total_ms, 5) if o.cost else "", "balance": round(compare.balance(o.cost), 4) if o.cost
                   else "", "seconds": round(o.seconds, 4)} for o in outcomes]
         get_run_logger().info("problem %d of %d: %s", i + 1, config.problems,
                               ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost))
+        work.done(i + 1)
     files.write_csv(out / "sharders.csv", rows)
     return summary(rows)
 
@@ -155,6 +159,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
     for path in set(out.iterdir()) - {out / p.name for p in problems}:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
+    work = console.Work("problems replayed", len(problems))
     with ExitStack() as stack:
         replay = None
         for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
@@ -167,6 +172,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
             get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%", i + 1,
                                   len(problems), again, found["plans"], len(problem.tables), len(problem.topology),
                                   found["mape"], found["regret"])
+            work.done(i + 1)
     return kept
 
 

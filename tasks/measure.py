@@ -187,13 +187,14 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
         _measure(workers, missing, folder, pool_name, logger)
         if again := disturbed():
             logger.info("%d samples were disturbed and are measured once more", len(again))
-            _measure(workers, again, folder, pool_name, logger)
+            _measure(workers, again, folder, pool_name, logger, again=True)
     return len(missing)
 
 
-def _measure(workers: Workers, requests: Sequence[ComputeRequest], folder: Path, pool_name: str, logger: Any) -> None:
+def _measure(workers: Workers, requests: Sequence[ComputeRequest], folder: Path, pool_name: str, logger: Any,
+             again: bool = False) -> None:
     """Measure requests and keep what comes back at once."""
-    progress, failed = Progress("compute", len(requests)), 0
+    progress, failed = Progress("compute", len(requests), again), 0
     for finished in workers.measure(requests):
         samples = [s for f in finished for s in f.samples]
         if samples:

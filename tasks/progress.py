@@ -1,4 +1,4 @@
-"""Progress of measuring: in the log, as a Prefect progress artifact, and as Ray metrics.
+"""Progress of measuring: to a person at a terminal, in the log, as a Prefect progress artifact, and as Ray metrics.
 
 Ray serves the metrics for Prometheus at the metrics port of the node that runs the flow, under these names with "ray_" before
 them, with the flow run's name as label `run`. monitoring/grafana.json shows them.
@@ -11,15 +11,19 @@ import time
 from prefect import get_run_logger, runtime
 from ray.util.metrics import Counter, Gauge
 
+from tasks import console
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _EVERY_S = 5.0
+_NAMES = {"compute": "groups", "comm": "exchanges", "steps": "steps of plans"}
 
 
 class Progress:
-    """Samples done of `total` of a kind ("compute", "comm", "steps"), rate, time left, and the share of time in kernels."""
+    """Samples done of `total` of a kind ("compute", "comm", "steps"), rate, time left, and the share of time in kernels.
+    again: they were measured before."""
 
-    def __init__(self, kind: str, total: int):
+    def __init__(self, kind: str, total: int, again: bool = False):
+        self._name = f"{_NAMES[kind]} that were disturbed" if again else _NAMES[kind]
         self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
         self._began, self._said = time.monotonic(), 0.0
         self._logger = get_run_logger()
@@ -44,16 +48,17 @@ class Progress:
             self._kernel_share.set(self._kernel_s[device] / self._elapsed_s, tags)
 
     def say(self) -> None:
-        """Tell everyone, at most every few seconds and at the end."""
+        """Tell who looks on at once, everyone else at most every few seconds and at the end."""
         elapsed = self._elapsed_s
+        rate = self._done / elapsed
+        left = f"{console.duration((self._total - self._done) / rate)} left" if rate else "time left unknown"
+        line = f"{self._name}: {self._done} of {self._total}, {rate:.1f} a second, {left}"
+        if self._kernel_s:
+            line += f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% of the time in kernels"
+        console.progress(self._done / self._total, line)
         if elapsed - self._said < _EVERY_S and self._done < self._total:
             return
         self._said = elapsed
-        rate = self._done / elapsed
-        left = f"{(self._total - self._done) / rate:.0f} s left" if rate else "time left unknown"
-        line = f"{self._kind}: {self._done} of {self._total} samples, {rate:.1f} a second, {left}"
-        if self._kernel_s:
-            line += f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% of the time in kernels"
         self._logger.info("%s", line)
         update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
         self._wanted.set(self._total, self._tags)  # again: Ray forgets a gauge that was not set for 20 s

@@ -15,7 +15,7 @@ from prefect import get_run_logger, task
 from shardcore import files, model_report, replays
 from shardcore.cost import accuracy, neural, reality, settle
 from shardcore.types import ShardCoreError
-from tasks import paths, publication, registry
+from tasks import console, paths, publication, registry
 
 _REPLAYS_TAG = "shardcore.replays_digest"
 
@@ -66,7 +66,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
         _log_reality(client, challenger, replays.judge(kept, model))
 
     def end(champion: str | None, reason: str) -> Promotion:
-        logger.info("%s: %s", name, reason)
+        logger.info("%s: %s", name, reason, extra=console.RESULT)
         return Promotion(name, version, champion, reason)
 
     if champion == version:
@@ -104,7 +104,7 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
                              f"{challenger.version} by; measure more")
     new = score(accuracy.evaluate(model, *data))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
-    said = f"held-out error {new:.2f}%"
+    said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
         return True, f"{said}, the first"
     try:
@@ -115,7 +115,7 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
         return True, f"{said}; champion {before.version} is for another setting ({old_model.setting})"
     old = score(accuracy.evaluate(old_model, *data))
     if new > old + config.may_lose:
-        return False, f"lost by {new - old:.2f} points of held-out error ({new:.2f}% against {old:.2f}%)"
+        return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"
     if lost := kept and reality.lost(*(replays.judge(kept, m) for m in (model, old_model))):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{said} against {old:.2f}% of champion {before.version}"

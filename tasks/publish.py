@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +27,7 @@ from shardcore.search.local import SPACE_OF, local
 from shardcore.store import Decision
 from shardcore.types import Infeasible, Plan, Problem, ShardCoreError, StepCost
 from shardcore.workload import lower
-from tasks import links, paths, publication, registry
+from tasks import console, links, paths, publication, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.setting import SettingConfig
 from tasks.train import git_commit
@@ -77,9 +78,11 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     publisher = Publisher(model, plans, config, _provenance(model, version, config))
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, names = [], [], []
+    work = console.Work("problems", len(problems))
     with publication.publishing(client, version, everything) as renew:
         for i, path in enumerate(problems):
             renew()
+            work.done(i)
             try:
                 problem = files.read_problem(path)
                 if problem.name in names:
@@ -107,6 +110,9 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     if failures:
         logger.info("published:\n%s", report.text_table(HEADERS, rows))
         raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {'; '.join(failures)}")
+    outcomes = Counter(row[-1] for row in rows)
+    logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
+                ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
     return report.text_table(HEADERS, rows)
 
 

@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,14 +18,17 @@ from prefect import get_run_logger, task
 
 from shardcore import files
 from shardcore.types import ShardCoreError
-from tasks import cache, params, paths, services
+from tasks import cache, console, params, paths, services
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
 Stage = Literal["tables", "measure", "train", "evaluate"]
 STAGES = get_args(Stage)
+AFTER = ("promote", "publish")
+"""The stages that follow DVC's last one."""
 LOCK = Path("dvc.lock")
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,20 +83,20 @@ def repro(target: Stage) -> list[StageRun]:
     if target not in STAGES:
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(STAGES)}")
     logger = get_run_logger()
-    stages = STAGES[:STAGES.index(target) + 1]
+    stages = [s for s in stages_of(target) if s in STAGES]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
     cache.remove_damaged(logger)
-    process = _dvc("repro", target)
+    process = _dvc("repro", target, **console.RELAYED)
     begun: dict[str, tuple[bool, float]] = {}  # stage -> whether it runs, since when
     reason = ""
-    for line in process.stdout:
-        message = _PREFECT_PREFIX.sub("", line.rstrip())
+    for message in _said(process):
         if message:
             logger.info("%s", message)
         if message.lower().startswith("error: ") and not reason:
             reason = message.split(": ", 1)[1]
         if (found := _DVC_STAGE.match(message)) and found[2] in stages:
-            begun[found[2]] = (found[1] == "Running stage", time.monotonic())
+            begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
+            announce(found[2], target, runs)
             update_progress_artifact(progress, 100.0 * stages.index(found[2]) / len(stages), description=f"stage {found[2]}")
     if process.wait():
         raise ShardCoreError(reason or f"dvc repro {target} ended with exit code {process.returncode}")
@@ -100,6 +104,33 @@ def repro(target: Stage) -> list[StageRun]:
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [StageRun(stage, ran, end - since if ran else 0.0)
             for (stage, (ran, since)), end in zip(begun.items(), ends, strict=True)]
+
+
+def _said(process: subprocess.Popen) -> Iterator[str]:
+    """The lines of `dvc repro` and its stages that are for the log; what stages want shown is shown."""
+    try:
+        for line in process.stdout:
+            if not console.relayed(line):
+                yield _PREFECT_PREFIX.sub("", line.rstrip())
+    except KeyboardInterrupt:  # the stage was interrupted too, and tells Prefect so
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_WORDS_S)
+        raise
+
+
+def stages_of(target: Stage) -> tuple[str, ...]:
+    """All stages that a refresh of `target` goes through."""
+    return STAGES[:STAGES.index(target) + 1] + (AFTER if target == STAGES[-1] else ())
+
+
+def heading(stage: str, target: Stage, runs: bool = True) -> str:
+    """Which stage of how many begins, or has nothing to do."""
+    stages = stages_of(target)
+    return f"stage {stages.index(stage) + 1} of {len(stages)}: {stage}{'' if runs else ', nothing changed'}"
+
+
+def announce(stage: str, target: Stage, runs: bool = True) -> None:
+    get_run_logger().info(heading(stage, target, runs), extra=console.STAGE)
 
 
 def require_pushable() -> None:
@@ -133,10 +164,10 @@ def push_data(target: Stage) -> str | None:
     return commit
 
 
-def _dvc(*arguments: str) -> subprocess.Popen:
+def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
     return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, env={**os.environ, "PATH": here}, preexec_fn=services.die_with_parent)
+                            text=True, env={**os.environ, **env, "PATH": here}, preexec_fn=services.die_with_parent)
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess:

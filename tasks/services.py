@@ -15,18 +15,21 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.parse import urlparse
 
 import httpx
 
 from shardcore.types import ShardCoreError
-from tasks import paths
+from tasks import console, paths
 
 LOOPBACK = ("127.0.0.1", "localhost")
 _PATIENCE_S = 5.0
+_LAST_WORDS_S = 10.0
 _OWNED = "SHARDCORE_OWNED"
 """Set for the processes of one `python -m tasks.services COMMAND`, which all end with it."""
 
@@ -87,7 +90,8 @@ def prefect_server() -> Iterator[str]:
     url = f"http://127.0.0.1:{port}/api"
     server = subprocess.Popen(
         [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent,
+        start_new_session=True)  # a terminal's interrupt is not for it: runs have to tell it how they ended
     try:
         _wait_healthy(f"{url}/health", server)
         os.environ["PREFECT_API_URL"] = url  # read by the processes that we start
@@ -142,26 +146,36 @@ def show_user_errors_plainly() -> None:
 
 
 def run_flow(flow: Callable[[], object]) -> None:
-    """Run a flow as a program: exit code 0, or 1 with one line that says why."""
+    """Run a flow as a program: exit code 0, or 1 with one line that says why. What is printed: see tasks.console."""
     if os.environ.get(_OWNED):
         die_with_parent()
     reach_directly(os.environ)
     show_user_errors_plainly()
+    program = console.Program(None, None, sys.stderr)
     try:
         if not paths.PARAMS.exists():
             raise ShardCoreError(f"{paths.PARAMS} is not in {os.getcwd()}: flows run in the project's folder")
+        program = console.start(Path(sys.argv[0]).stem)
         if os.environ.get("PREFECT_API_URL"):
             require_answer(os.environ["PREFECT_API_URL"], "Prefect (PREFECT_API_URL)")
         flow()
-    except (ShardCoreError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except httpx.HTTPError as error:
-        print(f"error: {away(error)}; what was finished is kept, and a rerun goes on from there", file=sys.stderr)
-        raise SystemExit(1) from None
+        program.ended()
     except KeyboardInterrupt:
-        print("stopped; what was finished is kept, and a rerun goes on from there", file=sys.stderr)
+        program.failed("stopped; what was finished is kept, and a rerun goes on from there")
         raise SystemExit(130) from None
+    except Exception as error:
+        program.failed(f"error: {_said(error)}")
+        raise SystemExit(1) from None
+
+
+def _said(error: Exception) -> str:
+    """An error in one line; of one that no user can mend the log gets the traceback."""
+    if isinstance(error, (ShardCoreError, OSError)):
+        return str(error)
+    if isinstance(error, httpx.HTTPError):
+        return f"{away(error)}; what was finished is kept, and a rerun goes on from there"
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def main() -> None:
@@ -169,14 +183,30 @@ def main() -> None:
     reach_directly(os.environ)
     os.environ[_OWNED] = "1"
     try:
+        if not os.environ.get("PREFECT_API_URL"):
+            print("starting a Prefect server for as long as this runs", flush=True)
         with prefect_server():
-            done = subprocess.run(sys.argv[1:], preexec_fn=die_with_parent)
-    except ShardCoreError as error:
+            code = _run(sys.argv[1:])
+    except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    raise SystemExit(done.returncode)
+    raise SystemExit(code)
+
+
+def _run(command: list[str]) -> int:
+    """The exit code of a command. A terminal interrupts it too: then there is time for what it says last."""
+    process = subprocess.Popen(command, preexec_fn=die_with_parent)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        for end in (process.poll, process.terminate, process.kill):
+            end()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_S)
+                break
+        raise
 
 
 if __name__ == "__main__":

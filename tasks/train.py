@@ -22,7 +22,7 @@ from shardcore import dataset, files, model_report, replays
 from shardcore.cost import accuracy, fit, neural, settle, steps, study
 from shardcore.cost.metrics import coverage
 from shardcore.types import ComputeSample, ShardCoreError
-from tasks import paths, registry
+from tasks import console, paths, registry
 from tasks.setting import SettingConfig
 
 
@@ -91,7 +91,11 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
     logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting, len(known.compute),
                 len(known.comm), len(replayed), " and ".join(map(str, [measurements, *shipped])))
 
+    work = console.Work("epochs", config.epochs)
+
     def progress(model: str, epoch: int, values: dict[str, float]) -> None:
+        if model == "compute":  # exchanges are fitted at once
+            work.done(epoch)
         if epoch % 10 == 0:
             logger.info("%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
@@ -139,6 +143,7 @@ def _study(model: neural.NeuralModel, known: settle.Measurements, config: TrainC
     logger = get_run_logger()
 
     def progress(_: str, samples: int, values: dict[str, float]) -> None:
+        console.progress(samples / len(known.compute), f"learning curve: trained on {samples} groups")
         logger.info("learning curve, trained on %d groups: held-out error %.1f%%", samples, values["test_mape"])
 
     def of(split: str, samples: list) -> list:

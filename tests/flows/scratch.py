@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -121,11 +122,16 @@ class Run:
     output: Path
 
     def log(self) -> str:
-        return self.output.read_text()
+        return with_logs(self.output.read_text(), self.output.parent)
 
     def error(self) -> str:
         """The one line with which it failed, without a traceback."""
         return one_error(self.process.returncode, self.log())
+
+
+def with_logs(said: str, folder: Path) -> str:
+    """What commands in a project's folder printed, and what is in the log files that this names (see tasks.console)."""
+    return "\n".join([said, *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", said))])
 
 
 def one_error(code: int, log: str) -> str:

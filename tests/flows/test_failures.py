@@ -19,7 +19,7 @@ from pathlib import Path
 import mlflow
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
-from scratch import Project, Server, copy_project, kill_group, timings, until
+from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
 from shardcore import dataset, files, store
 from shardcore.cost import fit, neural
@@ -189,7 +189,7 @@ def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
         kill_group(one.process)
         assert list(store.history(plans, "small")) or not before  # whole, whatever it was at
         assert other.process.wait(120) == 0, other.log()
-    said = promoted.run("flows.publish").stdout
+    said = with_logs(promoted.run("flows.publish").stdout, promoted.folder)
     [outcome.said] = re.findall(r"small: (?:kept|better), .*", said)
     after = [d.id for d in store.history(plans, "small")]
     outcome.lost = len(set(before) - set(after))

@@ -19,7 +19,7 @@ from scratch import timings, until
 import flows.measure
 from shardcore import dataset, files, sampling
 from shardcore.types import ComputeSample
-from tasks import services
+from tasks import console, services
 from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig
 
@@ -63,6 +63,7 @@ def estimated(project, monkeypatch, capsys):
     """What a dry run says. (This process is connected to the cluster already.)"""
     monkeypatch.chdir(project.folder)
     monkeypatch.setattr(flows.measure, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(console, "show", lambda kind, text: print(text))
     flows.measure.dry_run()
     return capsys.readouterr().out
 

@@ -2,10 +2,12 @@
 
 import json
 import re
+import subprocess
 
+import httpx
 import pytest
 import yaml
-from scratch import TOY
+from scratch import TOY, with_logs
 
 from shardcore import dataset, files, replays, sampling, store
 from shardcore.types import Setting
@@ -32,8 +34,59 @@ def stages_run(log):
     return set(re.findall(r"Running stage '(\w+)'", log))
 
 
+def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(project):
+    shown = (project.folder / "log").read_text()
+    lines = [line for line in shown.splitlines() if not re.match(r" +\d+%  |  warning: ", line)]  # which there may be
+    first, *_, last = lines
+    assert re.match(r"refresh: every line of .* goes to logs/\S+-refresh-\d+\.log$", first)
+    assert re.fullmatch(r"done in .*; log: " + re.escape(first.split()[-1]), last)
+    heads = [line for line in lines if line.startswith("stage ")]
+    assert heads == [f"stage {i} of 6: {stage}" for i, stage in enumerate(
+        ("tables", "measure", "train", "evaluate", "promote", "publish"), 1)]
+    results = [lines[lines.index(head) + 1] for head in heads]  # in a line each
+    assert all(re.fullmatch(pattern + r" \((\d+ s|\d+ min)\)", result) for pattern, result in zip((
+        r"  40 tables \(\d+ empty\), .*", r"  measured 120 groups, 24 exchanges and 2 steps of plans",
+        r"  error on held-out groups \d+\.\d%",
+        r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d; replayed plans: error \d+\.\d%, Kendall tau \S+",
+        r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
+        r"  2 plans under shardcore-cost-\S+ version 1: 2 first"), results, strict=True)), results
+    assert len(lines) < 45 and len(shown.splitlines()) < 70, shown
+    noise = ("Beginning ", "Finished in state", "View at", "Task run", "Running stage", "Warning", "shown: ")
+    assert not [line for line in lines if any(word in line for word in noise)]
+    log = with_logs(first, project.folder)
+    for line in ("Running stage 'measure':", "120 compute samples wanted", "Finished in state Completed()",
+                 "epoch 0: train_loss", "problem 1 of 1 replayed", "pool-0-00: first, ",
+                 *(r.strip().rsplit(" (", 1)[0] for r in results)):
+        assert line in log
+    assert "already exists" not in log and "type hint" not in log and "shown: " not in log
+
+
+def test_prefect_has_what_a_stage_logged_with_its_run(project):
+    def asked(what, **query):
+        return httpx.post(f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30).json()
+
+    for flow, said in (("measure", "measured 120 groups, 24 exchanges and 2 steps of plans"),
+                       ("refresh", "Running stage 'train':")):
+        ids = [r["id"] for r in asked("flow_runs", flows={"name": {"any_": [flow]}})]
+        logged = asked("logs", logs={"flow_run_id": {"any_": ids}}, limit=200, sort="TIMESTAMP_ASC")
+        assert said in [line["message"] for line in logged]
+
+
+def test_the_stages_change_no_file_that_git_tracks(project):
+    """Or every model and plan would be of a "dirty" commit."""
+    [run] = (r for r in runs_in_mlflow(project) if r.data.tags.get("data_version"))
+    decisions = [store.load_plan(project.folder / "plans", f"pool-0-0{i}")[0].provenance for i in range(2)]
+    for commit in (run.data.tags["git_commit"], *(d["git_commit"] for d in decisions)):
+        assert re.fullmatch(r"[0-9a-f]{40}", commit)
+
+
+def runs_in_mlflow(project):
+    client = project.mlflow()
+    return client.search_runs([client.get_experiment_by_name("shardcore").experiment_id])
+
+
 def test_refresh_builds_everything_and_says_what_to_look_at(project):
-    log = (project.folder / "log").read_text()
+    log = with_logs((project.folder / "log").read_text(), project.folder)
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the control group
@@ -84,10 +137,11 @@ def test_edits_make_just_the_stages_stale_that_depend_on_them_and_more_samples_k
     """A comment in the code of measuring, and a parameter."""
     before = measured_at(project)
     project.edit("shardcore/measure/kernels.py")
+    assert not subprocess.check_output(["git", "status", "--porcelain", "--untracked=no", "data"], cwd=project.folder)
     stale = project.run("dvc", "status").stdout
     assert set(re.findall(r"^(\w+):$", stale, re.MULTILINE)) == {"measure", "evaluate"}
     project.set_params("measure", compute_samples=140)
-    log = project.run("dvc", "repro", "measure").stdout
+    log = with_logs(project.run("dvc", "repro", "measure").stdout, project.folder)
     after = measured_at(project)
     assert stages_run(log) == {"measure"} and ", 20 of them to measure" in log and len(after) == 141
     assert sum(after[k] != before[k] for k in before) <= 1  # the control group, where it is now better known

@@ -195,14 +195,18 @@ def test_a_champion_of_other_features_is_replaced(store, trained):
     assert str(registry.find(client, old.name, registry.CHAMPION).version) == champion
 
 
-def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_to_be_approved(store, trained):
+def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_to_be_approved(store, trained, capfd, recwarn):
     client = registry.connect()
     waits = promote(store, trained, approval=True)
-    assert waits.champion is None and "challenger 1 awaits approval; held-out error" in waits.reason
+    assert waits.champion is None and "challenger 1 awaits approval; score 0." in waits.reason
     assert publication.read(client, waits.model).champion is None
-    assert client.get_model_version(waits.model, "1").tags["gate"].startswith("passed, held-out error")
+    assert client.get_model_version(waits.model, "1").tags["gate"].startswith("passed, score 0.")
     assert promote(store, trained, approve=True, will_publish=True, approval=True).champion == "1"
     state = publication.read(client, waits.model)
     assert (state.champion, state.publishing) == ("1", "1")  # nobody else is to publish for now
     lost = promote(store, scaled(trained, 3), approve=True, approval=True)
-    assert (lost.challenger, lost.champion) == ("2", "1") and "lost by" in lost.reason
+    assert (lost.challenger, lost.champion) == ("2", "1")
+    assert re.fullmatch(r".*2 lost by (\d+\.\d+) points: score \d+\.\d+% \(mean error on held-out groups and exchanges\) "
+                        r"against 0\.\d+%", lost.reason)
+    shown = capfd.readouterr().err + "".join(str(w.message) for w in recwarn)  # of two registrations
+    assert "already exists" not in shown and "type hint" not in shown

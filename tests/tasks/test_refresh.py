@@ -1,12 +1,14 @@
-"""Overrides of params.yaml, and what a refresh that pushes asks for; before anything runs."""
+"""Overrides of params.yaml, what a refresh that pushes asks for before anything runs, and what it says of stages."""
 
 import subprocess
+import sys
 
 import pytest
 
 from shardcore.types import ShardCoreError
+from tasks import console, refresh
 from tasks.evaluate import EvaluateConfig
-from tasks.refresh import override_params, require_pushable
+from tasks.refresh import heading, override_params, require_pushable, stages_of
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
 
@@ -54,3 +56,20 @@ def test_a_push_needs_a_branch_and_a_remote(folder):
     subprocess.run(["git", "init", "-q"], check=True)
     with pytest.raises(ShardCoreError, match="DVC has no remote to push to; `dvc remote add --default"):
         require_pushable()
+
+
+def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
+    assert stages_of("measure") == ("tables", "measure")
+    assert stages_of("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
+    assert heading("measure", "evaluate") == "stage 2 of 6: measure" and heading("promote", "evaluate") == "stage 5 of 6: promote"
+    assert heading("tables", "train", runs=False) == "stage 1 of 3: tables, nothing changed"
+
+
+def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypatch):
+    shown = []
+    monkeypatch.setattr(console, "show", lambda *a: shown.append(a))
+    line = "10:51:54.850 | WARNING | Task run 'train-model' - few samples"
+    said = f"Running stage 'train':\n{console._MARK}[\"warning\", \"few samples\", 0.0]\n{line}\n"
+    process = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
+    assert list(refresh._said(process)) == ["Running stage 'train':", "few samples", ""]
+    assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0

@@ -1,0 +1,268 @@
+"""What a person sees of a flow: on a terminal, in a pipe, of a stage in another process; and where all else goes."""
+
+import io
+import json
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import prefect
+import pytest
+
+from tasks import console
+from tasks.console import RESULT, STAGE, Screen, Work, duration
+
+ROOT = Path(__file__).parents[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What is shown: (kind, message, share)."""
+    calls = []
+    monkeypatch.setattr(console, "_shower", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})())
+    return calls
+
+
+# --- the screen --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_its_result_and_warnings_are_a_line_each(clock):
+    out = io.StringIO()
+    screen = Screen(out, clock)
+    clock.now += 1000
+    screen.show("stage", "stage 2 of 6: measure")
+    clock.now += 7
+    screen.show("warning", "one GPU")
+    screen.show("result", "measured 3 groups")
+    screen.show("text", "a table")
+    assert out.getvalue() == ("stage 2 of 6: measure\n  warning: one GPU\n  measured 3 groups (7 s)\na table\n")
+
+
+def test_in_a_pipe_progress_is_a_line_every_half_minute_of_a_stage(clock):
+    out = io.StringIO()
+    screen = Screen(out, clock)
+    clock.now += 29
+    screen.show("stage", "train")  # counts anew
+    for _ in range(100):
+        clock.now += 1
+        screen.show("progress", f"at {clock.now:.0f}", 0.256)
+    assert out.getvalue() == "train\n   26%  at 159\n   26%  at 189\n   26%  at 219\n"
+    assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_progress_is_one_line_that_changes_and_goes(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    screen = Screen(out, clock)
+    screen.show("progress", "groups: 1 of 2", 0.499)
+    screen.show("progress", "groups: 2 of 2", 1.0)
+    screen.show("result", "measured")
+    screen.show("text", "bye")
+    screen.clear()
+    assert out.getvalue() == ("  [#########           ]  50%  groups: 1 of 2\r\x1b[K"
+                              "  [####################] 100%  groups: 2 of 2\r\x1b[K"
+                              "  measured (0 s)\nbye\n")
+    screen.show("progress", "x" * 200, 0.0)
+    assert len(out.getvalue().splitlines()[-1]) == 79  # or the terminal would wrap it, and it could not be erased
+    screen.clear()
+    assert out.getvalue().endswith("x\r\x1b[K")
+
+
+def test_a_terminal_that_moves_no_cursor_gets_lines(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    out = Terminal()
+    Screen(out, clock).show("progress", "x", 0.5)
+    assert out.getvalue() == ""
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(clock):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    Screen(Closed(), clock).show("text", "x")
+
+
+def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
+    work = Work("problems", 4, clock)
+    clock.now += 30
+    work.done(1)
+    clock.now += 30
+    work.done(3)
+    work.done(4)
+    assert shown == [("progress", "problems: 0 of 4", 0.0), ("progress", "problems: 1 of 4, 2 min left", 0.25),
+                     ("progress", "problems: 3 of 4, 20 s left", 0.75), ("progress", "problems: 4 of 4, 0 s left", 1.0)]
+
+
+@pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")])
+def test_durations_in_words(seconds, said):
+    assert duration(seconds) == said
+
+
+# --- what of a log is shown --------------------------------------------------------------------------------------------
+
+
+def record(level, message, path=__file__, **extra):
+    made = logging.getLogger("prefect.task_runs").makeRecord("prefect.task_runs", level, path, 1, message, ("a",), None,
+                                                             extra=extra)
+    return console._Shown().emit(made)
+
+
+def test_of_a_log_stages_results_and_our_warnings_are_shown(shown):
+    record(logging.INFO, "setting %s")
+    record(logging.INFO, "begins %s", **STAGE)
+    record(logging.INFO, "measured %s", **RESULT)
+    record(logging.WARNING, "few %s")
+    record(logging.ERROR, "no %s")
+    record(logging.ERROR, "Finished in state %s", os.path.join(os.path.dirname(prefect.__file__), "task_engine.py"))
+    assert shown == [("stage", "begins a", 0.0), ("result", "measured a", 0.0), ("warning", "few a", 0.0),
+                     ("warning", "no a", 0.0)]
+
+
+def test_what_a_stage_in_another_process_says_comes_back_whole(shown, capsys):
+    relay = console._Relay()
+    relay.show("warning", "two\nlines, \"quoted\"", 0.0)
+    relay.show("progress", "epochs", 0.25)
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    assert len(lines) == 2 and all(map(console.relayed, lines))
+    assert shown == [("warning", "two\nlines, \"quoted\"", 0.0), ("progress", "epochs", 0.25)]
+    assert not console.relayed("Running stage 'train':\n") and len(shown) == 2
+
+
+def test_without_a_program_nothing_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(console, "_shower", None)
+    console.progress(0.5, "epochs")
+    assert console.relayed(console._MARK + json.dumps(["text", "x", 0.0]) + "\n")
+    assert capsys.readouterr().out == ""
+
+
+# --- as a program ------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import logging, os, sys
+from tasks import console, paths, services
+paths.PARAMS.touch()
+sys.argv[0] = "/somewhere/flows/measure.py"
+def flow():
+    logger = logging.getLogger("prefect.flow_runs")
+    logger.setLevel("INFO")
+    logger.info("to the log only")
+    logger.info("measured", extra=console.RESULT)
+    print("a library says")
+    os.system("echo compiled code says >&2")
+    console.show("text", "a table")
+    {ends}
+services.run_flow(flow)
+"""
+
+
+def run(folder, ends="pass", **env):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    env.pop("PREFECT_API_URL", None)
+    return subprocess.run([sys.executable, "-c", PROGRAM.format(ends=ends)], cwd=folder, env=env, capture_output=True,
+                          text=True, timeout=60)
+
+
+@pytest.mark.parametrize("ends, code, said", [
+    ("pass", 0, ""),
+    ("raise services.ShardCoreError('no table')", 1, "error: no table; log: "),
+    ("raise KeyboardInterrupt", 130, "stopped; what was finished is kept, and a rerun goes on from there; log: "),
+    ("{}['lost']", 1, "error: KeyError: 'lost'; log: "),
+])
+def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, code, said):
+    (tmp_path / "logs").mkdir()
+    kept = [f"20200101-0000{i:02}-measure-1.log" for i in range(console.KEPT_LOGS)]
+    for name in (*kept, "notes.txt"):
+        (tmp_path / "logs" / name).touch()
+    done = run(tmp_path, ends)
+    first, *shown = done.stdout.splitlines()
+    log = first.removeprefix("measure: every line of Prefect, DVC, Ray and MLflow goes to ")
+    assert re.fullmatch(r"logs/\d{8}-\d{6}-measure-\d+\.log", log)
+    assert done.returncode == code and shown[:2] == ["  measured (0 s)", "a table"]
+    assert done.stderr == (f"{said}{log}\n" if said else "")
+    assert shown[2:] == ([] if said else [f"done in 0 s; log: {log}"])
+    text = (tmp_path / log).read_text()
+    assert "a library says" in text and "compiled code says" in text
+    assert ("Traceback" in text) == ("KeyError" in said)
+    left = {p.name for p in (tmp_path / "logs").iterdir()}
+    assert left == {*kept[1:], "notes.txt", os.path.basename(log)}  # the oldest went
+
+
+def test_a_stage_of_a_refresh_says_everything_to_it_and_keeps_no_log(tmp_path):
+    done = run(tmp_path, "raise services.ShardCoreError('no table')", **console.RELAYED)
+    assert done.returncode == 1 and not (tmp_path / "logs").exists()
+    assert done.stdout.splitlines() == [console._MARK + '["result", "measured", 0.0]', "a library says",
+                                        console._MARK + '["text", "a table", 0.0]']
+    assert done.stderr == "compiled code says\nerror: no table\n"
+
+
+def test_outside_the_project_s_folder_nothing_is_written(tmp_path):
+    code = "from tasks import services; services.run_flow(None)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert re.fullmatch(r"error: params.yaml is not in \S+: flows run in the project's folder\n", done.stderr)
+
+
+def test_a_terminal_gets_one_line_of_progress_and_the_log_no_colours(tmp_path):
+    master, slave = pty.openpty()
+    ends = "console.progress(0.5, 'epochs'); logging.getLogger().warning('root')"
+    code = "from prefect import flow as _\n" + PROGRAM.format(ends=ends)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    env.pop("PREFECT_API_URL", None)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=slave, stderr=slave, timeout=120)
+    os.close(slave)
+    said = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert done.returncode == 0 and "  [##########          ]  50%  epochs\r\x1b[Kdone in " in said, said
+    [log] = (tmp_path / "logs").iterdir()
+    assert "| WARNING | root - root" in log.read_text() and "\x1b" not in log.read_text()
+
+
+INTERRUPTED = """
+import sys
+from tasks import services
+services._LAST_WORDS_S = float(sys.argv[1])
+try:
+    services._run(sys.argv[2:])
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("patience_s, last", [
+    (60, "os.killpg(0, signal.SIGINT); time.sleep(60)"),
+    (0.1, "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+          "print('stopped', flush=True); os.killpg(0, signal.SIGINT); time.sleep(60)"),
+], ids=["it stops", "it goes on"])
+def test_an_interrupted_command_may_say_its_last_line_but_not_stay(patience_s, last):
+    """As Ctrl-C in a terminal, which is for all processes."""
+    code = (f"import os, signal, time\ntry:\n    {last}\n"
+            "except KeyboardInterrupt:\n    time.sleep(0.5); print('stopped', flush=True)")
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(patience_s), sys.executable, "-c", code], text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60,
+                          start_new_session=True)
+    assert done.stdout == "stopped\nended\n"
