@@ -224,10 +224,9 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     noted(Caches, "evict", "evict")
     noted(module._Step, "once", "step")
     noted(KernelBench, "once_ms", "control")
-    workload, progress = whole(problem_of(tables, 1)), []
-    control = (ComputeRequest(tuple(map(Shard.whole, tables)), SETTING.batch), 1.0)
-    assert sum(t.bytes for t in tables) > CONFIG.arena_bytes // 4
-    marks, control_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=4 * MIB),
+    workload, progress = whole(problem_of(tables[3:4], 1)), []
+    control = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)  # ten times as large as the plan's
+    marks, control_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB),
                               progress=lambda: progress.append(1), control=control)
     assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "control"]]
     assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and control_ms.shape == (CONFIG.repeats,)

@@ -56,6 +56,7 @@ def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_o
     control = ComputeRequest((Shard.whole(tables[3]),), 64)
     config = KernelConfig(arena_bytes=8 << 20, tolerance=1e-9, min_repeats=200, max_repeats=200, interleave=2)
     with SupervisedBench(SETTING, "cpu", config, control, control_ms=1e3, hang_s=2) as bench:
+        os.kill(children()[0].pid, signal.SIGINT)  # Ctrl-C is for the parent to answer, though all get it
         with signalled(bench, signal.SIGSTOP, signal.SIGKILL) as struck:
             found = list(bench.measure([HUGE, slow, quick]))
         assert len(struck) == 2 and not set(struck) & {p.pid for p in children()}

@@ -62,6 +62,13 @@ def test_an_op_with_a_known_level_ties_the_pace():
         assert [log.fit()(n) for n in range(60)] == pytest.approx([pace] * 60)
 
 
+def test_a_run_is_no_witness_of_its_own_pace():
+    log = timing.PaceLog()
+    for k in range(90):
+        log.add(k % 3, 1.25 if k == 45 else 1.0)
+    assert log.fit()(45) == pytest.approx(1.0, abs=0.01)
+
+
 def test_on_a_quiet_machine_nothing_is_corrected(rng):
     log = timing.PaceLog()
     numbers = [log.add(k % 7, (1 + k % 7) * math.exp(rng.normal(0, 0.01))) for k in range(400)]
