@@ -252,6 +252,7 @@ def test_a_port_that_is_taken_is_named_with_its_holder_and_nothing_starts(tmp_pa
                 rf"^port {port} \(stack.mlflow_port in params.yaml\) cannot be used at {host}: Address already in use, held by "
                 rf"process {os.getpid()} \(.+\); end that, or choose another port$")):
             stack.up(config)
+        assert stack._holder(held["ray_port"].getsockname()[1]) == ""
     finally:
         for kept in held.values():
             kept.close()
@@ -309,3 +310,59 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
     until(ends.daemon.died)
     with pytest.raises(ShardCoreError, match=r"^ends ended; .*logs/ends.log ends with: no such option$"):
         stack._wait([ends], time.monotonic())
+
+
+def test_up_refuses_what_runs_with_other_settings(tmp_path, monkeypatch, sleeper):
+    monkeypatch.chdir(tmp_path)
+    running = sleeper("mlflow", tmp_path.resolve() / ".stack")
+    with pytest.raises(ShardCoreError, match=rf"^mlflow \(process {running.process().pid}\) runs with other settings"):
+        stack.up(StackConfig())
+    assert running.process()
+
+
+def test_down_ends_all_services_and_what_they_started(tmp_path, monkeypatch, sleeper):
+    monkeypatch.chdir(tmp_path)
+    stack.down(StackConfig())
+    assert not (tmp_path / ".stack").exists()
+    started = [sleeper(name, tmp_path.resolve() / ".stack") for name in ("prefect", "mlflow", "ray", "worker", "watch")]
+    processes = [d.process() for d in started]
+    stack.down(StackConfig())
+    assert not any(map(daemons._runs, processes)) and not list(tmp_path.glob(".stack/*.pid"))
+
+
+def test_what_a_killed_server_left_is_ended_and_the_flow_runs_of_a_worker_go_on(tmp_path, sleeper):
+    parent = (sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '600'])")
+    started = [sleeper(name, tmp_path, parent) for name in ("server", "worker")]
+    with services.reserve_port() as held:
+        config = StackConfig(ray_port=held.getsockname()[1])
+        for daemon, ports in zip(started, ({"ray_port": config.ray_port}, {}), strict=True):
+            until(daemon.leftovers)
+            daemon.process().kill()
+            until(daemon.died)
+            stack._make_way(Service(daemon, ports, lambda: True), config)
+    assert [len(daemon.leftovers()) for daemon in started] == [0, 1]
+
+
+def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch):
+    """A script stands where Prefect's command is, and keeps what it was asked."""
+    monkeypatch.chdir(tmp_path)
+    folder, asked, python = tmp_path / ".stack", tmp_path / "asked", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" $WHO >> {asked}\necho it failed because\nexit ${{CODE:-0}}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    (folder / "logs").mkdir(parents=True)
+    with pytest.raises(ShardCoreError, match=f"^prefect.yaml is not in {tmp_path}: the stack is started in the "):
+        stack._deploy(StackConfig(), folder, {})
+    (tmp_path / "prefect.yaml").write_text("deployments: []")
+    with pytest.raises(ShardCoreError, match=r"^prefect.yaml cannot be deployed; .*deploy.log ends with: it failed because$"):
+        stack._deploy(StackConfig(), folder, {"CODE": "1"})
+    for _ in range(2):
+        stack._deploy(StackConfig(), folder, {"WHO": "me"})
+    assert asked.read_text().splitlines() == ["-m prefect --no-prompt deploy --all", "-m prefect --no-prompt deploy --all me"]
+    (tmp_path / "flows").mkdir()
+    for change in (lambda: (tmp_path / "prefect.yaml").write_text("deployments: [1]"),
+                   lambda: (tmp_path / "flows/new.py").write_text("new"), lambda: None):
+        change()
+        stack._deploy(StackConfig(), folder, {})
+    stack._deploy(StackConfig(prefect_database="postgresql://p"), folder, {})
+    assert len(asked.read_text().splitlines()) == 5

@@ -121,4 +121,5 @@ def test_calls_get_smaller_towards_the_end(waiting, devices, most, sizes):
     found = []
     while left := waiting - sum(found):
         found.append(chunk_size(left, devices, most))
+        assert found[-1] > 0
     assert found == sizes and chunk_size(0, devices, most) == 0
