@@ -1,5 +1,6 @@
 import os
 import threading
+import time
 
 import pytest
 import ray
@@ -25,6 +26,8 @@ class Member:
             raise Lost("connection closed")
         if how == "hangs":
             threading.Event().wait()
+        if how == "works":
+            time.sleep(0.5)
         return how
 
 
@@ -49,6 +52,8 @@ def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
             return actors.answers("gang", calls, timeout_s, silent_s)
 
         assert answer("", "ok") == ["", "ok"]
+        calls = [m.behave.remote("works") for m in members]  # for longer than either may be silent
+        assert actors.answers("gang", calls, timeout_s=0.1, silent_s=lambda rank: 0.0) == ["works", "works"]
         with pytest.raises(ShardCoreError, match="^gang: rank 1 of 2 failed: it is broken$"):
             answer("loses", "fails")
         with pytest.raises(ShardCoreError, match="^gang: no word for 0.2 s from rank 1 of 2: it hangs$"):
