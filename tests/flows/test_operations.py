@@ -6,6 +6,7 @@ One project, whose models are of known laws, so nothing has to be measured.
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -209,6 +210,12 @@ def test_a_change_while_plans_are_published_is_published_after_them(api, changes
     assert len(runs(api, "publish")) == there
     for _ in range(2):
         assert "version 2: run " in watch.step() and len(runs(api, "publish")) == there + 1
+    changes.champion(3)
+    for until_s, asked in ((time.time() + 60, there + 1), (time.time() - 1, there + 2)):  # by who was killed
+        claim = json.dumps({"version": "3", "until": until_s})
+        changes.client.set_registered_model_tag(changes.name, publication.PUBLISHING, claim)
+        watch.step()
+        assert len(runs(api, "publish")) == asked
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
 
