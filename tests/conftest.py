@@ -68,6 +68,7 @@ FIRST = ("flows/test_pipeline", "tasks/test_workers", "flows/test_operations", "
 """The longest begin first, so that the workers end together."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use a Ray cluster."""
     for item in items:
