@@ -49,7 +49,9 @@ def cluster(ray_env):
 
 
 def add_node(cluster):
-    return cluster.add_node(num_cpus=1, object_store_memory=80 << 20, node_ip_address="127.0.0.1", include_dashboard=False)
+    """A raylet with one CPU. Its agent chooses its port: the usual one may be that of another cluster on this machine."""
+    return cluster.add_node(num_cpus=1, object_store_memory=80 << 20, node_ip_address="127.0.0.1", include_dashboard=False,
+                            dashboard_agent_listen_port=None)
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @pytest.fixture
 def progress(monkeypatch):
-    """What was told of progress: [kind, total, done]. (The flow's log and pages are for tests/flows.)"""
+    """What was told of progress: [kind, total, done, again]. (The flow's log and pages are for tests/flows.)"""
     told = []
 
     class Told:
-        def __init__(self, kind, total):
-            told.append([kind, total, 0])
+        def __init__(self, kind, total, again=False):
+            told.append([kind, total, 0, again])
 
         def add(self, device, samples, kernel_s=None):
             told[-1][2] += samples
@@ -55,7 +55,7 @@ def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, 
     assert "8 compute samples wanted, 2 of them to measure" in caplog.text
     assert "2 devices; the control group takes 3.000 ms" in caplog.text  # as the dataset has it, not calibrated again
     assert "1 samples were disturbed and are measured once more" in caplog.text
-    assert progress == [["compute", 2, 2], ["compute", 1, 1]]
+    assert progress == [["compute", 2, 2, False], ["compute", 1, 1, True]]
     times = Counter(s.id for s in dataset.read_timings(folder))
     assert times.pop(dataset.compute_id(SETTING, control)) > 1
     assert times == {dataset.compute_id(SETTING, r): 2 if r == wanted[0] else 1 for r in wanted}
@@ -65,7 +65,7 @@ def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, 
 
 def test_exchanges_that_are_missing_are_measured_by_one_gang(tmp_path, progress):
     folder, wanted = tmp_path / "measurements", wanted_comm(SETTING, 2, CONFIG)
-    assert measure_comm.fn(SETTING, CONFIG, folder) == 3 and progress == [["comm", 3, 3]]
+    assert measure_comm.fn(SETTING, CONFIG, folder) == 3 and progress == [["comm", 3, 3, False]]
     found = dataset.read_comm(folder)
     assert {s.id: s.request for s in found} == wanted
     assert sorted(s.order for s in found) == [0, 1, 2] and all(s.backward[1].repeats == 2 for s in found)
