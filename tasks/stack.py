@@ -148,7 +148,6 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
               "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}
     ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port, "dashboard-host": config.host,
            "dashboard-port": config.dashboard_port, "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
-           "dashboard-agent-listen-port": 0,  # any: nobody asks for it, and the usual one may be another Ray's
            "object-store-memory": config.object_store_mib << 20, "log-color": "false"}
     if config.host != "0.0.0.0":
         ray["node-ip-address"] = config.host
