@@ -1,6 +1,8 @@
 """Pooling and reuse from what FBGEMM itself reports: real reports of real ops, one of them of a sharded job."""
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.types import EnumerableShardingSpec  # noqa: E402
+from training import in_processes  # noqa: E402
 
 from shardcore import files, streams  # noqa: E402
 from shardcore.__main__ import main  # noqa: E402
@@ -65,20 +68,31 @@ def kjt(seed: int) -> KeyedJaggedTensor:
                              lengths=torch.from_numpy(np.concatenate(lengths)).int())
 
 
+def reported_in(folder: Path, work: Callable[[Path], None]) -> None:
+    """Run ops in a process of their own: FBGEMM asks only once in a process whether to report."""
+    assert in_processes(1, _reporting, (folder, work), 200) == [0]
+
+
+def _reporting(rank: int, folder: Path, work: Callable[[Path], None]) -> None:
+    os.environ |= {"FBGEMM_TBE_REPORT_INPUT_PARAMS": "1", "FBGEMM_REPORT_INPUT_PARAMS_BUCKET": str(folder)}
+    work(folder)
+
+
+def op_of_three_tables(folder: Path) -> None:
+    """The tables a, c and d, at two steps."""
+    shapes = [TABLES[n] for n in "acd"]
+    op = SplitTableBatchedEmbeddingBagsCodegen([(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d, _ in shapes],
+                                               feature_table_map=[0, 0, 1, 2], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    for seed in range(STEPS):
+        ids, lengths = zip(*(step(seed)[f] for _, _, features in shapes for f in features), strict=True)
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+        op(torch.from_numpy(np.concatenate(ids)), torch.from_numpy(offsets)).sum().backward()
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> Path:
-    """Of an op of the tables a, c and d, at two steps."""
     folder = tmp_path_factory.mktemp("reports")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FBGEMM_TBE_REPORT_INPUT_PARAMS", "1")
-        patch.setenv("FBGEMM_REPORT_INPUT_PARAMS_BUCKET", str(folder))
-        shapes = [TABLES[n] for n in "acd"]
-        op = SplitTableBatchedEmbeddingBagsCodegen([(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d, _ in shapes],
-                                                   feature_table_map=[0, 0, 1, 2], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-        for seed in range(STEPS):
-            ids, lengths = zip(*(step(seed)[f] for _, _, features in shapes for f in features), strict=True)
-            offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-            op(torch.from_numpy(np.concatenate(ids)), torch.from_numpy(offsets)).sum().backward()
+    reported_in(folder, op_of_three_tables)
     assert len(list(folder.iterdir())) == STEPS
     return folder
 
@@ -107,26 +121,26 @@ def test_tables_of_like_shape_need_names(reports):
         problem_for(Model(names="ab"), ONE, BATCH, reports)
 
 
-def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path, monkeypatch):
-    """On one rank, table b in two parts of its columns. It and a are told apart."""
-    monkeypatch.setenv("FBGEMM_TBE_REPORT_INPUT_PARAMS", "1")
-    monkeypatch.setenv("FBGEMM_REPORT_INPUT_PARAMS_BUCKET", str(tmp_path))
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+def sharded_job(folder: Path) -> None:
+    """On one rank, table b in two parts of its columns."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     given = problem_for(Model(), ONE, BATCH, dict.fromkeys(ALPHA, 8.0))
     plan = to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, Model(), "cpu")
     plan.plan["bags"]["b"] = replace(plan.plan["bags"]["b"], sharding_type="column_wise", ranks=[0, 0], sharding_spec=(
         EnumerableShardingSpec([ShardMetadata([0, c], [20000, 4], "rank:0/cpu") for c in (0, 4)])))
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
         sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
         model = DistributedModelParallel(Model("cpu"), device=torch.device("cpu"), plan=plan, sharders=[sharder])
-        write_tables_of_ops(model, tmp_path)
+        write_tables_of_ops(model, folder)
         model.module.bags(kjt(0)).wait()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
+    """Tables a and b are told apart."""
+    reported_in(tmp_path, sharded_job)
     held = [f.part for f in read_statistics(tmp_path)]
     assert sorted((p.col_lo, p.col_hi) for p in held if p.table == "b") == [(0, 4), (4, 8)]
     assert main(["problem", str(tmp_path), "--devices", "2", "--batch", "512", "--out", str(tmp_path / "problem.json")]) == 0

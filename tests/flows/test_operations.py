@@ -332,8 +332,8 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     [md5] = (out["md5"] for out in lock["stages"]["tables"]["outs"])
     pushed = project.folder / "remote/files/md5" / md5[:2] / md5[2:]
     assert pushed.read_bytes() == (project.folder / "data/pool.json").read_bytes()
-    [page] = [a for a in api.read_artifacts() if a.key == "refresh"]
-    assert "promote.may_lose" in page.data and "nothing changed" in page.data and all(n in page.data for n in NAMES)
+    [page] = [a for a in api.read_artifacts() if a.key == "refresh" and "promote.may_lose" in a.data]
+    assert "nothing changed" in page.data and all(n in page.data for n in NAMES)
     assert promote() == state.champion  # again: nothing changes, and the page says so
     [page] = itertools.islice((a for a in api.read_artifacts() if a.key == "promotion" and "already" in a.data), 1)
     assert f"version {state.champion} is champion already" in page.data
