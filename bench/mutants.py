@@ -284,7 +284,7 @@ def main() -> int:
         copies = Copies(Path(folder), args.jobs)
         if left:
             print(f"{len(tests)} test files and tests without a defect ...", flush=True)
-            passed, said = run_tests(Path(folder) / "copy-0", tests, "-n", str(args.jobs), "--dist", "loadgroup")
+            passed, said = run_tests(Path(folder) / "copy-0", tests, "-n", str(args.jobs))
             if not passed:
                 print(f"error: the tests fail without a defect: {said}", file=sys.stderr)
                 return 2

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,18 +65,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 # --- how tests are dealt to the workers --------------------------------------------------------------------------------
 
-FIRST = ("flows/test_pipeline", "tasks/test_workers", "flows/test_operations", "measure", "flows", "tasks", "export")
+RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py",
+       "tasks/test_ray_replay.py", "tasks/test_workers.py")
+"""These use one Ray cluster."""
+FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
 """The longest begin first, so that the workers end together."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use a Ray cluster."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            group = "ray" if "cluster" in getattr(item, "fixturenames", ()) else str(item.path.relative_to(HERE))
-            item.add_marker(pytest.mark.xdist_group(group))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray."""
+    from xdist.scheduler import LoadScopeScheduling
 
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0].removeprefix("tests/")
+            return "ray" if file in RAY else file
+
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
         path = str(item.path.relative_to(HERE))
         return next((i for i, start in enumerate(FIRST) if path.startswith(start)), len(FIRST))
