@@ -66,8 +66,9 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int = 1) -> Iter
     group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
     try:
         if not group.wait(_PLACE_S):
+            nodes = sum(node["Alive"] for node in ray.nodes())
             raise ShardCoreError(f"{ranks} ranks, {each} a host, found no room within {_PLACE_S:g} s on the Ray cluster of "
-                                 f"{sum(node["Alive"] for node in ray.nodes())} nodes with {ray.cluster_resources()}; ask for fewer")
+                                 f"{nodes} nodes with {ray.cluster_resources()}; ask for fewer")
         members = [actor.options(name=f"{name} rank {rank}", num_cpus=cpus, num_gpus=int(device == "cuda"),
                                  scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each)).remote()
                    for rank in range(ranks)]
