@@ -163,4 +163,4 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluste
     assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6  # by two ranks that share what is left
     toy.set_params("measure", compute_samples=SAMPLES + 30)
     found = f"{SAMPLES + 30} samples wanted, {SAMPLES} there already, 30 missing, 1 devices; about .* at which the dataset grew"
-    assert re.search(found, estimated(toy, monkeypatch, capsys))
+    until(lambda: re.search(found, estimated(toy, monkeypatch, capsys)), every_s=1.0)  # Ray forgets a lost node after a while
