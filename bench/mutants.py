@@ -9,7 +9,7 @@ A defect is caught where a test fails, or hangs until its time limit. First the 
 was done is kept in --out, and is done again only where the code or its tests changed. Exit code 1 where a listed defect survives
 that gives no reason, or more than 5% survive in all.
 
-  make mutants                                                    the listed ones, two at a time: about half an hour on 2 cores
+  make mutants                                                    the listed ones, as many at a time as there are cores
   python -m bench.mutants --out FILE.jsonl --only cost            those whose file or words hold "cost"
   python -m bench.mutants --out FILE.jsonl --drawn 100 --seed 7   100 drawn ones as well
 """

@@ -71,7 +71,7 @@ class Work:
     def done(self, n: int) -> None:
         """Show that n parts are done."""
         left = f", {duration((self.clock() - self._began) * (self.total - n) / n)} left" if n else ""
-        progress(n / self.total, f"{self.what}: {n} of {self.total}{left}")
+        progress(n / self.total if self.total else 1.0, f"{self.what}: {n} of {self.total}{left}")
 
 
 def duration(seconds: float) -> str:

@@ -48,7 +48,7 @@ class Progress:
             self._kernel_share.set(self._kernel_s[device] / self._elapsed_s, tags)
 
     def say(self) -> None:
-        """Tell who looks on at once, everyone else at most every few seconds and at the end."""
+        """Show the progress; log and publish it every few seconds, and at the end."""
         elapsed = self._elapsed_s
         rate = self._done / elapsed
         left = f"{console.duration((self._total - self._done) / rate)} left" if rate else "time left unknown"

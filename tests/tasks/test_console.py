@@ -106,6 +106,12 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(clock):
     Screen(Closed(), clock).show("text", "x")
 
 
+def test_no_work_is_done_at_once(clock, shown):
+    """A folder without problems is published, too."""
+    Work("problems", 0, clock)
+    assert shown == [("progress", "problems: 0 of 0", 1.0)]
+
+
 def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
     work = Work("problems", 4, clock)
     clock.now += 30
