@@ -21,6 +21,7 @@ import ast
 import hashlib
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -28,7 +29,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -226,24 +226,23 @@ class Copies:
     """Copies of the project, each used by one thread at a time."""
 
     def __init__(self, folder: Path, count: int):
-        self._free, self._lock = [], threading.Semaphore(count)
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for i in range(count):
             copy_project(folder / f"copy-{i}")
-            self._free.append(folder / f"copy-{i}")
+            self._free.put(folder / f"copy-{i}")
 
     def judge(self, defect: Defect) -> dict:
         """Apply a defect, run its tests, take it back."""
-        with self._lock:
-            folder = self._free.pop()
-            path = folder / defect.file
-            before, stat = path.read_bytes(), path.stat()
-            try:
-                path.write_text(defect.applied())
-                passed, said = run_tests(folder, defect.tests)
-            finally:
-                path.write_bytes(before)
-                os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # or numba compiles all of it again
-                self._free.append(folder)
+        folder = self._free.get()
+        path = folder / defect.file
+        before, stat = path.read_bytes(), path.stat()
+        try:
+            path.write_text(defect.applied())
+            passed, said = run_tests(folder, defect.tests)
+        finally:
+            path.write_bytes(before)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # or numba compiles all of it again
+            self._free.put(folder)
         return {"key": defect.key(), "file": defect.file, "says": defect.says, "new": defect.new.strip(), "drawn": defect.drawn,
                 "package": defect.package, "survives": defect.survives, "result": SURVIVED if passed else CAUGHT, "by": said}
 

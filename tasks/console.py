@@ -34,11 +34,11 @@ _LINE_EVERY_S = 30.0
 _BAR = 20
 
 
-class _Shower(Protocol):
+class _Display(Protocol):
     def show(self, kind: str, message: str, share: float = 0.0) -> None: ...
 
 
-_shower: _Shower | None = None
+_display: _Display | None = None
 
 
 # --- what flows and tasks say ------------------------------------------------------------------------------------------
@@ -46,8 +46,8 @@ _shower: _Shower | None = None
 
 def show(kind: str, message: str, share: float = 0.0) -> None:
     """Show a line. kind: "stage", "progress", "result", "warning" or "text". share: of progress, as there."""
-    if _shower:
-        _shower.show(kind, message, share)
+    if _display:
+        _display.show(kind, message, share)
 
 
 def progress(share: float, message: str) -> None:
@@ -149,7 +149,7 @@ def relayed(line: str) -> bool:
     return True
 
 
-class _Shown(logging.Handler):
+class _ForPeople(logging.Handler):
     """Shows what of a run's log is for a person."""
 
     _prefect = os.path.dirname(find_spec("prefect").origin) + os.sep
@@ -195,16 +195,16 @@ class Program:
 def start(name: str) -> Program:
     """From now on show what a person wants to see of the flow `name`. What else this process prints, and those that
     it starts, goes to a log file. Raises OSError if that cannot be written."""
-    global _shower
+    global _display
     for logger in map(logging.getLogger, _RUN_LOGGERS):
-        logger.addHandler(_Shown())
+        logger.addHandler(_ForPeople())
     if RELAYED.items() <= os.environ.items():
-        _shower = _Relay()
+        _display = _Relay()
         return Program(None, None, sys.stderr)
     log = _new_log(name)
     out, err = (os.fdopen(os.dup(stream.fileno()), "w") for stream in (sys.stdout, sys.stderr))
     _redirect(log)
-    _shower = screen = Screen(out)
+    _display = screen = Screen(out)
     screen.show("stage", f"{name}: every line of Prefect, DVC, Ray and MLflow goes to {log}")
     return Program(screen, log, err)
 

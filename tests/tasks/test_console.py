@@ -42,7 +42,7 @@ def clock():
 def shown(monkeypatch):
     """What is shown: (kind, message, share)."""
     calls = []
-    monkeypatch.setattr(console, "_shower", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})())
+    monkeypatch.setattr(console, "_display", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})())
     return calls
 
 
@@ -134,7 +134,7 @@ def test_durations_in_words(seconds, said):
 def record(level, message, path=__file__, **extra):
     made = logging.getLogger("prefect.task_runs").makeRecord("prefect.task_runs", level, path, 1, message, ("a",), None,
                                                              extra=extra)
-    return console._Shown().emit(made)
+    return console._ForPeople().emit(made)
 
 
 def test_of_a_log_stages_results_and_our_warnings_are_shown(shown):
@@ -159,7 +159,7 @@ def test_what_a_stage_in_another_process_says_comes_back_whole(shown, capsys):
 
 
 def test_without_a_program_nothing_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr(console, "_shower", None)
+    monkeypatch.setattr(console, "_display", None)
     console.progress(0.5, "epochs")
     assert console.relayed(console._MARK + json.dumps(["text", "x", 0.0]) + "\n")
     assert capsys.readouterr().out == ""
