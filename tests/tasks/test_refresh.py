@@ -8,6 +8,7 @@ import pytest
 from shardcore.types import ShardCoreError
 from tasks import console, refresh
 from tasks.evaluate import EvaluateConfig
+from tasks.publish import PublishConfig
 from tasks.refresh import heading, override_params, require_pushable, stages_of
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
@@ -48,6 +49,13 @@ def test_what_is_wrong_in_one_override_leaves_all_unwritten(folder, overrides, n
     with pytest.raises(ShardCoreError, match=named):
         override_params(overrides, SECTIONS)
     assert (folder / "params.yaml").read_text() == PARAMS
+
+
+def test_an_override_has_to_agree_with_what_stands_beside_it(folder):
+    """max_moved_tables needs an algorithm of local search, as the default one is."""
+    (folder / "params.yaml").write_text("publish:\n  algorithm: size_greedy\n")
+    with pytest.raises(ShardCoreError, match="max_moved_tables 3 and algorithm 'size_greedy'"):
+        override_params({"publish": {"max_moved_tables": 3}}, {"publish": PublishConfig})
 
 
 def test_a_push_needs_a_branch_and_a_remote(folder):
