@@ -16,12 +16,20 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "cost"))  # laws.py, for all
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker of the suite, and what it starts, is one core
-os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-os.environ.setdefault("DO_NOT_TRACK", "1")
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("DVC_NO_ANALYTICS", "1")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# What a person has set for other work must not reach the tests, nor the processes that they start.
+OTHERS = ("PREFECT_", "MLFLOW_", "RAY_", "DVC_", "SHARDCORE_OWNED", "DISPLAY",
+          "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+for name in [n for n in os.environ if n.upper().startswith(OTHERS)]:
+    del os.environ[name]
+os.environ |= {
+    "OMP_NUM_THREADS": "1",  # a worker of the suite, and what it starts, is one core
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DVC_NO_ANALYTICS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or the processes that tests start would ignore it too

@@ -10,8 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from shardcore import dataset
+from tasks import services
 
 ROOT = Path(__file__).parents[2]
 TOY = {
@@ -53,31 +52,31 @@ def kill_group(process: subprocess.Popen) -> None:
 
 @dataclass
 class Server:
-    """A service on a port of its own, which tests end with SIGKILL and start again on the same data; a context manager."""
+    """A service on a port that stays its own; tests kill it and start it again on the same data. A context manager."""
 
     command: list[str]
     folder: Path
     env: dict[str, str]
-    port: int
+    held: socket.socket
     health: str
     process: subprocess.Popen | None = None
 
     @classmethod
     def of_prefect(cls, folder: Path) -> Server:
-        port = free_port()
-        return cls(["prefect", "server", "start", "--port", str(port), "--no-ui"], folder, {"PREFECT_HOME": str(folder)}, port,
-                   "/api/health")
+        held = services.reserve_port()
+        command = ["prefect", "server", "start", "--port", str(held.getsockname()[1]), "--no-ui"]
+        return cls(command, folder, {"PREFECT_HOME": str(folder)}, held, "/api/health")
 
     @classmethod
     def of_mlflow(cls, folder: Path) -> Server:
-        port = free_port()
-        command = ["mlflow", "server", "--port", str(port), "--workers", "1", "--backend-store-uri",
+        held = services.reserve_port()
+        command = ["mlflow", "server", "--port", str(held.getsockname()[1]), "--workers", "1", "--backend-store-uri",
                    f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
-        return cls(command, folder, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, port, "/health")
+        return cls(command, folder, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, held, "/health")
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.held.getsockname()[1]}"
 
     def start(self) -> None:
         with open(self.folder / "server.log", "a") as log:
@@ -88,8 +87,8 @@ class Server:
     def _healthy(self) -> bool:
         assert self.process.poll() is None, (self.folder / "server.log").read_text()[-2000:]
         try:
-            return urllib.request.urlopen(self.url + self.health, timeout=2).status == 200
-        except (urllib.error.URLError, OSError):
+            return bool(services.get(self.url + self.health, timeout_s=2))
+        except OSError:
             return False
 
     def kill(self) -> None:
@@ -101,12 +100,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        self.held.close()
 
 
 def timings(project: Project) -> set[tuple[str, float]]:

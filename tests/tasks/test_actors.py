@@ -31,14 +31,23 @@ class Member:
         return how
 
 
+def ends(member) -> bool:
+    """Whether an actor stops answering within a minute: Ray may still deliver a call for a moment after it kills one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            ray.get(member.host.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            return True
+    return False
+
+
 def test_a_gang_is_spread_over_its_hosts_evenly_in_order_and_ends():
     with actors.gang(Member, "member", 4, "cpu", hosts=2) as members:
         found = actors.answers("gang", [m.host.remote() for m in members], timeout_s=60)
         assert found[0] == found[1] != found[2] == found[3]
         assert {a["name"] for a in ray.util.list_named_actors(all_namespaces=True)} >= {f"member rank {i}" for i in range(4)}
-    for member in members:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(member.host.remote(), timeout=60)
+    assert all(map(ends, members))
 
 
 def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
