@@ -1,5 +1,6 @@
 """evaluate: accuracy on held-out samples; the sharders on held-out problems; what plans of such problems really cost."""
 
+import argparse
 from contextlib import nullcontext
 
 from prefect import flow, get_run_logger
@@ -32,4 +33,5 @@ def result(accuracy: dict[str, float], reality: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m flows.evaluate", description=__doc__).parse_args()
     services.run_flow(evaluate)

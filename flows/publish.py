@@ -1,5 +1,6 @@
 """publish: search plans under the champion and publish them."""
 
+import argparse
 from pathlib import Path
 
 from prefect import flow
@@ -25,4 +26,5 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m flows.publish", description=__doc__).parse_args()
     services.run_flow(lambda: console.show("text", f"\n{publish()}"))

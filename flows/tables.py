@@ -1,5 +1,7 @@
 """tables: the pool of tables that everything is drawn from."""
 
+import argparse
+
 from prefect import flow, get_run_logger
 
 from tasks import console, params, paths, services
@@ -18,4 +20,5 @@ def tables() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m flows.tables", description=__doc__).parse_args()
     services.run_flow(tables)

@@ -1,5 +1,7 @@
 """train: the cost models of the measured setting."""
 
+import argparse
+
 from prefect import flow, get_run_logger
 
 from tasks import console, params, paths, services
@@ -18,4 +20,5 @@ def train() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m flows.train", description=__doc__).parse_args()
     services.run_flow(train)
