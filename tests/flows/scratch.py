@@ -32,7 +32,7 @@ TOY = {
 }
 
 
-def until(condition: Callable[[], object], timeout_s: float = 120, every_s: float = 0.1) -> object:
+def until(condition: Callable[[], object], timeout_s: float = 300, every_s: float = 0.1) -> object:
     """Wait for what is true, and return it."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -142,7 +142,7 @@ class Project:
     folder: Path
     env: dict[str, str]
 
-    def run(self, *command: str, check: bool = True, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    def run(self, *command: str, check: bool = True, timeout: float = 570, **env: str) -> subprocess.CompletedProcess:
         done = subprocess.run([sys.executable, "-m", *command], cwd=self.folder, env={**self.env, **env}, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
         assert not check or done.returncode == 0, done.stdout[-4000:]
