@@ -150,7 +150,7 @@ def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
     least = [min(step.compute_ms[device] for step in took) for device in range(3)]
     assert says.compute_ms[1:] == (0, 0) and max(least[1:]) < 0.1 * least[0]
     assert says.waiting_ms[0] == 0 < min(says.waiting_ms[1:])
-    assert any(step.waiting_ms[0] == 0 < min(step.waiting_ms[1:]) for step in took)
+    assert any(step.waiting_ms[0] < min(step.waiting_ms[1:]) for step in took)
     for part in PARTS:
         assert all(len(getattr(cost, part)) == 3 for cost in (says, *took))
 
