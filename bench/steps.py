@@ -43,7 +43,7 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch.overrides import TorchFunctionMode
 
-from shardcore import files, replays, report, streams
+from shardcore import files, replays, report, schema, streams
 from shardcore.cost import neural, reality
 from shardcore.export.torchrec import to_torchrec
 from shardcore.measure import gang
@@ -297,7 +297,7 @@ def _asked(kept: replays.Kept, rounds: int) -> dict[str, Any]:
 def _before(out: Path, kept: replays.Kept, rounds: int) -> dict[str, Steps] | None:
     """The steps that `out` has, where they are of the same plans, made in the same way."""
     path = _path(out, kept)
-    written = files.read_json(path) if path.exists() else {}
+    written = schema.read_json(path) if path.exists() else {}
     asked = _asked(kept, rounds)
     if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(plans_of(kept)):
         return None

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import files, report, streams, tables
+from shardcore import files, report, schema, streams, tables
 from shardcore.export.fbgemm_statistics import rows_by_count
 from shardcore.types import Plan, Problem, ShardCoreError, Table, Zipf
 
@@ -80,7 +80,7 @@ def trained(args: argparse.Namespace) -> dict[int, str]:
 def _before(path: Path, asked: dict) -> dict[int, str]:
     if not path.exists():
         return {}
-    written = files.read_json(path)
+    written = schema.read_json(path)
     for name, value in asked.items():
         if written.get(name) != value:
             raise ShardCoreError(f"{path} has plans of {name} {written.get(name)}, not {value}; give another --out")

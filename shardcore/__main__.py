@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.command(args)
     except (ShardCoreError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -38,7 +38,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from shardcore import dataset, files, replays
+    from shardcore import dataset, replays, schema
     from shardcore.cost import accuracy, fit, neural, settle, steps
 
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> None:
                              "choose one with --hardware, --batch, --precision and --optimizer")
     known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     replayed = replays.steps(args.datasets, chosen[0])
-    config = files.build(fit.FitConfig, {"seed": args.seed}, "train")
+    config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
     model = steps.fit(trained.model, replayed)
     if replayed:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardcore import files
+from shardcore.schema import MOST_FILE_BYTES, read_bytes, show
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Spread, Table
 
 REPLAYS = "replays"
@@ -36,6 +39,13 @@ Sample = TypeVar("Sample", ComputeSample, CommSample)
 
 MEASUREMENT_VERSION = 2
 """Raised by hand when the meaning of a timing changes; older samples then no longer count."""
+
+_PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
+_UNFINISHED = re.compile(r"\.(compute|comm|pool)-[0-9a-f]+\.(parquet|json)\.\d+\.tmp")
+_MOST_ROWS = 1 << 22
+"""Samples of a part."""
+_OPTIONAL = ("error", "forward", "backward", "known_to", "waiting_ms")
+"""Columns in which a sample may have nothing."""
 
 _SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()), ("repeats", pa.int32())])
 _SHARD = pa.struct([("table", pa.string()), ("dim", pa.int32()), ("row_lo", pa.int64()), ("row_hi", pa.int64()),
@@ -167,18 +177,45 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
         key = (pool, name, dim, precision)
         if key not in tables:
             if pool not in pools:
-                pools[pool] = {t.name: t for t in files.read_pool(Path(folder) / f"pool-{pool}.json")}
+                pools[pool] = _pool(folder, pool)
+            if name not in pools[pool]:
+                raise ShardCoreError(f"its pool {pool} has no table {show(name)}")
             tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision)
         return tables[key]
 
-    samples = {}
-    for row in _rows(folder, "compute", setting):
+    def sample(row: dict[str, Any]) -> ComputeSample:
         shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"]),
                              s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
-        samples[row["id"], row["measured_at"]] = ComputeSample(
-            row["id"], _setting(row), ComputeRequest(shards, row["batch"]), _spread(row["forward"]), _spread(row["backward"]),
+        made = ComputeSample(
+            row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]), _spread(row["backward"]),
             row["measured_at"], row["error"], row["pace"], row["known_to"], row["order"])
+        _require_own_id(made.id, compute_id(made.setting, made.request))
+        return made
+
+    return _samples(folder, "compute", setting, sample)
+
+
+def _samples(folder: str | Path, kind: str, setting: Setting | None, make: Callable[[dict[str, Any]], Sample]) -> list[Sample]:
+    """What `make` makes of all rows of a kind, each timing once. Raises ShardCoreError naming the sample that is none."""
+    samples = {}
+    for row in _rows(folder, kind, setting):
+        try:
+            samples[row["id"], row["measured_at"]] = make(row)
+        except (TypeError, ShardCoreError) as error:  # TypeError: an entry that is nothing
+            raise ShardCoreError(f"{folder}: {kind} sample {show(row['id'])}: {error}") from None
     return list(samples.values())
+
+
+def _require_own_id(found: str, right: str) -> None:
+    if found != right:
+        raise ShardCoreError(f"its request has the id {right}")
+
+
+def _pool(folder: str | Path, name: str) -> dict[str, Table]:
+    """The tables of a pool, by their names."""
+    if not files.DIGEST.fullmatch(name):
+        raise ShardCoreError(f"its pool is {show(name)}; it needs the 16 hex digits of a pool's digest")
+    return {t.name: t for t in files.read_pool(Path(folder) / f"pool-{name}.json")}
 
 
 def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:
@@ -192,15 +229,17 @@ def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> lis
 
 
 def _comm(folder: str | Path, setting: Setting | None) -> list[CommSample]:
-    samples = {}
-    for row in _rows(folder, "comm", setting):
+    def sample(row: dict[str, Any]) -> CommSample:
         request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"], row["payload"],
                               row["hosts"], row["busy_ms"])
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
-        samples[row["id"], row["measured_at"]] = CommSample(
-            row["id"], _setting(row), request, both[0], both[1], row["waiting_ms"] and tuple(row["waiting_ms"]),
+        made = CommSample(
+            row["id"], row["setting"], request, both[0], both[1], row["waiting_ms"] and tuple(row["waiting_ms"]),
             row["measured_at"], row["error"], row["order"], row["oversubscribed"])
-    return list(samples.values())
+        _require_own_id(made.id, comm_id(made.setting, made.request))
+        return made
+
+    return _samples(folder, "comm", setting, sample)
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
@@ -215,7 +254,7 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     found: dict[str, list[float]] = {}
     for row in _rows(folder, "compute", None, columns=["id", "error", "known_to", "measurement_version"]):
         if row["error"] is None:
-            found.setdefault(row["id"], []).append(row["known_to"])
+            found.setdefault(row["id"], []).append(math.inf if row["known_to"] is None else row["known_to"])
     usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
     return {k for k, known in found.items() if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}
 
@@ -248,9 +287,10 @@ def merge_parts(folder: str | Path) -> None:
     """Make one part of each kind out of all, dropping none of their samples. Killed in between, both are there, which reads the
     same; done again on the same samples, it gives the same file. Of failures, the last stays where nothing was timed; what a
     killed writer left unfinished an hour ago is removed."""
-    for unfinished in Path(folder).glob(".*.tmp"):
-        if time.time() - unfinished.stat().st_mtime > 3600:
-            unfinished.unlink()
+    for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
+        with suppress(FileNotFoundError):  # its writer was faster
+            if time.time() - unfinished.lstat().st_mtime > 3600:
+                unfinished.unlink()
     for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
         parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
         if len(parts) < 2:
@@ -267,47 +307,89 @@ def merge_parts(folder: str | Path) -> None:
 def settings(folder: str | Path) -> list[Setting]:
     """The settings that a folder holds compute samples of."""
     columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
-    found = {_setting(row) for row in _rows(folder, "compute", None, columns)}
+    found = {row["setting"] for row in _rows(folder, "compute", None, columns)}
     return sorted(found, key=str)
 
 
 def _rows(folder: str | Path, kind: str, setting: Setting | None, columns: list[str] | None = None) -> Iterable[dict[str, Any]]:
-    for rows in _read_parts(folder, kind, columns).values():
+    """Rows whose timings mean what they mean today; where all of a setting is read, `setting` is one of its entries."""
+    for path, rows in _read_parts(folder, kind, columns).items():
         for row in rows:
-            if row["measurement_version"] == MEASUREMENT_VERSION and (setting is None or _setting(row) == setting):
+            if row["measurement_version"] != MEASUREMENT_VERSION:
+                continue
+            if "hardware" in row:
+                row["setting"] = _setting(row, path)
+            if setting is None or row["setting"] == setting:
                 yield row
 
 
 def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None) -> dict[Path, list[dict[str, Any]]]:
     """All parts of a kind, read again from the start where another process merges them meanwhile."""
     while True:
-        paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
+        paths = _parts(folder, kind)
         try:
             return {path: _read_part(path, COMPUTE if kind == "compute" else COMM, columns) for path in paths}
-        except FileNotFoundError:
-            continue
+        except ShardCoreError:
+            if _parts(folder, kind) == paths:
+                raise
+
+
+def _parts(folder: str | Path, kind: str) -> list[Path]:
+    """The files with a part's name, in order. Raises ShardCoreError for a link that leads nowhere."""
+    found = []
+    for path in sorted(Path(folder).glob(f"{kind}-*.parquet")):
+        if not _PART.fullmatch(path.name):
+            raise ShardCoreError(f"{path} has no name of a part, {kind}-<24 hex digits>.parquet; remove it")
+        if path.is_symlink() and not path.exists():
+            raise ShardCoreError(f"{path} is a link that leads nowhere; remove it")
+        found.append(path)
+    return found
 
 
 def _read_part(path: Path, schema: pa.Schema, columns: list[str] | None) -> list[dict[str, Any]]:
     """Rows of a part; none of one whose timings mean something else (another MEASUREMENT_VERSION)."""
-    content = path.read_bytes()
-    name = path.stem.split("-", 1)[1]
-    if hashlib.sha256(content).hexdigest()[:24] != name:
+    content = read_bytes(path)
+    if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
         raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. Remove it, and a "
                              "rerun of `measure` measures only what it held")
-    table = pq.read_table(pa.BufferReader(content))
-    if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
-        return []
+    try:
+        rows = _rows_of(content, schema, columns, path)
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
+        if isinstance(error, ShardCoreError):
+            raise
+        raise ShardCoreError(f"{path} is no part of a dataset ({type(error).__name__}: {error}); remove it") from None
+    return rows
+
+
+def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path: Path) -> list[dict[str, Any]]:
+    described = pq.ParquetFile(pa.BufferReader(content)).metadata
+    size = sum(described.row_group(i).total_byte_size for i in range(described.num_row_groups))
+    if not 0 <= described.num_rows <= _MOST_ROWS or size > MOST_FILE_BYTES:  # a small file can unpack to any size
+        raise ShardCoreError(f"{path} has {described.num_rows:,} rows in {size:,} bytes; a part has at most {_MOST_ROWS:,} in "
+                             f"{MOST_FILE_BYTES:,}")
+    table = pq.read_table(pa.BufferReader(content), use_threads=False)  # Arrow's threads can abort a process that ends
+    if "measurement_version" in table.schema.names:
+        if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
+            return []
     if schema is COMM and "busy_ms" not in table.schema.names:
         table = table.append_column("busy_ms", pa.array([0.0] * len(table)))
     missing = [f.name for f in schema if f.name not in table.schema.names]
     if missing:
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
+    if unknown := sorted(set(table.schema.names) - set(schema.names)):
+        raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {', '.join(schema.names)}")
+    table = table.select(schema.names).cast(schema)
+    nulls = [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]
+    if nulls:
+        raise ShardCoreError(f"{path} has nothing in column {nulls[0]!r} of some sample")
     return (table.select(columns) if columns else table).to_pylist()
 
 
-def _setting(row: dict[str, Any]) -> Setting:
-    return Setting(row["hardware"], row["setting_batch"], row["precision"], row["optimizer"])
+def _setting(row: dict[str, Any], path: Path) -> Setting:
+    try:
+        return Setting(row["hardware"], row["setting_batch"], row["precision"], row["optimizer"])
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{path}: {error}") from None
 
 
 def _spread(row: dict[str, Any] | None) -> Spread | None:

@@ -1,7 +1,8 @@
 """Every on-disk format: problems, pools of tables, plans, models, parameters. (Measurements: dataset.py.)
 
-Each file carries `schema` and `version`, and is checked on read: an unknown key, a missing one, a wrong type, a file cut short
-or (where a program wrote it) edited by hand is refused by name. Writing goes to a temporary name and renames.
+Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what it holds: an
+unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited by hand is refused by name. What
+is read can be lowered and priced. Writing goes to a temporary name and renames.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from shardcore import workload
+from shardcore.schema import build, read, read_bytes, read_json, read_yaml, show
 from shardcore.types import (
+    MOST_DEVICES,
     Constraints,
     Device,
     Placement,
@@ -36,7 +41,8 @@ from shardcore.types import (
 
 T = TypeVar("T")
 VERSION = 1
-_SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
+DIGEST = re.compile(r"[0-9a-f]{16}")
+"""What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""
 
 
 # --- reading and writing -----------------------------------------------------------------------------------------------
@@ -78,25 +84,6 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomic(path, text.getvalue().encode())
 
 
-def read_json(path: str | Path) -> Any:
-    """Raises ShardCoreError naming the file where it is missing or not whole JSON. What is no str and has `read_bytes` will do
-    for a path (store.py's remote ones)."""
-    try:
-        return json.loads((Path(path) if isinstance(path, str) else path).read_bytes(), object_pairs_hook=_no_duplicates)
-    except OSError as error:
-        raise ShardCoreError(f"cannot read {path}: {error.strerror or 'there is none'}") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ShardCoreError(f"{path} is not whole JSON: {error}; it was cut short or edited") from None
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [k for k, _ in pairs]
-    twice = {k for k in keys if keys.count(k) > 1} if len(set(keys)) < len(keys) else set()
-    if twice:
-        raise ValueError(f"key {sorted(twice)[0]!r} appears twice")
-    return dict(pairs)
-
-
 def digest(value: Any) -> str:
     """16 hex digits of the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
@@ -110,9 +97,10 @@ def _open_document(path: str | Path, schema: str) -> dict[str, Any]:
     data = read_json(path)
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ShardCoreError(f"{path} has schema {found!r}; expected 'shardcore/{schema}'")
-    if data.get("version") != VERSION:
-        raise ShardCoreError(f"{path} has version {data.get('version')!r} of {data['schema']}; this ShardCore reads {VERSION}")
+        raise ShardCoreError(f"{path} has schema {show(found)}; expected 'shardcore/{schema}'")
+    version = data.get("version")
+    if version != VERSION or isinstance(version, bool | float):
+        raise ShardCoreError(f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads {VERSION}")
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
 
@@ -123,49 +111,8 @@ def _seal(body: Mapping[str, Any]) -> dict[str, Any]:
 def _unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
     found = body.pop("digest", None)
     if found != digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {found!r}; it was edited after ShardCore wrote it")
+        raise ShardCoreError(f"{path} does not match its digest {show(found)}; it was edited after ShardCore wrote it")
     return body
-
-
-def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
-    """Make a flat dataclass from a mapping, strictly. `given` fields are set by the caller and not allowed in `data`; `also` are
-    keys that the caller has taken out of it, for the message.
-
-    Raises ShardCoreError naming `what` and an unknown key, a missing one, or a value that is wrong.
-    """
-    if not isinstance(data, Mapping):
-        raise ShardCoreError(f"{what} is {data!r}; it needs to be an object with keys")
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
-    unknown = sorted(set(data) - set(fields))
-    if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join([*fields, *also])}")
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if name not in data and required:
-            raise ShardCoreError(f"{what} lacks the key {name!r}")
-        if name in data:
-            _check_type(data[name], str(field.type), f"{what}: {name}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    try:
-        return cls(**values, **given)
-    except ShardCoreError as error:
-        raise type(error)(f"{what}: {error}") from None
-
-
-def _check_type(value: Any, annotation: str, what: str) -> None:
-    options = [a.strip() for a in annotation.split("|")]
-    if "None" in options and value is None:
-        return
-    for option in options:
-        if option.startswith("tuple[") and isinstance(value, (list, tuple)):
-            inner = option[6:-1].split(",")[0].strip()
-            for v in value:
-                _check_type(v, inner, what)
-            return
-        wanted = _SCALARS.get(option)
-        if wanted and isinstance(value, wanted) and (option == "bool" or not isinstance(value, bool)):
-            return
-    raise ShardCoreError(f"{what} is {value!r}; it needs to be {annotation}")
 
 
 # --- parameters --------------------------------------------------------------------------------------------------------
@@ -174,19 +121,12 @@ def _check_type(value: Any, annotation: str, what: str) -> None:
 def read_params(path: str | Path, section: str, cls: type[T], sections: Collection[str]) -> T:
     """One section of params.yaml as its config dataclass; raises ShardCoreError naming an unknown key, in it or beside
     `sections`."""
-    import yaml
-
-    try:
-        params = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    params = read_yaml(path) or {}
     if not isinstance(params, dict):
         raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
     unknown = sorted(map(str, set(params) - set(sections)))
     if unknown:
-        raise ShardCoreError(f"{path} has an unknown section {unknown[0]!r}; known are {', '.join(sections)}")
+        raise ShardCoreError(f"{path} has an unknown section {show(unknown[0])}; known are {', '.join(sections)}")
     found = params.get(section)
     return build(cls, {} if found is None else found, f"{path}, section {section!r}")
 
@@ -204,8 +144,8 @@ def table_to_json(table: Table) -> dict[str, Any]:
 
 def table_from_json(data: Any, what: str) -> Table:
     if not isinstance(data, Mapping):
-        raise ShardCoreError(f"{what} is {data!r}; it needs to be a table: name, rows, dim, pooling and access statistics")
-    what = f"{what}, table {data.get('name')!r}"
+        raise ShardCoreError(f"{what} is {show(data)}; it needs to be a table: name, rows, dim, pooling and access statistics")
+    what = f"{what}, table {show(data.get('name'))}"
     rest = {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")}
     if "reuse" in data and "zipf_alpha" in data:
         raise ShardCoreError(f"{what} has both reuse and zipf_alpha; it needs one of them")
@@ -247,10 +187,10 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         data = {k: v for k, v in data.items() if k not in given}
     pinned, together = given.get("pinned", {}), given.get("together", [])
     if not isinstance(pinned, Mapping):
-        raise ShardCoreError(f"{what}: pinned is {pinned!r}; it needs to be an object of tables and their devices or hosts, such "
-                             'as {"t0": [0, 1], "t1": ["host-1"]}')
+        raise ShardCoreError(f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and their devices or hosts, "
+                             'such as {"t0": [0, 1], "t1": ["host-1"]}')
     if not isinstance(together, list):
-        raise ShardCoreError(f"{what}: together is {together!r}; it needs to be a list of groups of tables, such as "
+        raise ShardCoreError(f"{what}: together is {show(together)}; it needs to be a list of groups of tables, such as "
                              '[["t0", "t1"]]')
     return build(Constraints, data, what, also=("pinned", "together"), pinned=tuple(pinned.items()), together=tuple(together))
 
@@ -277,8 +217,9 @@ def read_problem(path: str | Path) -> Problem:
     for entry in topology["devices"]:
         entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
         count = entry.pop("count", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ShardCoreError(f"{what}: a device entry has count {count!r}; it needs a whole number from 1")
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES - len(devices):
+            raise ShardCoreError(f"{what}: a device entry has count {show(count)}; it needs a whole number from 1, and a problem "
+                                 f"has {MOST_DEVICES} devices at most")
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     tables = data.pop("tables", None)
     if not isinstance(tables, list):
@@ -303,7 +244,18 @@ def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
     data = _unseal(_open_document(path, "pool"), path)
-    return tuple(table_from_json(t, str(path)) for t in data["tables"])
+    found = build(_Pool, data, str(path)).tables
+    names = [t["name"] for t in found if isinstance(t, Mapping) and isinstance(t.get("name"), str)]
+    if len(set(names)) < len(names):
+        raise ShardCoreError(f"{path} has several tables named {show(max(names, key=names.count))}; names need to differ")
+    return tuple(table_from_json(t, str(path)) for t in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pool:
+    """A pool's file."""
+
+    tables: tuple[Any, ...]
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------
@@ -325,14 +277,62 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
 
 
 def read_plan(path: str | Path, problem: Problem) -> Plan:
-    """A plan for `problem`; raises ShardCoreError where it was made for another one."""
-    data = _unseal(_open_document(path, "plan"), path)
-    if data["problem_digest"] != problem_digest(problem):
-        raise ShardCoreError(f"{path} is a plan for problem {data['problem']!r} with digest {data['problem_digest']}; "
-                             f"problem {problem.name!r} here has {problem_digest(problem)}")
+    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse it."""
+    plan = plan_from_json(_unseal(_open_document(path, "plan"), path), problem, str(path))
+    try:
+        workload.require_plan(plan, problem)
+    except ShardCoreError as error:
+        raise type(error)(f"{path}: {error}") from None
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """A placement in a plan's file: [low, high) rows and columns."""
+
+    table: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A plan's file."""
+
+    problem: str
+    problem_digest: str
+    provenance: Mapping[str, Any]
+    placements: tuple[_Placement, ...]
+
+
+_PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str, "model_version": str,
+               "datasets": Mapping[str, str], "torchrec": Mapping[str, Mapping[str, Any]]}
+"""What others read of provenance; the rest is for people."""
+
+
+def read_provenance(data: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    """Raises ShardCoreError naming an entry that ShardCore uses and that is not of its kind."""
+    for name in sorted(set(data) & set(_PROVENANCE)):
+        read(data[name], _PROVENANCE[name], f"{what}: {name}")
+    return data
+
+
+def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
+    """The plan of a file's content, not yet checked against the problem's tables and devices."""
+    found = build(_Plan, data, what)
+    if found.problem_digest != (own := problem_digest(problem)):
+        raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest {show(found.problem_digest)}; "
+                             f"problem {problem.name!r} here has {own}")
     tables = {t.name: t for t in problem.tables}
-    return Plan(tuple(Placement(Shard(tables[p["table"]], *p["rows"], *p["columns"]), tuple(p["devices"]))
-                      for p in data["placements"]), data["provenance"])
+    for p in found.placements:
+        if p.table not in tables:
+            raise ShardCoreError(f"{what} places table {show(p.table)}, which problem {problem.name!r} does not have")
+    try:
+        return Plan(tuple(Placement(Shard(tables[p.table], *p.rows, *p.columns), p.devices) for p in found.placements),
+                    read_provenance(found.provenance, f"{what}: provenance"))
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{what}: {error}") from None
 
 
 # --- models ------------------------------------------------------------------------------------------------------------
@@ -357,21 +357,18 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
 
     meta = _unseal(_open_document(Path(folder) / MODEL_JSON, "model"), Path(folder) / MODEL_JSON)
     path = Path(folder) / MODEL_WEIGHTS
-    try:
-        weights = path.read_bytes()
-    except OSError as error:
-        raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
+    weights = read_bytes(path)
     if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
         raise ShardCoreError(f"{path} does not match the digest in {MODEL_JSON}; it was cut short or edited")
     try:
         return meta, load(weights)
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:  # of types that numpy does not have
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 
 def model_digest(folder: str | Path) -> str:
     """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
-    content = read_json(Path(folder) / MODEL_JSON)
+    content = _document("model", _open_document(Path(folder) / MODEL_JSON, "model"))
     return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
 
 

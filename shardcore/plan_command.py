@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from shardcore import files, plan_report, store
+from shardcore import files, plan_report, schema, store
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, at_confidence
 from shardcore.cost.model import price as predicted
@@ -187,8 +187,8 @@ def _read(path: Path, problem: Path | None) -> Plan:
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     """The problem with fresh statistics, from a problem's file or a pool of tables."""
-    schema = files.read_json(path)
-    if isinstance(schema, dict) and schema.get("schema") == "shardcore/pool":
+    found = schema.read_json(path)
+    if isinstance(found, dict) and found.get("schema") == "shardcore/pool":
         return refreshed(problem, files.read_pool(path))
     fresh = files.read_problem(path)
     if missing := {t.name for t in problem.tables} - {t.name for t in fresh.tables}:

@@ -11,17 +11,18 @@ be trained on it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardcore import dataset, files
+from shardcore import dataset, files, schema
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.reality import Judged, noise_ms
 from shardcore.cost.steps import Step
-from shardcore.types import Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost
+from shardcore.types import MOST_MS, Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 1
@@ -63,7 +64,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     if is_kept(folder, problem, made, setting, config):
         return read(folder)
     costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
-    for old in (folder / REPLAYS_JSON, *folder.glob("*.json")):
+    for old in (folder / REPLAYS_JSON, *(p for p in folder.glob("*.json") if files.DIGEST.fullmatch(p.stem))):
         old.unlink(missing_ok=True)
     files.write_problem(folder / PROBLEM_JSON, problem)
     for name, plan in plans.items():
@@ -83,20 +84,26 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
-    if not _is_current(body) or any(_is_disturbed(_cost(r)) for r in body["replays"]):
+    if not body.is_current or any(_is_disturbed(r.cost()) for r in body.replays):
         return False
-    return (known == problem and body["setting"] == files.setting_to_json(setting)
-            and body["config"] == dataclasses.asdict(config) and [(r["algorithm"], r["plan"]) for r in body["replays"]] == names
+    return (known == problem and body.setting == setting
+            and body.config == dataclasses.asdict(config) and [(r.algorithm, r.plan) for r in body.replays] == names
             and all((folder / f"{name}.json").exists() for _, name in names))
 
 
 def read(folder: Path) -> Kept:
     """Raises ShardCoreError naming the file that is missing, cut short, edited, or of a version that is not known."""
     body, problem = _read(folder), files.read_problem(folder / PROBLEM_JSON)
-    rows = body["replays"]
-    plans = {r["plan"]: files.read_plan(folder / f"{r['plan']}.json", problem) for r in rows}
-    return Kept(problem, files.setting_from_json(body["setting"], str(folder / REPLAYS_JSON)),
-                tuple((r["algorithm"], r["plan"]) for r in rows), plans, {r["plan"]: _cost(r) for r in rows})
+    for row in body.replays:
+        if len(row.waiting_ms) != len(problem.topology):
+            raise ShardCoreError(f"{folder / REPLAYS_JSON}: plan {row.plan} has times of {len(row.waiting_ms)} devices; problem "
+                                 f"{problem.name!r} has {len(problem.topology)}")
+    plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in dict.fromkeys(r.plan for r in body.replays)}
+    for name, plan in plans.items():
+        if plan_digest(plan, problem) != name:
+            raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
+    return Kept(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
+                {r.plan: r.cost() for r in body.replays})
 
 
 def read_all(folder: Path, setting: Setting) -> list[Kept]:
@@ -107,11 +114,7 @@ def read_all(folder: Path, setting: Setting) -> list[Kept]:
 def _read_current(folder: Path) -> list[Kept]:
     """Those in the folders of `folder` whose timings mean what they mean today."""
     there = [path.parent for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
-    return [read(one) for one in there if _is_current(_read(one))]
-
-
-def _is_current(body: Mapping[str, Any]) -> bool:
-    return body.get("measurement_version", 2) == dataset.MEASUREMENT_VERSION
+    return [read(one) for one in there if _read(one).is_current]
 
 
 def missing(folder: Path, made: Sequence[tuple[Problem, Made]], setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
@@ -164,7 +167,7 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[Step]:
 
 def digests(folder: Path) -> list[str]:
     """Of all that a dataset has of replays."""
-    return [_read(path.parent)["digest"] for path in sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))]
+    return [_read(path.parent).digest for path in sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))]
 
 
 def judge(kept: Sequence[Kept], model: CostModel) -> list[Judged]:
@@ -191,18 +194,59 @@ def csv_rows(rows: Sequence[Judged]) -> list[dict[str, Any]]:
     return [{k: round(v, 5) if isinstance(v, float) else v for k, v in dataclasses.asdict(r).items()} for r in rows]
 
 
-def _read(folder: Path) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A replay in replays.json: who made the plan, its digest, and a Replayed."""
+
+    algorithm: str
+    plan: str
+    total_ms: float
+    forward_compute_ms: tuple[float, ...]
+    backward_compute_ms: tuple[float, ...]
+    forward_comm_ms: tuple[float, ...]
+    backward_comm_ms: tuple[float, ...]
+    waiting_ms: tuple[float, ...]
+    step: Spread
+    oversubscribed: bool
+    pace: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not files.DIGEST.fullmatch(self.plan):
+            raise ShardCoreError(f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits of a digest")
+        parts = [getattr(self, f.name) for f in dataclasses.fields(StepCost)]
+        if len({len(p) for p in parts}) > 1 or not parts[0] or not all(0 <= ms <= MOST_MS for p in parts for ms in p):
+            raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(parts)}; it needs as many times for "
+                                 "each, of 0 ms or more")
+        if not 0 < self.pace < math.inf:
+            raise ShardCoreError(f"the replay of plan {self.plan} has pace {self.pace}; it needs to be positive")
+
+    def cost(self) -> Replayed:
+        return Replayed(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Replayed)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """What replays.json holds."""
+
+    setting: Setting
+    config: Mapping[str, Any]
+    replays: tuple[_Row, ...]
+    digest: str
+    measurement_version: int = 2
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its timings mean what they mean today."""
+        return self.measurement_version == dataset.MEASUREMENT_VERSION
+
+
+def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
-    data = files.read_json(path)
+    data = schema.read_json(path)
     if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
         raise ShardCoreError(f"{path} is not {SCHEMA} of version {VERSION}; remove {folder} to replay its plans again")
-    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
-    if data.get("digest") != files.digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {data.get('digest')!r}; it was edited after ShardCore wrote it: "
-                             f"remove {folder} to replay its plans again")
-    return body | {"digest": data["digest"]}
-
-
-def _cost(row: Mapping[str, Any]) -> Replayed:
-    parts = {f.name: tuple(row[f.name]) for f in dataclasses.fields(StepCost)}
-    return Replayed(**parts, step=Spread(**row["step"]), oversubscribed=row["oversubscribed"], pace=row.get("pace", 1.0))
+    body = {k: v for k, v in data.items() if k not in ("schema", "version")}
+    if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
+        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was edited after ShardCore "
+                             f"wrote it: remove {folder} to replay its plans again")
+    return schema.build(_Body, body, str(path))

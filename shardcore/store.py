@@ -14,6 +14,7 @@ single operation.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import socket
@@ -26,15 +27,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardcore import files
-from shardcore.types import Plan, Problem, ShardCoreError
+from shardcore import files, schema
+from shardcore.types import Plan, Problem, ShardCoreError, is_path_name
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 FEWEST_KEPT = 2
 """A reader may still be at the version before."""
 PATIENCE_S = 600.0
 """Of a publisher that waits for its turn: more than any search takes that publishes one plan."""
-PAGE = "report.html"
+PAGE, REPORT = "report.html", "report.md"
+"""Of a version; and of all plans, beside them (see `write`)."""
 _POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
 _LOOK_S = 0.02
 """Between two looks whether it is one's turn."""
@@ -73,6 +75,15 @@ class Decision:
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
             raise ShardCoreError(f"decision has outcome {self.outcome!r}; known are {', '.join(OUTCOMES)}")
+        if not is_path_name(self.problem):
+            raise ShardCoreError(f"decision has problem {self.problem!r}; it needs the name of one")
+        for name in ("current", "candidate", "problem_digest"):
+            _require_id(getattr(self, name), f"decision has {name}")
+        if self.parent is not None:
+            _require_id(self.parent, "decision has parent")
+        for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
 
     @property
     def id(self) -> str:
@@ -91,6 +102,13 @@ class Decision:
         return {"schema": _SCHEMA, "version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
+def _require_id(found: str, what: str) -> str:
+    """Versions and decisions are files and folders named after their content: what has another name is none of ours."""
+    if not files.DIGEST.fullmatch(found):
+        raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
+    return found
+
+
 def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
     """Whether a candidate takes the place of the previous plan, None of which is possible any more."""
     return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)
@@ -104,27 +122,43 @@ def load_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
     its files are not whole."""
     home = _home(root, name)
     if version is None:
-        return _while_it_stays(home, lambda: _load(home / "versions" / current(root, name)))
-    if not _exists(home / "versions" / version / "plan.json"):
-        found = _names(home / "versions")
-        raise ShardCoreError(f"problem {name!r} has no version {version!r} in {root}; there are {', '.join(found) or 'none'}")
-    return _load(home / "versions" / version)
+        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
+    if not files.DIGEST.fullmatch(version) or not has(root, name, version):
+        found = _versions(home)
+        raise ShardCoreError(f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
+                             f"{', '.join(found) or 'none'}")
+    return _load(_version(home, version), name)
 
 
-def _load(folder: Place) -> tuple[Plan, Problem]:
+def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
+    if problem.name != name:
+        raise ShardCoreError(f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}")
     return files.read_plan(folder / "plan.json", problem), problem
+
+
+def _version(home: Place, version: str) -> Place:
+    return home / "versions" / _require_id(version, "plans have version")
+
+
+def _versions(home: Place) -> list[str]:
+    """The names of a problem's versions. A link is none: what it leads to may be another's, or live."""
+    folder = home / "versions"
+    if _is_link(folder):
+        raise ShardCoreError(f"{folder} is a symbolic link; versions are kept in a folder of the problem's own")
+    return [name for name in _names(folder) if files.DIGEST.fullmatch(name) and not _is_link(folder / name)]
 
 
 def load_cost(root: str | Path, name: str, version: str) -> dict[str, Any]:
     """What a version cost under the model that it was searched with, and what others did."""
-    return files.read_json(_home(root, name) / "versions" / version / "cost.json")
+    path = _version(_home(root, name), version) / "cost.json"
+    return dict(schema.read(schema.read_json(path), Mapping[str, Any], str(path)))
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
     """A version's report page, or None where it has none."""
     try:
-        return (_home(root, name) / "versions" / version / PAGE).read_bytes()
+        return (_version(_home(root, name), version) / PAGE).read_bytes()
     except OSError:
         return None
 
@@ -155,7 +189,7 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
 def names(root: str | Path) -> list[str]:
     """The problems that have a plan."""
     place = _place(root)
-    return [name for name in _names(place) if _exists(place / name / _POINTER)]
+    return [name for name in _names(place) if is_path_name(name) and _exists(place / name / _POINTER)]
 
 
 def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
@@ -174,33 +208,35 @@ def _pointer(home: Place) -> str | None:
     """What the pointer says; None where there is none."""
     try:
         with _plainly(home / _POINTER, _ABSENT):
-            found = (home / _POINTER).read_bytes().decode(errors="replace").strip()
+            found = (home / _POINTER).read_bytes()[:100].decode(errors="replace").strip()
     except _ABSENT:
         return None
     if not found:
         raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
-    return found
+    return _require_id(found, f"{home / _POINTER} names decision")
 
 
 def _read(home: Place, name: str, found: str) -> Decision:
     path = home / "decisions" / f"{found}.json"
     if not _exists(path) and _exists(home / "versions" / found / "plan.json"):
         return _migrated(home, name, found)
-    data = files.read_json(path)
+    data = schema.read_json(path)
     if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != (_SCHEMA, _SCHEMA_VERSION):
         raise ShardCoreError(f"{path} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})")
-    decision = files.build(Decision, {k: v for k, v in data.items() if k != "provenance"}, str(path), also=("provenance",),
-                           provenance=data.get("provenance", {}))
+    decision = schema.build(Decision, data, str(path))
+    files.read_provenance(decision.provenance, f"{path}: provenance")
     if decision.id != found:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
+    if decision.problem != name:
+        raise ShardCoreError(f"{path} is a decision on problem {decision.problem!r}; it needs to be one on {name!r}")
     return decision
 
 
 def _migrated(home: Place, name: str, version: str) -> Decision:
     """What a pointer to a version says, as they were before there were decisions."""
-    plan = files.read_json(home / "versions" / version / "plan.json")
-    return Decision(name, "first", "published before decisions were kept", version, version, plan["problem_digest"],
-                    plan["provenance"].get("predicted_ms"), provenance=plan["provenance"])
+    plan, problem = _load(_version(home, version), name)
+    return Decision(name, "first", "published before decisions were kept", version, version, files.problem_digest(problem),
+                    plan.provenance.get("predicted_ms"), provenance=plan.provenance)
 
 
 # --- writing -----------------------------------------------------------------------------------------------------------
@@ -248,7 +284,7 @@ def version_of(plan: Plan, problem: Problem) -> str:
 
 
 def has(root: str | Path, name: str, version: str) -> bool:
-    return _exists(_home(root, name) / "versions" / version / "plan.json")
+    return _exists(_version(_home(root, name), version) / "plan.json")
 
 
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
@@ -290,12 +326,11 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     home = _home(root, name)
     if isinstance(home, Path):
         with _plainly(home):
-            _sweep(home.rglob(".*.tmp"))
-    folder = home / "versions"
-    gone = [version for version in _names(folder) if version not in named]
+            _sweep(home.rglob(".*.tmp"))  # which follows no links
+    gone = [version for version in _versions(home) if version not in named]
     for version in gone:
-        _remove(folder / version / "plan.json")  # first: without it there is no version
-        _remove(folder / version)
+        _remove(_version(home, version) / "plan.json")  # first: without it there is no version
+        _remove(_version(home, version))
     return gone
 
 
@@ -374,7 +409,20 @@ def _place(root: str | Path) -> Place:
 
 
 def _home(root: str | Path, name: str) -> Place:
-    return _place(root) / name
+    """A problem's folder. Raises ShardCoreError for a name that no problem can have, and for a link: its files are another's."""
+    if not is_path_name(name):
+        raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -")
+    if name == REPORT:
+        raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it needs another")
+    home = _place(root) / name
+    if _is_link(home):
+        raise ShardCoreError(f"{home} is a symbolic link; plans of problem {name!r} are kept in a folder of their own")
+    return home
+
+
+def _is_link(place: Place) -> bool:
+    with _plainly(place):
+        return isinstance(place, Path) and place.is_symlink()
 
 
 def _exists(place: Place) -> bool:

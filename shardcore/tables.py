@@ -22,7 +22,18 @@ import numpy as np
 import torch
 
 from shardcore import streams
-from shardcore.types import REUSE_BINS, Reuse, ShardCoreError, Table, Zipf
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_COUNT,
+    MOST_DIM,
+    MOST_TABLES,
+    REUSE_BINS,
+    Reuse,
+    ShardCoreError,
+    Table,
+    Zipf,
+    require_within,
+)
 
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""
@@ -40,10 +51,7 @@ class PoolConfig:
     dim: int = 64
 
     def __post_init__(self) -> None:
-        if self.tables < 1:
-            raise ShardCoreError(f"pool has {self.tables} tables; it needs at least 1")
-        if self.seed < 0:
-            raise ShardCoreError(f"pool has seed {self.seed}; it needs 0 or more")
+        require_within(self, "pool", tables=(1, MOST_TABLES), seed=(0, MOST_COUNT), dim=(MIN_WIDTH, MOST_DIM))
 
 
 def kept_for_testing(table: Table) -> bool:

@@ -27,13 +27,49 @@ PAYLOADS = ("fp32", "bf16")
 """What travels between ranks; pooled outputs and gradients are FP32 at both ends."""
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+MOST_CHARACTERS = 300
+"""Of an error's message; a longer one is cut in the middle."""
+
+# What a noun may be at most. Anything beyond is a slip or an attack: files are read up to here, and what was read can be
+# priced without overflow.
+MOST_NAME = 200
+MOST_PATH_NAME = 100
+"""Characters of a name of a table or host, and of one that becomes the name of a file or folder."""
+MOST_TABLES, MOST_DEVICES = 1_000_000, 1 << 16
+MOST_ROWS, MOST_DIM, MOST_POOLING = 1 << 40, 1 << 16, 1e6
+MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
+MOST_SPEED, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9
+MOST_COUNT = 1_000_000_000
+"""Of anything that a config counts: samples, evaluations, epochs; and the largest seed."""
+_PATH_NAME = f"a name of letters, digits and . _ -, {MOST_PATH_NAME} at most"
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
 
 
 class ShardCoreError(ValueError):
-    """What a user can mend: the message names the thing, its value and what would be right."""
+    """What a user can mend: the message names the thing, its value and what would be right.
+
+    It is one line of printable characters, at most MOST_CHARACTERS: values in it come from files that anybody may have written.
+    """
+
+    def __init__(self, message: str = ""):
+        super().__init__(shortened(escaped(shortened(message, 1 << 12)), MOST_CHARACTERS))
+
+
+def escaped(text: str) -> str:
+    """Text with all that is not printable (line ends, control characters, lone surrogates) as backslash escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """Text of at most `most` characters: of a longer one its start and its end, which tell the thing and what would be right."""
+    if len(text) <= most:
+        return text
+    end = most * 2 // 5
+    return f"{text[:most - end - 5]} ... {text[-end:]}"
 
 
 class Infeasible(ShardCoreError):
@@ -47,6 +83,24 @@ class SettingMismatch(ShardCoreError):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ShardCoreError(message)
+
+
+def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
+    """Raise ShardCoreError naming a field of a record that is not within its ends; one that is None may be."""
+    for name, (low, high) in ends.items():
+        value = getattr(record, name)
+        if value is not None and not low <= value <= high:
+            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:g} to {high:g}")
+
+
+def is_path_name(name: str) -> bool:
+    """Whether a name is a safe name of a file or folder."""
+    return len(name) <= MOST_PATH_NAME and re.fullmatch(_NAME, name) is not None
+
+
+def _require_name(name: str, what: str) -> None:
+    _require(0 < len(name) <= MOST_NAME and name.isprintable(),
+             f"{what} has name {shortened(repr(name), 80)}; it needs 1 to {MOST_NAME} printable characters")
 
 
 @dataclass(frozen=True)
@@ -66,7 +120,8 @@ class Reuse:
         _require(len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs {REUSE_BINS}")
         _require(all(0 <= b <= 1 + 1e-6 for b in self.bins), f"reuse bins {self.bins} are not fractions within 0 and 1")
         _require(total == 0 or abs(total - 1) < 1e-3, f"reuse bins sum to {total:.6g}; they need to sum to 1 (or be all 0)")
-        _require(self.batch >= 1, f"reuse batch is {self.batch}; it needs to be the samples it was taken at")
+        _require(1 <= self.batch <= MOST_BATCH,
+                 f"reuse batch is {self.batch}; it needs to be the samples it was taken at, 1 to {MOST_BATCH}")
 
 
 @dataclass(frozen=True)
@@ -98,12 +153,13 @@ class Table:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
+        _require_name(self.name, "a table")
         t = f"table {self.name!r}"
-        _require(bool(self.name), "a table has an empty name")
-        _require(self.rows >= 1, f"{t} has {self.rows} rows; it needs at least 1")
-        _require(self.dim >= MIN_WIDTH and self.dim % MIN_WIDTH == 0,
-                 f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}")
-        _require(0 <= self.pooling < float("inf"), f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 or more")
+        _require(1 <= self.rows <= MOST_ROWS, f"{t} has {self.rows} rows; it needs 1 to {MOST_ROWS}")
+        _require(MIN_WIDTH <= self.dim <= MOST_DIM and self.dim % MIN_WIDTH == 0,
+                 f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}, up to {MOST_DIM}")
+        _require(0 <= self.pooling <= MOST_POOLING,
+                 f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 to {MOST_POOLING:.0f}")
         _require(self.precision in PRECISION_BYTES,
                  f"{t} has precision {self.precision!r}; known are {', '.join(PRECISION_BYTES)}")
         if isinstance(self.access, Reuse):
@@ -202,9 +258,11 @@ class Device:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speed", float(self.speed))
-        _require(self.memory_bytes > 0, f"a device has memory_bytes {self.memory_bytes}; it needs to be positive")
-        _require(0 < self.speed < math.inf,
-                 f"a device has speed {self.speed}; it needs to be positive, 1 being the measured hardware")
+        _require_name(self.host, "a device's host")
+        _require(0 < self.memory_bytes <= MOST_BYTES,
+                 f"a device has memory_bytes {self.memory_bytes}; it needs 1 to {MOST_BYTES}")
+        _require(1 / MOST_SPEED <= self.speed <= MOST_SPEED,
+                 f"a device has speed {self.speed}; it needs {1 / MOST_SPEED:g} to {MOST_SPEED:g}, 1 being the measured hardware")
 
 
 @dataclass(frozen=True)
@@ -223,12 +281,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
-        _require(len(self.devices) >= 1, "a topology has no devices; it needs at least 1")
+        _require(1 <= len(self.devices) <= MOST_DEVICES,
+                 f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
+        _require(self.hardware is None or is_path_name(self.hardware),
+                 f"topology has hardware {self.hardware!r}; it needs {_PATH_NAME}, such as 'nvidia-h200'")
         for name in ("within_host_gbps", "between_hosts_gbps"):
             value = getattr(self, name)
-            _require(value is None or 0 < value < math.inf, f"topology has {name} {value}; it needs to be positive")
-        _require(self.latency_ms is None or 0 <= self.latency_ms < math.inf,
-                 f"topology has latency_ms {self.latency_ms}; it needs 0 or more")
+            _require(value is None or 1 / MOST_GBPS <= value <= MOST_GBPS,
+                     f"topology has {name} {value}; it needs to be positive, {1 / MOST_GBPS:g} to {MOST_GBPS:g}")
+        _require(self.latency_ms is None or 0 <= self.latency_ms <= MOST_MS,
+                 f"topology has latency_ms {self.latency_ms}; it needs 0 to {MOST_MS:g}")
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -248,9 +310,9 @@ class Setting:
     optimizer: str = "exact_sgd"
 
     def __post_init__(self) -> None:
-        _require(re.fullmatch(_NAME, self.hardware) is not None,
-                 f"setting has hardware {self.hardware!r}; it needs a name of letters, digits and . _ -, such as 'nvidia-h200'")
-        _require(self.batch >= 1, f"setting has batch {self.batch}; it needs at least 1 sample")
+        _require(is_path_name(self.hardware),
+                 f"setting has hardware {self.hardware!r}; it needs {_PATH_NAME}, such as 'nvidia-h200'")
+        _require(1 <= self.batch <= MOST_BATCH, f"setting has batch {self.batch}; it needs 1 to {MOST_BATCH} samples")
         _require(self.precision in PRECISION_BYTES,
                  f"setting has precision {self.precision!r}; known are {', '.join(PRECISION_BYTES)}")
         _require(self.optimizer in OPTIMIZERS, f"setting has optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
@@ -275,7 +337,8 @@ class Constraints:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unsplit", tuple(self.unsplit))
-        _require(self.reserved_bytes >= 0, f"constraints have reserved_bytes {self.reserved_bytes}; it needs 0 or more")
+        _require(0 <= self.reserved_bytes <= MOST_BYTES,
+                 f"constraints have reserved_bytes {self.reserved_bytes}; it needs 0 to {MOST_BYTES}")
         for name, where in self.pinned:
             _require(isinstance(where, (list, tuple)) and len(where) > 0
                      and all(isinstance(d, (int, str)) and not isinstance(d, bool) for d in where),
@@ -313,10 +376,10 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
         p = f"problem {self.name!r}"
-        _require(re.fullmatch(_NAME, self.name) is not None,
-                 f"{p} needs a name of letters, digits and . _ -, for its plans are kept in a folder of that name")
-        _require(len(self.tables) >= 1, f"{p} has no tables; it needs at least 1")
-        _require(self.global_batch >= 1, f"{p} has global_batch {self.global_batch}; it needs at least 1 sample")
+        _require(is_path_name(self.name), f"{p} needs {_PATH_NAME}, for its plans are kept in a folder of that name")
+        _require(1 <= len(self.tables) <= MOST_TABLES, f"{p} has {len(self.tables) or 'no'} tables; it needs 1 to {MOST_TABLES}")
+        _require(1 <= self.global_batch <= MOST_BATCH,
+                 f"{p} has global_batch {self.global_batch}; it needs at least 1 sample, at most {MOST_BATCH}")
         _require(self.global_batch % len(self.topology) == 0,
                  f"{p} has global_batch {self.global_batch}, which {len(self.topology)} devices do not divide evenly")
         _require(self.optimizer in OPTIMIZERS, f"{p} has optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
@@ -508,6 +571,11 @@ class Spread:
     q3_ms: float
     repeats: int
 
+    def __post_init__(self) -> None:
+        _require(all(0 <= ms <= MOST_MS for ms in (self.median_ms, self.q1_ms, self.q3_ms)) and self.repeats >= 1,
+                 f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in {self.repeats} repeats; it needs 0 to "
+                 f"{MOST_MS:g} ms, and 1 repeat or more")
+
 
 @dataclass(frozen=True)
 class ComputeSample:
@@ -528,6 +596,12 @@ class ComputeSample:
     pace: float = 1.0
     known_to: float | None = None
     order: int = 0
+
+    def __post_init__(self) -> None:
+        _require_sample(self, self.forward is not None and self.backward is not None)
+        _require(0 < self.pace < math.inf and (self.known_to is None or self.known_to >= 0),
+                 f"sample {self.id} has pace {self.pace} and known_to {self.known_to}; it needs a positive pace, and 0 or more")
+        _require(self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at least 1")
 
     @property
     def total_ms(self) -> float:
@@ -554,3 +628,19 @@ class CommSample:
     error: str | None = None
     order: int = 0
     oversubscribed: bool = False
+
+    def __post_init__(self) -> None:
+        one_way = self.request.collective == "all_reduce"
+        _require_sample(self, self.backward is not None and self.waiting_ms is not None and (self.forward is None) == one_way)
+        of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms) if x is not None]
+        _require(all(len(x) == len(self.request.widths) for x in of_ranks),
+                 f"sample {self.id} has {[len(x) for x in of_ranks]} timings; it needs one for each of its "
+                 f"{len(self.request.widths)} ranks")
+        _require(all(0 <= ms <= MOST_MS for ms in self.waiting_ms or ()),
+                 f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more")
+
+
+def _require_sample(sample: ComputeSample | CommSample, is_timed: bool) -> None:
+    _require(is_timed or sample.error is not None, f"sample {sample.id} has no timing, and no error for which there is none")
+    _require(0 <= sample.measured_at < math.inf and sample.order >= 0,
+             f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs 0 or more")

@@ -79,9 +79,7 @@ def kind_of(shard: Shard, devices: tuple[int, ...]) -> str:
 def lower(plan: Plan, problem: Problem) -> Workload:
     """The Workload of a plan. Raises ShardCoreError where the plan does not cover the problem's tables exactly once or names
     a device that is not there, or breaks a constraint; Infeasible where a device would hold more than it may."""
-    require_cover(plan, problem)
-    require_constraints(plan, problem)
-    memory.require_fits(plan, problem)
+    require_plan(plan, problem)
     n_devices = len(problem.topology)
     groups: dict[tuple[int, str], list[Shard]] = defaultdict(list)
     for placement in plan.placements:
@@ -102,6 +100,13 @@ def lower(plan: Plan, problem: Problem) -> Workload:
         all_reduce=np.array([OUTPUT_BYTES * sum(s.rows * s.width for s in groups[d, REPLICATED]) for d in devices], dtype=float),
     )
     return Workload(ops, traffic, tuple(memory.used_bytes(plan, problem)), problem.topology, problem.global_batch)
+
+
+def require_plan(plan: Plan, problem: Problem) -> None:
+    """Raise what `lower` raises."""
+    require_cover(plan, problem)
+    require_constraints(plan, problem)
+    memory.require_fits(plan, problem)
 
 
 def require_cover(plan: Plan, problem: Problem) -> None:

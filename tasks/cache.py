@@ -6,44 +6,79 @@ A damaged entry would come back at every checkout, and even in place of what a s
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-import yaml
+from shardcore import schema
+from shardcore.types import ShardCoreError
 
+LOCK = Path("dvc.lock")
 _BLOCK_BYTES = 1 << 24
+_MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
     """Remove the damaged entries of the results that dvc.lock names, and the copies of them in the working tree, so that the
-    next `dvc repro` makes just these anew; each is named in a warning."""
-    lock = Path("dvc.lock")
-    if not lock.exists():
+    next `dvc repro` makes just these anew; each is named in a warning. Raises ShardCoreError for a dvc.lock that is none, or
+    names what is no hash or not in the project."""
+    if not LOCK.exists():
         return
+    outs = results()
     cache = Path(subprocess.check_output([sys.executable, "-m", "dvc", "cache", "dir"], text=True).strip()) / "files" / "md5"
-    stages = yaml.safe_load(lock.read_text())["stages"].values()
-    for out in (o for stage in stages for o in stage.get("outs", ())):
-        for path, entry, md5 in _entries(cache, Path(out["path"]), out["md5"]):
-            if not entry.exists() or (found := _md5(entry)) == md5:
+    for path, md5 in outs:
+        for copy, entry, right in _entries(cache, path, md5):
+            if not entry.is_file() or entry.is_symlink() or (found := _md5(entry)) == right:
                 continue
             entry.chmod(0o644)
             entry.unlink()
-            if path.is_file() and _md5(path) == found:
-                path.unlink()
-            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew", entry, path)
+            if copy.is_file() and _md5(copy) == found:
+                copy.unlink()
+            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew", entry, copy)
+
+
+def results() -> list[tuple[Path, str]]:
+    """The results in dvc.lock, with their hashes. (DVC itself checks the rest of the file.) Raises as remove_damaged."""
+    stages = _of(_of(schema.read_yaml(LOCK), dict, "it").get("stages", {}), dict, "stages")
+    outs = [_of(out, dict, "an out") for stage in stages.values()
+            for out in _of(_of(stage, dict, "a stage").get("outs", []), list, "outs")]
+    return [(_inside(out.get("path"), LOCK), _hash(out.get("md5"), LOCK)) for out in outs]
+
+
+def _of(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise ShardCoreError(f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the file from git again, or "
+                             "remove it")
+    return value
+
+
+def _inside(name: Any, where: Path) -> Path:
+    """A path in the project, which no link leads out of."""
+    if isinstance(name, str) and name and name.isprintable():
+        path = Path(name)
+        if (Path.cwd() / path).resolve().is_relative_to(Path.cwd().resolve()) and not path.is_absolute():
+            return path
+    raise ShardCoreError(f"{where} has path {schema.show(name)}; it needs to be one in the project")
+
+
+def _hash(md5: Any, where: Path) -> str:
+    if not isinstance(md5, str) or not _MD5.fullmatch(md5):
+        raise ShardCoreError(f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a folder")
+    return md5
 
 
 def _entries(cache: Path, path: Path, md5: str) -> Iterator[tuple[Path, Path, str]]:
     """A result's files: path in the working tree, cache entry, the MD5 that it should have; of a directory its list first."""
     entry = cache / md5[:2] / md5[2:]
     yield path, entry, md5.removesuffix(".dir")
-    if md5.endswith(".dir") and entry.exists():
-        for file in json.loads(entry.read_bytes()):
-            yield path / file["relpath"], cache / file["md5"][:2] / file["md5"][2:], file["md5"]
+    if md5.endswith(".dir") and entry.is_file():
+        for file in schema.read(schema.read_json(entry), tuple[Mapping[str, Any], ...], str(entry)):
+            found = _hash(file.get("md5"), entry).removesuffix(".dir")
+            yield _inside(str(path / str(file.get("relpath"))), entry), cache / found[:2] / found[2:], found
 
 
 def _md5(path: Path) -> str:

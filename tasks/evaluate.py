@@ -19,7 +19,17 @@ from shardcore.cost import accuracy, neural, reality, settle
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
-from shardcore.types import Problem, Setting, ShardCoreError, Table
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_COUNT,
+    MOST_DEVICES,
+    MOST_DIM,
+    Problem,
+    Setting,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 from tasks import console
 from tasks.measure import cluster_setting
 from tasks.replay import devices_of_a_host, replaying
@@ -49,9 +59,10 @@ class EvaluateConfig:
     replay_repeats: int = 20
 
     def __post_init__(self) -> None:
-        if min(self.problems, self.budget_evals, self.replay_repeats) < 1 or self.replay_problems < 0:
-            raise ShardCoreError(f"evaluate config {self} needs at least 1 problem, 1 evaluation and 1 repeat of a replay, and "
-                                 "replay_problems of 0 or more")
+        count = (1, MOST_COUNT)
+        require_within(self, "evaluate config", problems=count, budget_evals=count, replay_repeats=count,
+                       replay_problems=(0, MOST_COUNT), seed=(0, MOST_COUNT), devices=(1, MOST_DEVICES), min_tables=count,
+                       max_tables=(self.min_tables, MOST_COUNT), max_dim=(MIN_WIDTH, MOST_DIM))
 
 
 @task(task_run_name="evaluate-model")

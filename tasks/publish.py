@@ -25,7 +25,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.local import SPACE_OF, local
 from shardcore.store import Decision
-from shardcore.types import Infeasible, Plan, Problem, ShardCoreError, StepCost
+from shardcore.types import MOST_COUNT, Infeasible, Plan, Problem, ShardCoreError, StepCost, require_within
 from shardcore.workload import lower
 from tasks import console, links, paths, publication, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -55,6 +55,7 @@ class PublishConfig:
 
     def __post_init__(self) -> None:
         compare.require_known([self.algorithm])
+        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_COUNT))
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
         if self.keep_versions < store.FEWEST_KEPT:
@@ -77,7 +78,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     model, version = registry.champion(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
     publisher = Publisher(model, plans, config, _provenance(model, version, config))
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
-    rows, failures, names = [], [], []
+    rows, failures, failed, names = [], [], [], []
     work = console.Work("problems", len(problems))
     with publication.publishing(client, version, everything) as renew:
         for i, path in enumerate(problems):
@@ -90,11 +91,13 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                 names.append(problem.name)
                 problem.require_setting(model.setting)
                 published = publisher.publish(problem)
-            except ShardCoreError as error:
-                failures.append(f"{path}: {error}")
-                logger.warning(failures[-1], extra={"problem": path.stem})
+                rows.append(published.row())
+            except Exception as error:  # whatever it is, it is this problem's: the others are published
+                plain = isinstance(error, ShardCoreError)
+                failures.append(str(ShardCoreError(f"{path}: {error if plain else repr(error)}")))
+                failed.append(path.stem)
+                logger.warning("%s", failures[-1], extra={"problem": path.stem}, exc_info=None if plain else error)
                 continue
-            rows.append(published.row())
             decision = published.decision
             logger.info("%s: %s, %s ms: %s", problem.name, decision.outcome, rows[-1][3], decision.reason,
                         extra={"problem": problem.name})
@@ -102,14 +105,15 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
     title, table = f"Plans under {version.name} version {version.version}", report.markdown_table(HEADERS, rows)
     lines = [f"# {title}", "", table, "", *(f"- no new plan: {f}" for f in failures)]
-    store.write(plans, "report.md", "\n".join(lines).encode())
+    store.write(plans, store.REPORT, "\n".join(lines).encode())
     run = _log(plans, names, version, "\n".join(lines))
     create_markdown_artifact(f"Under {links.model_version(version.name, version.version)}, in {plans}; pages in MLflow's "
                              f"{links.mlflow_run(run.info.experiment_id, run.info.run_id)}\n\n{table}",
                              key="published-plans", description=title)
     if failures:
         logger.info("published:\n%s", report.text_table(HEADERS, rows))
-        raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {'; '.join(failures)}")
+        which = f"{', '.join(failed[:9])}{' ...' * (len(failed) > 9)}; the log and {store.REPORT} say why: " * (len(failed) > 1)
+        raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {which}{failures[0]}")
     outcomes = Counter(row[-1] for row in rows)
     logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
@@ -133,7 +137,10 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
         mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version), "plans": str(plans)})
         mlflow.set_tag("mlflow.note.content", table)
         for name in names:
-            decision = store.last(plans, name)
+            try:
+                decision = store.last(plans, name)
+            except ShardCoreError:  # what is wrong with its files was said when it was its turn
+                continue
             if decision is None:
                 continue
             if decision.total_ms is not None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from prefect import get_run_logger, task
 
-from shardcore import files
+from shardcore import files, schema
 from shardcore.types import ShardCoreError
 from tasks import cache, console, params, paths, services
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
@@ -61,7 +61,7 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
         section = document.get(name) or {}
         if not isinstance(values, Mapping):
             raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with keys")
-        files.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
+        schema.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
         for key, value in values.items():
             if key not in section or section[key] != value:
                 section[key], changed = value, True

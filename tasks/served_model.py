@@ -16,9 +16,9 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
-from shardcore import files
+from shardcore import files, schema
 from shardcore.cost import neural
-from shardcore.types import Device, Setting, SettingMismatch, Shard, ShardCoreError, Topology
+from shardcore.types import MOST_BATCH, Device, Setting, SettingMismatch, Shard, ShardCoreError, Topology
 from shardcore.workload import COLUMN, Op, Traffic, Workload
 
 CONFIDENCE = 0.9
@@ -82,10 +82,10 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
     """The shards of a group and the batch of its op."""
     _check_keys(data, what, "shards", "batch")
     batch = data.get("batch", setting.batch)
-    if not (_is_whole(batch) and batch >= 1):
-        raise ShardCoreError(f"{what} has batch {batch!r}; it needs a whole number of samples, at least 1")
+    if not (_is_whole(batch) and 1 <= batch <= MOST_BATCH):
+        raise ShardCoreError(f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 to {MOST_BATCH}")
     if not isinstance(data["shards"], list):
-        raise ShardCoreError(f"{what} has shards {data['shards']!r}; it needs a list")
+        raise ShardCoreError(f"{what} has shards {schema.show(data['shards'])}; it needs a list")
     return tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"])), batch
 
 
@@ -98,7 +98,7 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     for name, size in (("rows", table.rows), ("columns", table.dim)):
         found = data.get(name, [0, size])
         if not (isinstance(found, list) and len(found) == 2 and all(map(_is_whole, found))):
-            raise ShardCoreError(f"{what} has {name} {found!r}; it needs [low, high], two whole numbers")
+            raise ShardCoreError(f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole numbers")
         ends += found
     try:
         return Shard(table, *ends)
@@ -108,10 +108,10 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
 
 def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
     if not isinstance(data, dict):
-        raise ShardCoreError(f"{what} is {data!r}; it needs to be an object with the key {needed!r}")
+        raise ShardCoreError(f"{what} is {schema.show(data)}; it needs to be an object with the key {needed!r}")
     unknown = sorted(set(data) - {needed, *optional})
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join((needed, *optional))}")
+        raise ShardCoreError(f"{what} has an unknown key {schema.show(unknown[0])}; known are {', '.join((needed, *optional))}")
     if needed not in data:
         raise ShardCoreError(f"{what} lacks the key {needed!r}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import task
@@ -21,12 +21,17 @@ class TablesConfig:
     seed: int = 0
     dim: int = 64
 
+    def __post_init__(self) -> None:
+        self.generated()
+
+    def generated(self) -> tables.PoolConfig:
+        return tables.PoolConfig(self.tables, self.seed, self.dim)
+
 
 @task
 def make_pool(config: TablesConfig) -> tuple[Table, ...]:
     if config.source == "generated":
-        return tables.generate_pool(tables.PoolConfig(**{f.name: getattr(config, f.name) for f in fields(config)
-                                                         if f.name != "source"}))
+        return tables.generate_pool(config.generated())
     if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
         return tables.dlrm_datasets_pool(config.source, dim=config.dim)
     return tables.public_pool(config.source)

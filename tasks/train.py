@@ -14,15 +14,14 @@ from typing import Any
 import mlflow
 import numpy as np
 import pandas as pd
-import yaml
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, model_report, replays
+from shardcore import dataset, files, model_report, replays, schema
 from shardcore.cost import accuracy, fit, neural, settle, steps, study
 from shardcore.cost.metrics import coverage
 from shardcore.types import ComputeSample, ShardCoreError
-from tasks import console, paths, registry
+from tasks import cache, console, paths, registry
 from tasks.setting import SettingConfig
 
 
@@ -51,9 +50,9 @@ def data_version() -> str:
     if "DVC_STAGE" not in os.environ:
         return "unversioned"
     try:
-        lock = yaml.safe_load(Path("dvc.lock").read_text())
+        lock = schema.read_yaml(cache.LOCK)
         return next(o["md5"] for o in lock["stages"]["measure"]["outs"] if o["path"] == str(paths.MEASUREMENTS))
-    except (OSError, KeyError, TypeError, StopIteration):
+    except (ShardCoreError, KeyError, TypeError, StopIteration):
         return "unversioned"
 
 

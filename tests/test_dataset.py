@@ -1,7 +1,9 @@
 import dataclasses
+import hashlib
 import os
 import time
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -140,11 +142,12 @@ def test_a_control_group_was_timed_four_times_and_twice_as_often_as_others(timed
 
 
 def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
-    for name, age_s in ((".old.tmp", 3700), (".new.tmp", 60)):
+    part, others = f"compute-{'0' * 24}.parquet", ".vimrc.1.tmp"
+    for name, age_s in ((f".{part}.7.tmp", 3700), (f".{part}.8.tmp", 60), (others, 3700)):
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
     dataset.merge_parts(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [".new.tmp"]
+    assert {p.name for p in tmp_path.iterdir()} == {f".{part}.8.tmp", others}
 
 
 def test_the_better_known_timing_counts(tables, tmp_path):
@@ -198,10 +201,77 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
     dataset.merge_parts(tmp_path)
     assert old.exists()
-    rows = pq.read_table(old).to_pylist()
-    dataset._write_part(
-        tmp_path, "compute", rows + [{**rows[0], "id": "new", "measurement_version": 2}], dataset.COMPUTE
-    )
-    assert [s.id for s in dataset.read_compute(tmp_path)] == ["new"] and dataset.read_ids(
-        tmp_path, "compute"
-    ) == {"new"}
+    rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
+    dataset._write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}], dataset.COMPUTE)
+    assert [s.id for s in dataset.read_compute(tmp_path)] == [new] and dataset.read_ids(tmp_path, "compute") == {new}
+
+
+@pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet", "is a link that leads nowhere; remove it"),
+                                        ("compute-latest.parquet", "has no name of a part")])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
+    """And does not make a reader look for it forever."""
+    (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ShardCoreError) as error:
+        dataset.read_compute(tmp_path)
+    assert said in str(error.value) and name in str(error.value)
+
+
+def rewritten(folder, **columns):
+    """The rows of a folder's one part of compute samples, with columns changed, under the name of their own digest."""
+    [path] = folder.glob("compute-*.parquet")
+    rows = [{**row, **columns} for row in pq.read_table(path).to_pylist()]
+    path.unlink()
+    return dataset._write_part(folder, "compute", rows, dataset.COMPUTE)
+
+
+TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
+
+
+@pytest.mark.parametrize("columns, said", [
+    ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
+    ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
+    ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"), ({"forward": None}, "has no timing, and no error"),
+    ({"backward": {**TIMING, "median_ms": None}}, "NoneType"), ({"pace": 0.0}, "has pace 0.0"),
+    ({"pace": float("inf")}, "pace inf"),
+    ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"), ({"order": -1}, "order -1"),
+    ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"), ({"batch": 0}, "batch 0"),
+    ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"), ({"hardware": "a/b"}, "'a/b'"),
+    ({"shards": [None]}, "NoneType"), ({"shards": None}, "has nothing in column 'shards'"),
+    ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has no table 'none'"),
+    ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has rows [1, 1)"),
+])
+def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
+    rewritten(tmp_path, **columns)
+    with pytest.raises(ShardCoreError) as error:
+        dataset.read_compute(tmp_path)
+    assert said in str(error.value), str(error.value)
+
+
+def test_a_part_that_is_none_is_named(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    content = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()
+    table = pq.read_table(pa.BufferReader(content))
+    others = {"no part of a dataset": content[:-20], "lacks the column 'pace'": table.drop_columns("pace"),
+              "has an unknown column 'more'": table.append_column("more", table["pace"]),
+              "no part": table.set_column(table.schema.get_field_index("order"), "order", pa.array(["first"]))}
+    for said, other in others.items():
+        for old in tmp_path.glob("compute-*"):
+            old.unlink()
+        if isinstance(other, pa.Table):
+            sink = pa.BufferOutputStream()
+            pq.write_table(other, sink)
+            other = sink.getvalue().to_pybytes()
+        (tmp_path / f"compute-{hashlib.sha256(other).hexdigest()[:24]}.parquet").write_bytes(other)
+        with pytest.raises(ShardCoreError, match=said):
+            dataset.read_ids(tmp_path, "compute")
+
+
+def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path / "mine", tables)
+    kept = dataset.write_compute(tmp_path / "theirs", [compute_sample(tables, 0)], pool)
+    dataset.write_compute(tmp_path / "mine", [compute_sample(tables, 1)], pool)
+    (tmp_path / "mine" / kept.name).symlink_to(kept)
+    dataset.merge_parts(tmp_path / "mine")
+    assert kept.exists() and len(list((tmp_path / "mine").glob("compute-*"))) == 1
+    assert len(dataset.read_compute(tmp_path / "mine")) == 2

@@ -95,8 +95,10 @@ def test_what_cannot_be_decided_is_refused(problem, root):
     first = publish(root, problem, 0, "first")
     with pytest.raises(ShardCoreError, match=f"follows None, but {first.id} is the last one.*publish again"):
         publish(root, problem, 1, parent=None)
-    with pytest.raises(ShardCoreError, match="no version 'elsewhere'.*to make current"):
+    with pytest.raises(ShardCoreError, match="decision has current 'elsewhere'; it needs 16 hex digits"):
         publish(root, problem, 1, current="elsewhere")
+    with pytest.raises(ShardCoreError, match="no version 'e15e0000e15e0000'.*to make current"):
+        publish(root, problem, 1, current="e15e0000e15e0000")
     with pytest.raises(ShardCoreError, match="outcome 'worse'; known are first, better"):
         publish(root, problem, 1, "worse")
     assert store.last(root, "small") == first
@@ -120,7 +122,7 @@ def test_what_was_cut_short_is_named_and_not_taken_for_nothing(problem, tmp_path
     done = publish(tmp_path, problem, 0, "first")
     path = tmp_path / "small" / name.format(done.id if "decisions" in name else done.current)
     path.write_bytes(path.read_bytes()[:int(cut * path.stat().st_size)])
-    with pytest.raises(ShardCoreError, match=r"small/\S+ .*(cut short|there is no|No such file)"):
+    with pytest.raises(ShardCoreError, match=r"small/\S+ .*(cut short|there is no|No such file|needs 16 hex digits)"):
         store.load_plan(tmp_path, "small")
     if "versions" not in name:
         with pytest.raises(ShardCoreError):
@@ -163,9 +165,9 @@ def test_a_plan_has_to_be_cheaper_by_more_than_the_threshold():
 
 
 def test_a_decision_tells_what_the_version_that_it_chose_costs():
-    of = {"problem": "p", "reason": "r", "problem_digest": "d", "candidate_ms": 1.0, "previous_ms": 2.0}
-    assert Decision(outcome="better", current="new", candidate="new", **of).total_ms == 1.0
-    assert Decision(outcome="kept", current="old", candidate="new", **of).total_ms == 2.0
+    of = {"problem": "p", "reason": "r", "problem_digest": "d" * 16, "candidate_ms": 1.0, "previous_ms": 2.0}
+    assert Decision(outcome="better", current="a" * 16, candidate="a" * 16, **of).total_ms == 1.0
+    assert Decision(outcome="kept", current="b" * 16, candidate="a" * 16, **of).total_ms == 2.0
 
 
 def test_a_url_that_cannot_be_opened_is_named():
@@ -233,14 +235,91 @@ def test_what_killed_publishers_left_goes_with_the_next_publish(problem, tmp_pat
     done = publish(tmp_path, problem, 0, "first")
     home = tmp_path / "small"
     left = [home / f"versions/{done.current}/.plan.json.77.tmp", home / "decisions/.x.json.77.tmp", home / ".current.77.tmp",
-            home / "versions/unnamed/.problem.json.77.tmp"]
+            home / "versions/0123456789abcdef/.problem.json.77.tmp"]
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.write_text("cut sho")
     with store.turn(tmp_path, "small"):
-        assert store.prune(tmp_path, "small", 2) == ["unnamed"]
-    assert not list(home.rglob(".*.tmp")) and not (home / "versions/unnamed").exists()
+        assert store.prune(tmp_path, "small", 2) == ["0123456789abcdef"]
+    assert not list(home.rglob(".*.tmp")) and not (home / "versions/0123456789abcdef").exists()
     assert store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
+
+
+@pytest.mark.parametrize("name", ["latest", "0123456789abcdef"])
+def test_pruning_follows_no_link(problem, tmp_path, name):
+    """A link to the current version, which a user made, must not cost the plan."""
+    done = publish(tmp_path, problem, 0, "first")
+    link = tmp_path / "small/versions" / name
+    link.symlink_to(done.current)
+    assert store.prune(tmp_path, "small", 2) == []
+    assert link.is_symlink() and store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
+
+
+def test_what_belongs_to_another_is_neither_pruned_nor_read(problem, tmp_path):
+    other = replace(problem, name="other")
+    mine, theirs = publish(tmp_path, problem, 0, "first"), publish(tmp_path, other, 1, "first")
+    (tmp_path / "aside").mkdir()
+    for moved, link in (("small/versions", "small/versions"), ("other", "other")):
+        (tmp_path / moved).rename(tmp_path / "aside" / moved.replace("/", "-"))
+        (tmp_path / link).symlink_to(tmp_path / "aside" / moved.replace("/", "-"))
+    with pytest.raises(ShardCoreError, match="small/versions is a symbolic link"):
+        store.prune(tmp_path, "small", 2)
+    with pytest.raises(ShardCoreError, match="other is a symbolic link"):
+        store.prune(tmp_path, "other", 2)
+    assert (tmp_path / "aside/small-versions" / mine.current).exists()
+    assert (tmp_path / "aside/other/versions" / theirs.current).exists()
+
+
+def sealed_decision(root, name, decision, **changes):
+    """Make a changed decision the last one, under the name of its own digest, as an attacker can."""
+    document = {**decision._document(), **changes}
+    found = files.digest(document)
+    files.write_json(root / name / "decisions" / f"{found}.json", document)
+    (root / name / "current").write_text(f"{found}\n")
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"current": "../../other/versions/v"}, "has current '../../other/versions/v'; it needs 16 hex digits"),
+    ({"candidate": "x"}, "has candidate 'x'"), ({"parent": "../x"}, "has parent '../x'"),
+    ({"problem": "other"}, "on problem 'other'"),
+    ({"problem": "../x"}, "has problem '../x'"), ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
+    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be float | None"), ({"decided_at": None}, "decided_at is None"),
+    ({"provenance": []}, "provenance is []"), ({"provenance": {"model": 1}}, "provenance: model is 1; it needs to be str"),
+    ({"extra": 1}, "unknown key 'extra'"), ({"outcome": "good"}, "outcome 'good'"), ({"version": 2}, "no decision of a version"),
+])
+def test_a_decision_that_says_nonsense_is_refused(problem, tmp_path, changes, said):
+    done = publish(tmp_path, problem, 0, "first")
+    sealed_decision(tmp_path, "small", done, **changes)
+    with pytest.raises(ShardCoreError) as error:
+        store.load_plan(tmp_path, "small")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"../../other/versions/v\n", b"\xff\xfe", b"x" * 10**6, b"0123456789ABCDEF"])
+def test_a_pointer_that_names_no_decision_is_refused(problem, tmp_path, content):
+    publish(tmp_path, problem, 0, "first")
+    (tmp_path / "small/current").write_bytes(content)
+    with pytest.raises(ShardCoreError, match="small/current names decision .*; it needs 16 hex digits"):
+        store.load_plan(tmp_path, "small")
+
+
+def test_names_that_are_paths_are_refused(problem, tmp_path):
+    publish(tmp_path, problem, 0, "first")
+    for name in ("../small", "small/../small", ".", "..", "", "x" * 101, "a\nb"):
+        with pytest.raises(ShardCoreError, match="has no plans in .*; names have letters, digits"):
+            store.load_plan(tmp_path, name)
+    for version in ("../versions/x", "latest", ""):
+        with pytest.raises(ShardCoreError, match="has no version"):
+            store.load_plan(tmp_path, "small", version)
+
+
+def test_a_version_of_another_problem_is_not_read_as_ones_own(problem, tmp_path):
+    mine, theirs = publish(tmp_path, problem, 0, "first"), publish(tmp_path, replace(problem, name="other"), 1, "first")
+    versions = tmp_path / "small/versions"
+    (tmp_path / "other/versions" / theirs.current).rename(versions / theirs.current)
+    sealed_decision(tmp_path, "small", mine, current=theirs.current, candidate=theirs.current)
+    with pytest.raises(ShardCoreError, match="has the plan of problem 'other'; it needs that of 'small'"):
+        store.load_plan(tmp_path, "small")
 
 
 def test_files_for_people_leave_nothing_behind_but_what_others_write_now(tmp_path):

@@ -24,7 +24,7 @@ from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.rates import fit_law
-from shardcore.types import CommSample, ComputeSample, Setting, ShardCoreError
+from shardcore.types import MOST_COUNT, CommSample, ComputeSample, Setting, ShardCoreError, require_within
 
 Progress = Callable[[str, int, dict[str, float]], None]
 
@@ -36,6 +36,9 @@ _LEAST_STEPS = 16
 """An epoch has at least so many steps."""
 _CONTENTIONS = 8
 """Units of contention."""
+
+
+_MOST_LAYERS, _MOST_UNITS = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,13 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
-        for name in ("epochs", "patience", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ShardCoreError(f"train config has {name} {getattr(self, name)}; it needs at least 1")
+        count = (1, MOST_COUNT)
+        require_within(self, "train config", epochs=count, patience=count, batch_size=count, seed=(0, MOST_COUNT))
         if not 0 < self.learning_rate < 1:
             raise ShardCoreError(f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1")
-        if any(h < 1 for h in self.hidden):
-            raise ShardCoreError(f"train config has hidden {self.hidden}; each layer needs at least 1 unit")
+        if not 1 <= len(self.hidden) <= _MOST_LAYERS or not all(1 <= h <= _MOST_UNITS for h in self.hidden):
+            raise ShardCoreError(f"train config has hidden {self.hidden}; it needs 1 to {_MOST_LAYERS} layers, each of 1 to "
+                                 f"{_MOST_UNITS} units")
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, streams
+from shardcore import files, schema, streams
 from shardcore.cost import band, exchange, features, nets
+from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.memory import gib
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
@@ -142,8 +143,26 @@ def load(folder: str | Path) -> NeuralModel:
     for what, names in _NAMES.items():
         found = meta.pop(what, None)
         if found != names:
-            raise ShardCoreError(f"model in {folder} was trained on {what} {found}; this ShardCore computes {names}: train again")
+            raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; this ShardCore computes "
+                                 f"{schema.show(names)}: train again")
+    files.read_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
+    try:
+        required.require(weights)
+    except ShardCoreError as error:
+        raise ShardCoreError(f"model in {folder}: {error}") from None
     return NeuralModel(setting, weights, meta)
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What model.json has beside the setting and the names of what it was trained on."""
+
+    ranges: Mapping[str, tuple[float, float]]
+    samples: Mapping[str, int]
+    config: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 0
 
 
 # --- the measured range ------------------------------------------------------------------------------------------------

@@ -22,14 +22,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore import files
+from shardcore import files, schema
 from shardcore.streams import BIN_HIGH
 from shardcore.types import REUSE_BINS, Reuse, ShardCoreError, Table
 
@@ -102,8 +102,8 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
         named = REPORT.fullmatch(report.name)
         op = named["op"] if named else report.name
         names = report.with_name(TABLES.format(op=op))
-        parts = [files.build(TablePart, p, str(names)) for p in files.read_json(names)] if names.exists() else None
-        for i, found in _tables_of(files.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
+        parts = schema.read(schema.read_json(names), tuple[TablePart, ...], str(names)) if names.exists() else None
+        for i, found in _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
             steps[op, i].append(found)
     return [_mean(found) for found in steps.values()]
 
@@ -127,18 +127,22 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
     return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f])) for i, f in enumerate(unnamed)])
 
 
-def _tables_of(report: Any, what: str, parts: list[TablePart] | None) -> dict[int, PartLookups]:
+def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
     """By the op's number of a table."""
     try:
-        specs, table_of = report["embedding_specs"], report["feature_table_map"]
+        specs = schema.read(report["embedding_specs"], tuple[tuple[int, int], ...], "embedding_specs")
+        table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
         for table, mean, batch, law in zip(table_of, report["pooling_params"]["Ls"], report["batch_params"]["Bs"],
                                            report["indices_params_list"], strict=True):
             batches[table] = batch
             pooling[table] += mean
             seen[table] += rows_by_count(law["heavy_hitters"], law["zipf_q"], law["zipf_s"], mean * batch, specs[table][0])
-        return {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i]) for i in pooling}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i]) for i in pooling}
+        if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1 for f in found.values()):
+            raise ValueError("lookups are not finite, or less than none")
+        return found
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise ShardCoreError(f"{what} is not what FBGEMM 1.8 writes ({type(error).__name__}: {error}); it needs embedding_specs, "
                              "feature_table_map, and for each feature Ls, Bs and indices_params_list") from None
 

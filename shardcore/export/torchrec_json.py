@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from shardcore import files
+from shardcore import files, schema
 from shardcore.types import ShardCoreError
 
 if TYPE_CHECKING:
@@ -43,15 +43,18 @@ def read_qcomms(path: str | Path) -> QCommsConfig | None:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    data = files.read_json(path)
+    data = schema.read_json(path)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or "modules" not in data:
-        raise ShardCoreError(f"{path} has schema {data.get('schema') if isinstance(data, dict) else type(data).__name__!r}; "
-                             f"expected {SCHEMA!r}")
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
-        raise ShardCoreError(f"{path} has version {data.get('version')!r} of {SCHEMA}; this ShardCore reads up to {VERSION}")
+        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore reads up to "
+                             f"{VERSION}")
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
-        raise ShardCoreError(f"{path} does not match its digest {data.get('digest')!r}; it was edited after ShardCore wrote it")
+        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was edited after ShardCore "
+                             "wrote it")
+    schema.read(body["modules"], Mapping[str, Mapping[str, Mapping[str, Any]]], f"{path}, modules")
     return body
 
 
@@ -93,20 +96,35 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     if value is None:
         return None
     if get_origin(kind) in (list, tuple):
+        if not isinstance(value, list):
+            raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a list")
         inner = [k for k in get_args(kind) if k is not Ellipsis]
         kinds = inner if len(inner) == len(value) and get_origin(kind) is tuple else [inner[0]] * len(value)
         return get_origin(kind)(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if value not in kind.__members__:
-            raise ShardCoreError(f"{what} is {value!r}; known are {', '.join(kind.__members__)}")
+        if not isinstance(value, str) or value not in kind.__members__:
+            raise ShardCoreError(f"{what} is {schema.show(value)}; known are {', '.join(kind.__members__)}")
         return kind[value]
     if getattr(kind, "__name__", "") == "ShardingSpec":
         return _spec(value, what)
     if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be an object with keys")
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
-            raise ShardCoreError(f"{what} has {unknown[0]!r}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}")
-        return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
+            raise ShardCoreError(f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
+                                 f"{', '.join(sorted(known))}")
+        needed = [f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in value]:
+            raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
+        try:
+            return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
+        except (ValueError, TypeError) as error:  # of TorchRec's own checks
+            raise ShardCoreError(str(error) if isinstance(error, ShardCoreError) else f"{what}: {error}") from None
+    if kind in (int, float, str, bool):
+        return schema.read(value, kind, what)
+    if isinstance(value, list | Mapping):
+        raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a number or text")
     return value
 
 
@@ -114,4 +132,17 @@ def _spec(shards: Any, what: str) -> Any:
     from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.types import EnumerableShardingSpec
 
-    return EnumerableShardingSpec([ShardMetadata(list(s["offsets"]), list(s["sizes"]), s["placement"]) for s in shards])
+    found = schema.read(shards, tuple[_ShardOfSpec, ...], what)
+    try:
+        return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in found])
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # of PyTorch's own checks
+        raise ShardCoreError(f"{what}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardOfSpec:
+    """A shard of a ShardingSpec: its first row and column, its rows and columns, and "rank:0/cpu" or the like."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    placement: str

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
 
-from shardcore import files
+from shardcore import schema
 from shardcore.cost import accuracy, band, fit
 from shardcore.streams import access_share
 from shardcore.types import (
@@ -164,7 +164,7 @@ def test_samples_of_another_setting():
 ])
 def test_bad_config(params, message):
     with pytest.raises(ShardCoreError, match=message):
-        files.build(fit.FitConfig, params, "train")
+        schema.build(fit.FitConfig, params, "train")
 
 
 def test_shards_that_contend_are_learned():

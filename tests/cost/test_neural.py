@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from laws import SETTING, by_hand, pool
 
-from shardcore import files
+from shardcore import files, schema
 from shardcore.cost import exchange, neural
 from shardcore.cost.model import Cautious, at_confidence, group_costs
 from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
@@ -240,7 +240,7 @@ def test_a_model_file_runs_no_code(tmp_path, protocol):
     ran.unlink()
     neural.save(by_hand(), tmp_path / "model")
     (tmp_path / "model/weights.safetensors").write_bytes(weights)
-    meta = files.read_json(tmp_path / "model/model.json") | {
+    meta = schema.read_json(tmp_path / "model/model.json") | {
         "weights_sha256": hashlib.sha256(weights).hexdigest()
     }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})

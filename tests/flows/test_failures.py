@@ -21,7 +21,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
-from shardcore import dataset, files, store
+from shardcore import dataset, files, schema, store
 from shardcore.cost import fit, neural
 from shardcore.types import Device, Problem, Topology
 from tasks import publication, registry
@@ -238,7 +238,7 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(pr
     assert ran.read_text() == "ran"
     ran.unlink()
     (evil / "artifacts/model/weights.safetensors").write_bytes(weights)
-    meta = files.read_json(evil / "artifacts/model/model.json") | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+    meta = schema.read_json(evil / "artifacts/model/model.json") | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
     files.write_json(evil / "artifacts/model/model.json", meta)
     (evil / "code").mkdir()

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from flows.publish import publish
 from flows.refresh import refresh
 from shardcore import dataset, files, store
 from shardcore.cost import fit, neural
+from shardcore.search.explain import explain
 from shardcore.types import Device, Problem, ShardCoreError, Topology
 from tasks import publication, registry, watch
 from tasks.refresh import repro
@@ -267,9 +269,17 @@ def champion(project, inside):
     return version
 
 
-def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project, inside, champion):
+def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project, inside, champion, monkeypatch):
     good = files.read_problem(project.folder / "problems/one.json")
-    bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)}, "other-batch": {"global_batch": 128}, "one": {}}
+    bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)}, "other-batch": {"global_batch": 128}, "one": {},
+           "report.md": {}, "odd": {}}
+
+    def explained(plan, problem, *rest):
+        if problem.name == "odd":
+            raise ZeroDivisionError("of a defect in the code")
+        return explain(plan, problem, *rest)
+
+    monkeypatch.setattr("tasks.publish.explain", explained)
     made = []
     for file, (name, fields) in enumerate(bad.items()):
         made.append(project.folder / f"problems/z{file}.json")
@@ -283,11 +293,13 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
         for path in made:
             path.unlink()
     said = str(error.value)
-    assert said.startswith("3 of 5 problems have no new plan: ") and "'too-big' does not fit" in said
-    assert "batch 128" in said and "another problem of this run is named 'one' too" in said
+    assert re.match(r"5 of 7 problems have no new plan: zodd, zone, zother-batch, zreport.md, ztoo-big; the log and report.md "
+                    r"say why: .*zodd.json: ZeroDivisionError\('of a defect in the code'\)", said), said
     assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
     report = (project.folder / "plans/report.md").read_text()
-    assert "too-big" in report and "| one |" in report and "| two |" in report
+    for reason in ("'too-big' does not fit", "batch 128", "is named 'one' too", "'report.md' has the name of the file beside"):
+        assert reason in report
+    assert "| one |" in report and "| two |" in report
     assert publication.read(inside, name).published == champion  # every problem was gone through
 
 

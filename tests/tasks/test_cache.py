@@ -1,6 +1,8 @@
 """What DVC has cached is checked before it is used."""
 
 import contextlib
+import hashlib
+import json
 import logging
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 
 import pytest
 
+from shardcore.types import ShardCoreError
 from tasks import cache
 
 STAGES = """
@@ -73,3 +76,48 @@ def test_a_damaged_list_of_a_folder_goes_and_its_files_stay(copy):
 def test_without_a_lock_there_is_nothing_to_check(tmp_path):
     with contextlib.chdir(tmp_path):
         cache.remove_damaged(logging.getLogger())
+
+
+LOCKED = "schema: '2.0'\nstages:\n  make:\n    cmd: x\n    outs:\n    - path: {}\n      hash: md5\n      md5: {}\n"
+
+
+@pytest.mark.parametrize("content, said", [
+    (LOCKED.format("one", "xx/../../../precious"), "has md5 'xx/../../../precious'; it needs 32 hex digits"),
+    (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"), (LOCKED.format("one", "A" * 32), "it needs 32 hex digits"),
+    (LOCKED.format("../precious", "a" * 32), "has path '../precious'; it needs to be one in the project"),
+    (LOCKED.format("/etc/passwd", "a" * 32), "has path '/etc/passwd'"),
+    (LOCKED.format("link/precious", "a" * 32), "has path 'link/precious'"),
+    ("<<<<<<< HEAD\n" + LOCKED + "=======\n>>>>>>> other\n", "is not YAML"),
+    ("stages: 3", "stages is 3, which DVC did not write"),
+    ("stages: {make: {outs: [{path: one}]}}", "has md5 None"), ("stages: {make: {outs: [3]}}", "an out is 3"), ("", "it is None"),
+    ("[]", "it is []"), ("a: &x [*x]", "has an alias"), (b"\xff\xfe", "no text in UTF-8"),
+])
+def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, content, said):
+    """The entry that such a hash names would be removed, as its content has another one."""
+    project = tmp_path / "project"
+    (project / ".dvc/cache/files/md5/xx").mkdir(parents=True)
+    (project / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "precious", project / ".dvc/cache/precious", project / ".dvc/precious"):
+        path.write_text("precious")
+    before = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+    monkeypatch.chdir(project)
+    cache.LOCK.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ShardCoreError) as error:
+        cache.remove_damaged(logging.getLogger())
+    assert said in str(error.value) and "dvc.lock" in str(error.value)
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.name != "dvc.lock") == before
+
+
+def test_a_folder_of_dvcs_that_leads_out_costs_no_file(copy):
+    """The list of a folder's files is an entry of the cache, which anybody may write to who can write there."""
+    outside = copy.parent / "precious"
+    outside.write_text("precious")
+    listed = json.dumps([{"md5": "b" * 32, "relpath": "../../precious"}]).encode()
+    md5 = hashlib.md5(listed).hexdigest()
+    entry = copy / ".dvc/cache/files/md5" / md5[:2] / f"{md5[2:]}.dir"
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    entry.write_bytes(listed)
+    cache.LOCK.write_text(LOCKED.format("many", f"{md5}.dir"))
+    with pytest.raises(ShardCoreError, match="has path .*precious'; it needs to be one in the project"):
+        cache.remove_damaged(logging.getLogger())
+    assert outside.exists()

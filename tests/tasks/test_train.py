@@ -11,7 +11,7 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import dataset, files, replays
+from shardcore import dataset, files, replays, schema
 from shardcore.cost import accuracy, exchange, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.steps import FEWEST_STEPS
@@ -124,7 +124,7 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
     config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("datasets", "learning_curve")}
     assert type(config.fit) is fit.FitConfig and dataclasses.asdict(config.fit) == same and same["epochs"] == QUICK["epochs"]
-    assert files.build(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
+    assert schema.build(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
 
 
 @pytest.mark.parametrize("datasets, said", [
@@ -154,4 +154,4 @@ def test_the_version_of_the_data_is_what_dvc_says_of_the_measurements_and_only_i
 
 def test_unknown_keys_stay_errors():
     with pytest.raises(ShardCoreError, match=re.escape("train has an unknown key 'dataset'; known are epochs")):
-        files.build(TrainConfig, {"dataset": []}, "train")
+        schema.build(TrainConfig, {"dataset": []}, "train")

@@ -1,0 +1,72 @@
+"""What a model's weights have to be, so that what a model predicts is finite, 0 or more, and grows with what it prices.
+
+A file of weights is safe to load, but may hold anything: a negative launch predicts negative times, and a search would look
+for more of them. Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardcore.cost import exchange, features
+from shardcore.types import ShardCoreError
+
+_POSITIVE = (1e-30, 1e30)
+_RATE = (0.0, 1e6)
+_ANY = (-1e6, 1e6)
+_EXPONENT = 50.0
+"""Of factors exp(...): e^50 is finite, and far beyond all that was ever measured."""
+
+
+def require(w: Mapping[str, np.ndarray]) -> None:
+    """Raise ShardCoreError naming a weight that is missing, unknown, of another shape, or out of its range."""
+    k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(exchange.EXCHANGE_TERMS)
+    hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
+    rules = {
+        "rates": ((k, 2), _RATE), "launch": ((2,), _RATE), "load_typical": ((k,), _POSITIVE),
+        "condition_low": ((c,), _ANY), "condition_high": ((c,), _ANY), "condition_mean": ((c,), _ANY),
+        "condition_sd": ((c,), (1e-9, 1e6)),
+        "contention.0.weight": ((k, hidden), (0.0, 1e6)), "contention.0.bias": ((hidden,), _ANY),
+        "contention.1.weight": ((hidden, 2), (0.0, _EXPONENT / hidden)),
+        "band.log_ms": ((knots,), _ANY), "band.width": ((knots,), (1e-9, 1e6)), "band.level": ((levels,), (0.0, 1.0)),
+        "band.error": ((levels,), _ANY), **_network(w, c),
+    }
+    ran = [(collective, way) for collective, ways in exchange.WAYS.items() for way in ways]
+    optional = {exchange.weight(*x): ((e,), _RATE) for x in ran} | {exchange.step_weight(*x): ((1,), (1e-6, 1e6)) for x in ran}
+    for name in sorted(set(w) - set(rules) - set(optional)):
+        raise ShardCoreError(f"weight {name!r} is not known")
+    for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
+        _require(w, name, shape, ends)
+    for name in ("band.log_ms", "band.level", "band.error"):
+        if (np.diff(w[name]) < 0).any():
+            raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
+    if np.abs(w["band.error"]).max() * w["band.width"].max() > _EXPONENT:
+        raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_EXPONENT:g}")
+
+
+def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[float, float]]]:
+    """Of layers, each as wide as the one before gives, the last one 2."""
+    rules, layers = {}, sum(name.startswith("network.") for name in w) // 2
+    for i in range(max(layers, 1)):
+        outputs = 2 if i >= layers - 1 else _length(w, f"network.{i}.bias")
+        rules |= {f"network.{i}.weight": ((inputs, outputs), _ANY), f"network.{i}.bias": ((outputs,), _ANY)}
+        inputs = outputs
+    return rules
+
+
+def _length(w: Mapping[str, np.ndarray], name: str) -> int:
+    """Entries of a weight that others have to match: 1 at least."""
+    return max(w[name].size, 1) if name in w else 1
+
+
+def _require(w: Mapping[str, np.ndarray], name: str, shape: Sequence[int], ends: tuple[float, float]) -> None:
+    if name not in w:
+        raise ShardCoreError(f"weight {name!r} is missing")
+    found = w[name]
+    if found.shape != tuple(shape) or found.dtype != np.float64:
+        raise ShardCoreError(f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float64 {list(shape)}")
+    wrong = ~((found >= ends[0]) & (found <= ends[1]))  # of NaN, too
+    if wrong.any():
+        raise ShardCoreError(f"weight {name!r} has {float(found[wrong][0]):g}; it needs {ends[0]:g} to {ends[1]:g}")

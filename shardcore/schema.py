@@ -1,0 +1,274 @@
+"""The door of every format: bytes from a disk become plain values, and plain values become records, strictly.
+
+`read_json` and `read_yaml` bound what a file may hold: its size, its depth, its numbers. `build` makes a dataclass of what they
+read; the annotations of its fields are the schema. Whatever is wrong is a ShardCoreError that names the file, the thing and its
+value; nothing else is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from shardcore.types import ShardCoreError, escaped, shortened
+
+T = TypeVar("T")
+MOST_FILE_BYTES = 1 << 29
+"""Of any file: a problem of a million tables has less."""
+MOST_YAML_BYTES = 1 << 22
+MOST_DEPTH = 24
+"""Of values within values."""
+MOST_INT = 1 << 53
+"""Beyond it floats do not keep whole numbers apart, nor do most readers of JSON."""
+_HALF_A_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class Readable(Protocol):
+    """A file that is not on a disk (see store.py)."""
+
+    def read_bytes(self) -> bytes: ...
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
+    """A file's content. Raises ShardCoreError naming it where it is missing, a folder, a pipe or the like, or too large."""
+    try:
+        if isinstance(path, str | os.PathLike):
+            found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):  # to read a pipe may never end
+                raise OSError(0, "it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
+            _require_size(path, found.st_size, most)
+            content = Path(path).read_bytes()
+        else:
+            content = path.read_bytes()
+            _require_size(path, len(content), most)
+    except OSError as error:
+        raise ShardCoreError(f"cannot read {path}: {error.strerror or 'there is none'}") from None
+    return content
+
+
+def _require_size(path: Any, size: int, most: int) -> None:
+    if size > most:
+        raise ShardCoreError(f"{path} has {size:,} bytes; files of at most {most:,} are read")
+
+
+def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
+    """As read_bytes; raises ShardCoreError also where a file is no text in UTF-8."""
+    return decoded(read_bytes(path, most), path)
+
+
+def decoded(content: bytes, what: Any) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ShardCoreError(f"{what} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def read_json(path: str | Path | Readable) -> Any:
+    """The value of a JSON file. Raises ShardCoreError naming the file where it cannot be read or is not whole JSON, has a key
+    twice, a number that is not finite or too large, or too many values within values."""
+    return parse_json(read_bytes(path), path)
+
+
+def parse_json(content: bytes, what: Any) -> Any:
+    """As read_json, of the content of `what`."""
+    text = decoded(content, what)
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float, parse_constant=_float)
+        _require_depth(value)
+        if _HALF_A_CHARACTER.search(content):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
+    except ValueError as error:
+        raise ShardCoreError(f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or edited") from None
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = sorted(k for k, _ in pairs)
+        raise ValueError(f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice")
+    return made
+
+
+def _int(text: str) -> int:
+    if len(text) > 17 or abs(value := int(text)) > MOST_INT:
+        raise ValueError(f"the number {shortened(text, 40)} is too large")
+    return value
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {shortened(text, 40)} is not finite")
+    return value
+
+
+def _require_depth(value: Any) -> None:
+    """Raise RecursionError for values within values, deeper than MOST_DEPTH."""
+    level = [[value]]
+    for _ in range(MOST_DEPTH + 1):
+        level = [v.values() if isinstance(v, dict) else v for one in level for v in one if isinstance(v, dict | list)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The value of a YAML file. Raises ShardCoreError as read_json; also for an alias, for eight lines of them make gigabytes."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                raise ValueError(f"line {event.start_mark.line + 1} has an alias, *{shortened(event.anchor, 40)}; write it out")
+            return super().compose_node(parent, index)
+
+    text = read_text(path, MOST_YAML_BYTES)
+    try:
+        value = yaml.load(text, Loader)  # noqa: S506
+        _require_depth(value)
+    except RecursionError:
+        raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:  # of dates, keys and merges
+        raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return value
+
+
+# --- records -----------------------------------------------------------------------------------------------------------
+
+
+def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
+    """Make a dataclass from a mapping. Its annotations say what is right: int, float, str, bool, None, Any, Literal, unions,
+    tuple[X, ...], tuple[X, Y], Mapping[str, X], and dataclasses of these. `given` fields are set by the caller and not allowed
+    in `data`; `also` are keys that the caller has taken out of it, for the message.
+
+    Raises ShardCoreError naming `what` and an unknown key, a missing one, or a value that is wrong.
+    """
+    if not isinstance(data, Mapping):
+        raise ShardCoreError(f"{what} is {show(data)}; it needs to be an object with keys")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
+    unknown = sorted(str(key) for key in data if key not in fields)
+    if unknown:
+        raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are {', '.join([*fields, *also])}")
+    kinds, values = _kinds(cls), {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = read(data[name], kinds[name], f"{what}: {name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ShardCoreError(f"{what} lacks the key {name!r}")
+    try:
+        return cls(**values, **given)
+    except ShardCoreError as error:
+        raise type(error)(f"{what}: {error}") from None
+
+
+@lru_cache
+def _kinds(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+class _Wrong(Exception):
+    """A value is not of its kind."""
+
+
+def read(value: Any, kind: Any, what: str) -> Any:
+    """A value of an annotated kind (see build); lists become tuples. Raises ShardCoreError naming `what`."""
+    try:
+        return _read(value, kind, what)
+    except _Wrong:
+        raise ShardCoreError(f"{what} is {show(value)}; it needs to be {_words(kind)}") from None
+
+
+def _read(value: Any, kind: Any, what: str) -> Any:
+    if kind in _SCALARS:
+        if _SCALARS[kind](value):
+            return value
+        raise _Wrong
+    if kind is Any:
+        return value
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _read_one_of(value, inner, what)
+    if origin is Literal and isinstance(value, str) and value in inner:
+        return value
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple(v if k in _SCALARS and _SCALARS[k](v) else read(v, k, f"{what}[{i}]")
+                         for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
+    if origin is Mapping and isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
+        return {k: read(v, inner[1], f"{what}: {show(k)}") for k, v in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, what)
+    raise _Wrong
+
+
+def _read_one_of(value: Any, kinds: tuple[Any, ...], what: str) -> Any:
+    if value is None and NoneType in kinds:
+        return None
+    some = [k for k in kinds if k is not NoneType]
+    if len(some) == 1 and some[0] not in _SCALARS:
+        return read(value, some[0], what)  # whose error says more than that of the union
+    for kind in some:
+        try:
+            return _read(value, kind, what)
+        except (_Wrong, ShardCoreError):
+            continue
+    raise _Wrong
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_INT
+
+
+_SCALARS: dict[Any, Callable[[Any], bool]] = {
+    int: _is_whole,
+    float: lambda v: isinstance(v, float) and math.isfinite(v) or _is_whole(v),
+    str: lambda v: isinstance(v, str),
+    bool: lambda v: isinstance(v, bool),
+    NoneType: lambda v: v is None,
+}
+
+
+def _words(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else re.sub(r"\b(\w+\.)+", "", str(kind))
+
+
+# --- values in messages --------------------------------------------------------------------------------------------------
+
+
+def show(value: Any, most: int = 80) -> str:
+    """A value in a message: its repr in one short line, however large it is."""
+    return shortened(escaped(_shown(value, 3)), most)
+
+
+def _shown(value: Any, depth: int) -> str:
+    """The repr of a value's first few entries."""
+    if isinstance(value, str | bytes):
+        return repr(value[:200])
+    if isinstance(value, int) and abs(value) >= 1 << 200:
+        return f"a whole number of {value.bit_length()} bits"
+    if not isinstance(value, Mapping | list | tuple):
+        return repr(value)
+    few, left, right = 6, *{Mapping: "{}", list: "[]", tuple: "()"}.get(type(value), "{}")
+    if depth == 0 or not value:
+        return f"{left}{'...' if value else ''}{right}"
+    if isinstance(value, Mapping):
+        items = [f"{_shown(k, 1)}: {_shown(v, depth - 1)}" for k, v in list(value.items())[:few]]
+    else:
+        items = [_shown(v, depth - 1) for v in value[:few]]
+    return left + ", ".join(items) + (", ..." if len(value) > few else "") + right

@@ -1,0 +1,151 @@
+"""The door of all formats: what bytes, values and records may be, and how what they may not be is named."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from shardcore import schema
+from shardcore.types import MOST_CHARACTERS, ShardCoreError, escaped, shortened
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: int
+    share: float = 0.5
+
+    def __post_init__(self):
+        if self.number < 0:
+            raise ShardCoreError(f"inner has number {self.number}; it needs 0 or more")
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    inner: Inner
+    many: tuple[Inner, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    by_name: Mapping[str, float] | None = None
+    kind: Literal["a", "b"] = "a"
+    free: Any = None
+    flag: bool = False
+    either: float | str = 0.0
+
+
+WHOLE = {"name": "n", "inner": {"number": 1}}
+
+
+def test_a_record_is_made_with_all_within_it():
+    given = {**WHOLE, "many": [{"number": 2, "share": 1}], "pair": [3, "x"], "by_name": {"k": 2}, "kind": "b",
+             "free": [1, {"a": None}], "flag": True, "either": "text"}
+    assert schema.build(Outer, given, "it") == Outer(
+        "n", Inner(1), (Inner(2, 1),), (3, "x"), {"k": 2}, "b", [1, {"a": None}], True, "text")
+    assert schema.build(Outer, WHOLE, "it") == Outer("n", Inner(1))
+    assert schema.build(Outer, {"name": "n"}, "it", inner=Inner(7)).inner.number == 7
+
+
+@pytest.mark.parametrize("given, said", [
+    ([], "it is []; it needs to be an object with keys"),
+    ({**WHOLE, "x": 1}, "it has an unknown key 'x'; known are name, inner, many, pair, by_name, kind, free, flag, either"),
+    ({"name": "n"}, "it lacks the key 'inner'"),
+    ({**WHOLE, "name": 1}, "it: name is 1; it needs to be str"),
+    ({**WHOLE, "flag": 1}, "it: flag is 1; it needs to be bool"),
+    ({**WHOLE, "inner": {"number": True}}, "it: inner: number is True; it needs to be int"),
+    ({**WHOLE, "inner": {"number": 1.0}}, "it: inner: number is 1.0; it needs to be int"),
+    ({**WHOLE, "inner": {"number": 2**53 + 1}}, "it: inner: number is 9007199254740993; it needs to be int"),
+    ({**WHOLE, "inner": {"number": 1, "share": float("nan")}}, "it: inner: share is nan; it needs to be float"),
+    ({**WHOLE, "inner": {"number": 1, "share": False}}, "it: inner: share is False; it needs to be float"),
+    ({**WHOLE, "inner": {"number": -1}}, "it: inner: inner has number -1; it needs 0 or more"),
+    ({**WHOLE, "many": [{"number": 1}, 3]}, "it: many[1] is 3; it needs to be an object with keys"),
+    ({**WHOLE, "many": "text"}, "it: many is 'text'; it needs to be tuple[Inner, ...]"),
+    ({**WHOLE, "pair": [1]}, "it: pair is [1]; it needs to be tuple[int, str]"),
+    ({**WHOLE, "pair": [1, 2]}, "it: pair[1] is 2; it needs to be str"),
+    ({**WHOLE, "by_name": {"k": "v"}}, "it: by_name: 'k' is 'v'; it needs to be float"),
+    ({**WHOLE, "by_name": {1: 1.0}}, "it: by_name is {1: 1.0}; it needs to be Mapping[str, float]"),
+    ({**WHOLE, "kind": "c"}, "it: kind is 'c'; it needs to be Literal['a', 'b']"),
+    ({**WHOLE, "either": None}, "it: either is None; it needs to be float | str"),
+])
+def test_what_is_wrong_is_named(given, said):
+    with pytest.raises(ShardCoreError) as error:
+        schema.build(Outer, given, "it")
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("content, said", [
+    (b'{"a": 1, "b": [2, 3], "a": 4}', "is not whole JSON: key 'a' appears twice"),
+    (b'{"a": NaN}', "the number NaN is not finite"), (b'{"a": -Infinity}', "the number -Infinity is not finite"),
+    (b"1e999", "the number 1e999 is not finite"), (b"9007199254740993", "the number 9007199254740993 is too large"),
+    (b"1" * 5000, "is too large"), (b"-" + b"9" * 400, "is too large"), (b"[1, 2", "is not whole JSON"),
+    (b"", "is not whole JSON"),
+    (b"[" * 26 + b"]" * 26, "has values within values, deeper than 24"), (b"[" * 100_000, "deeper than 24"),
+    (b'"\\ud800"', "surrogates not allowed"), (b'{"a": "\xff"}', "is no text in UTF-8: invalid start byte at byte 7"),
+])
+def test_json_is_bounded(tmp_path, content, said):
+    (tmp_path / "f.json").write_bytes(content)
+    with pytest.raises(ShardCoreError) as error:
+        schema.read_json(tmp_path / "f.json")
+    assert said in str(error.value) and "f.json" in str(error.value)
+
+
+def test_what_json_may_hold_is_read(tmp_path):
+    value = {"deep": [[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]], "n": [2**53, -(2**53), 1e308, 0.1], "text": "\U0001f600 名\n"}
+    for ascii_only in (True, False):
+        (tmp_path / "f.json").write_text(json.dumps(value, ensure_ascii=ascii_only), "utf-8")
+        assert schema.read_json(str(tmp_path / "f.json")) == value
+
+
+def test_only_files_of_a_bounded_size_are_read(tmp_path):
+    with pytest.raises(ShardCoreError, match="it is a folder"):
+        schema.read_bytes(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ShardCoreError, match="pipe: it is no file"):
+        schema.read_bytes(tmp_path / "pipe")
+    with pytest.raises(ShardCoreError, match="absent: No such file"):
+        schema.read_bytes(tmp_path / "absent")
+    with open(tmp_path / "large", "wb") as f:
+        f.truncate(schema.MOST_FILE_BYTES + 1)
+    with pytest.raises(ShardCoreError, match="large has 536,870,913 bytes; files of at most 536,870,912 are read"):
+        schema.read_json(tmp_path / "large")
+    (tmp_path / "four").write_bytes(b"four")
+    assert schema.read_bytes(tmp_path / "four", 4) == b"four"
+    with pytest.raises(ShardCoreError, match="at most 3 are read"):
+        schema.read_bytes(tmp_path / "four", 3)
+
+
+@pytest.mark.parametrize("text, said", [
+    ("a: &x [1]\nb: *x\n", "line 2 has an alias, *x; write it out"), ("a: 1\n<<<<<<< HEAD\nb: 2\n=======\n", "is not YAML"),
+    ("a: !!python/object:os.system x\n", "is not YAML"), ("a: 2024-13-45\n", "is not YAML"), ("? {a: 1}\n: 2\n", "is not YAML"),
+    ("<<: 3\n", "is not YAML"), ("a: [1\n", "is not YAML"), ("[" * 3000, "is not YAML|deeper than 24"),
+    ("a: " + "[" * 26 + "]" * 26, "deeper than 24"),
+])
+def test_yaml_is_bounded(tmp_path, text, said):
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(ShardCoreError) as error:
+        schema.read_yaml(tmp_path / "f.yaml")
+    assert any(s in str(error.value) for s in said.split("|")) and "f.yaml" in str(error.value)
+
+
+def test_yaml_is_read(tmp_path):
+    (tmp_path / "f.yaml").write_text("a: [1, 2.5]\nb: null  # a comment\n")
+    assert schema.read_yaml(tmp_path / "f.yaml") == {"a": [1, 2.5], "b": None}
+
+
+def test_a_message_is_one_line_of_bounded_length():
+    long = ShardCoreError(f"table {'x' * 10**6!r} has rows -1; it needs at least 1")
+    assert len(str(long)) == MOST_CHARACTERS
+    assert str(long).startswith("table 'xxx") and str(long).endswith("xxx' has rows -1; it needs at least 1")
+    assert str(ShardCoreError("a\nb\x1b[31m\ud800\u202e")) == "a\\nb\\x1b[31m\\ud800\\u202e"
+    assert escaped("名 plain") == "名 plain" and shortened("abc", 3) == "abc" and len(shortened("a" * 99, 20)) == 20
+
+
+def test_a_value_in_a_message_is_short_however_large_it_is():
+    bomb: list = ["x"] * 9
+    for _ in range(20):
+        bomb = [bomb] * 9  # 10**20 entries
+    assert len(schema.show(bomb)) <= 80 and schema.show(bomb).startswith("[[[[...], [...]")
+    assert schema.show(10**5000) == "a whole number of 16610 bits"
+    assert schema.show({"a": [1, "x"]}) == "{'a': [1, 'x']}" and schema.show((1,)) == "(1)" and schema.show([]) == "[]"
+    assert schema.show(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and schema.show("a\n") == "'a\\n'"
