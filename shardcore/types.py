@@ -90,7 +90,7 @@ def require_within(record: object, what: str, **ends: tuple[float, float]) -> No
     for name, (low, high) in ends.items():
         value = getattr(record, name)
         if value is not None and not low <= value <= high:
-            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:g} to {high:g}")
+            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:,} to {high:,}")
 
 
 def is_path_name(name: str) -> bool:

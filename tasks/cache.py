@@ -16,8 +16,8 @@ from typing import Any
 
 from shardcore import schema
 from shardcore.types import ShardCoreError
+from tasks.paths import LOCK
 
-LOCK = Path("dvc.lock")
 _BLOCK_BYTES = 1 << 24
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 PARAMS = Path("params.yaml")
+LOCK = Path("dvc.lock")
 POOL = Path("data/pool.json")
 MEASUREMENTS = Path("data/measurements")
 DATASETS = Path("datasets")

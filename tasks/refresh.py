@@ -27,7 +27,6 @@ Stage = Literal["tables", "measure", "train", "evaluate"]
 STAGES = get_args(Stage)
 AFTER = ("promote", "publish")
 """The stages that follow DVC's last one."""
-LOCK = Path("dvc.lock")
 _LAST_WORDS_S = 5.0
 
 
@@ -136,7 +135,7 @@ def announce(stage: str, target: Stage, runs: bool = True) -> None:
 def require_pushable() -> None:
     """Raises ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
     if _git("symbolic-ref", "--quiet", "HEAD").returncode:
-        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {LOCK} cannot be committed; check one "
+        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be committed; check one "
                              "out, or refresh without push")
     process = _dvc("config", "core.remote")
     found = process.stdout.read().strip()
@@ -153,7 +152,7 @@ def push_data(target: Stage) -> str | None:
     said = process.stdout.read().strip().splitlines() or ["it said nothing"]
     if process.wait():
         raise ShardCoreError(f"dvc push ended with exit code {process.returncode}: {said[-1]}")
-    kept = [str(LOCK), str(paths.PARAMS)]
+    kept = [str(paths.LOCK), str(paths.PARAMS)]
     _require(_git("add", "--", *kept))
     if _git("diff", "--cached", "--quiet", "HEAD", "--", *kept).returncode == 0:
         get_run_logger().info("%s are committed already", " and ".join(kept))

@@ -21,7 +21,7 @@ from shardcore import dataset, files, model_report, replays, schema
 from shardcore.cost import accuracy, fit, neural, settle, steps, study
 from shardcore.cost.metrics import coverage
 from shardcore.types import ComputeSample, ShardCoreError
-from tasks import cache, console, paths, registry
+from tasks import console, paths, registry
 from tasks.setting import SettingConfig
 
 
@@ -50,7 +50,7 @@ def data_version() -> str:
     if "DVC_STAGE" not in os.environ:
         return "unversioned"
     try:
-        lock = schema.read_yaml(cache.LOCK)
+        lock = schema.read_yaml("dvc.lock")
         return next(o["md5"] for o in lock["stages"]["measure"]["outs"] if o["path"] == str(paths.MEASUREMENTS))
     except (ShardCoreError, KeyError, TypeError, StopIteration):
         return "unversioned"

@@ -78,7 +78,7 @@ def constrained(**constraints) -> Problem:
     (lambda: CommRequest((8, 4), 4, STILL, "all_reduce"), ["(8, 4)", "one width"]),
     (lambda: CommRequest((8, 8), 4, STILL, payload="fp8"), ["'fp8'", "bf16"]),
     (lambda: CommRequest((8, 8), 4, STILL, hosts=3), ["hosts 3", "2 ranks"]),
-    (lambda: Table("", 10, 8, 1.0), ["empty name"]),
+    (lambda: Table("", 10, 8, 1.0), ["a table has name ''"]),
     (lambda: Table("t", 10, 0, 1.0), ["dim 0"]),
     (lambda: Table("t", 10, 8, float("inf")), ["pooling inf"]),
     (lambda: Reuse((1.0, *(0.0,) * 16), 0), ["reuse batch is 0"]),

@@ -143,7 +143,8 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
             raise ValueError("lookups are not finite, or less than none")
         return found
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
-        raise ShardCoreError(f"{what} is not what FBGEMM 1.8 writes ({type(error).__name__}: {error}); it needs embedding_specs, "
+        said = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
+        raise ShardCoreError(f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, "
                              "feature_table_map, and for each feature Ls, Bs and indices_params_list") from None
 
 

@@ -103,7 +103,8 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
     at = exchange.EXCHANGE_TERMS.index("skew_ms")
     for collective, ways in exchange.WAYS.items():
         request = CommRequest((8, 8), 16, (2.0, 5.0), collective)
-        sample = CommSample("id", SETTING, request, (spread(1.0),) * 2, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
+        forward = (spread(1.0),) * 2 if "forward" in ways else None
+        sample = CommSample("id", SETTING, request, forward, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
         for way in ways:
             found, measured = exchange.observed([sample] * 2, way)
             assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4

@@ -78,7 +78,7 @@ def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
     compute = [ComputeSample("id", SETTING, r, spread(1.0), spread(1.0), 0.0) for r in requests]
     comm = [
         CommSample(
-            "id", SETTING, CommRequest(w, 252, (0.0,) * len(w)), (spread(1.0),), (spread(1.0),), (0.0,), 0.0
+            "id", SETTING, CommRequest(w, 252, (0.0,) * len(w)), *((spread(1.0),) * len(w),) * 2, (0.0,) * len(w), 0.0
         )
         for w in ((4, 8), (12, 0, 4))
     ]
