@@ -6,7 +6,6 @@ import dataclasses
 import io
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from shardcore.types import (
 )
 from tasks import console
 from tasks.measure import cluster_setting
-from tasks.replay import devices_of_a_host, replaying
+from tasks.replay import EachProblem, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
@@ -168,17 +167,16 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
     for path in set(out.iterdir()) - {out / p.name for p in problems}:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     work = console.Work("problems replayed", len(problems))
-    with ExitStack() as stack:
-        replay = None
+    with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, control)) as gang:
         for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
-            where, again = out / problem.name, "as kept"
-            if not replays.is_kept(where, problem, plans, model.setting, steps):
-                replay = replay or stack.enter_context(replaying(len(problem.topology), model.setting, steps, control))
-                again = "replayed"
-            kept.append(replays.keep(where, problem, plans, model.setting, steps, replay))
+            where = out / problem.name
+            again = "as kept" if replays.is_kept(where, problem, plans, model.setting, steps) else "replayed"
+            if not gang.run(problem.name, lambda run, w=where, p=problem, made=plans: kept.append(
+                    replays.keep(w, p, made, model.setting, steps, run))):
+                continue
             found = reality.figures(replays.judge(kept[-1:], model))
             get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%", i + 1,
                                   len(problems), again, found["plans"], len(problem.tables), len(problem.topology),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from prefect import get_run_logger, task
 
 from shardcore import dataset, files, replays, sampling
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
-from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, Table
+from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, ShardCoreError, Table
 from shardcore.workload import Workload
 from tasks import actors, services
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress
 
 _PROBE_S = 5.0
+Run = Callable[[Sequence[Workload]], list[Replayed]]
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
@@ -51,7 +52,7 @@ class ReplayRank:
 
 @contextmanager
 def replaying(ranks: int, setting: Setting, config: ReplayConfig,
-              control: dataset.Control | None = None) -> Iterator[Callable[[Sequence[Workload]], list[Replayed]]]:
+              control: dataset.Control | None = None) -> Iterator[Run]:
     """A gang that replays plans of one problem after those of another, each call as `replay`, beside a dataset's control group;
     it ends with the context."""
     device = cluster_device()
@@ -64,6 +65,49 @@ def replaying(ranks: int, setting: Setting, config: ReplayConfig,
             return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
 
         yield run
+
+
+class EachProblem:
+    """Replays of several problems, by a gang that begins with the first one that needs it. What fails fails for its problem only:
+    the others go on, with another gang, as that one may have lost a rank. A context manager; its end raises ShardCoreError naming
+    what failed."""
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[Run]]):
+        self._begin, self._stack, self._run, self._tried, self._begins = begin, ExitStack(), None, 0, False
+        self.failed: dict[str, str] = {}
+
+    def run(self, name: str, work: Callable[[Run], object]) -> bool:
+        """Whether `work` on a problem succeeded; it is given what replays plans."""
+        self._tried += 1
+        try:
+            work(lambda workloads: self._begun()(workloads))
+        except Exception as error:
+            if self._begins:  # no gang can: nor could one for the others
+                raise
+            plain = isinstance(error, ShardCoreError)
+            self.failed[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
+            get_run_logger().warning("%s", self.failed[name], extra={"problem": name}, exc_info=None if plain else error)
+            self._stack.close()
+            self._run = None
+            return False
+        return True
+
+    def _begun(self) -> Run:
+        if self._run is None:
+            self._begins = True
+            self._run = self._stack.enter_context(self._begin())
+            self._begins = False
+        return self._run
+
+    def __enter__(self) -> EachProblem:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.__exit__(*raised)
+        if self.failed and raised[0] is None:
+            first, *others = self.failed.values()
+            more = f" (and {len(others)} more, which the log names)" if others else ""
+            raise ShardCoreError(f"{len(self.failed)} of {self._tried} problems could not be replayed: {first}{more}")
 
 
 @task(task_run_name="replay")
@@ -93,15 +137,17 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     total = sum(len(made) for _, made in lacking)
     if not total:
         return 0
-    progress = Progress("steps", total)
-    with replaying(devices, setting, config.steps(), dataset.control(folder, setting)) as run:
+    progress, control = Progress("steps", total), dataset.control(folder, setting)
+    with EachProblem(lambda: replaying(devices, setting, config.steps(), control)) as gang:
         for problem, made in lacking:
-            replays.append(folder, problem, made, setting, config.steps(), run)
+            gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run))
             progress.add(f"{devices} ranks", len(made))
             progress.say()
         for problem, made in replays.missing(folder, lacking, setting):
+            if problem.name in gang.failed:
+                continue
             get_run_logger().info("%d steps of %s were disturbed and are replayed once more", len(made), problem.name)
-            replays.append(folder, problem, made, setting, config.steps(), run)
+            gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run))
     return total
 
 
