@@ -41,7 +41,7 @@ MEASUREMENT_VERSION = 2
 """Raised by hand when the meaning of a timing changes; older samples then no longer count."""
 
 _PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
-_UNFINISHED = re.compile(r"\.(compute|comm|pool)-[0-9a-f]+\.(parquet|json)\.\d+\.tmp")
+_UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
 _MOST_ROWS = 1 << 22
 """Samples of a part."""
 _OPTIONAL = ("error", "forward", "backward", "known_to", "waiting_ms")

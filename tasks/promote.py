@@ -14,7 +14,7 @@ from prefect import get_run_logger, task
 
 from shardcore import files, model_report, replays
 from shardcore.cost import accuracy, neural, reality, settle
-from shardcore.types import ShardCoreError, require_within
+from shardcore.types import MOST_COUNT, ShardCoreError, require_within
 from tasks import console, paths, publication, registry
 
 _REPLAYS_TAG = "shardcore.replays_digest"
@@ -29,7 +29,7 @@ class PromoteConfig:
     approval: bool = False
 
     def __post_init__(self) -> None:
-        require_within(self, "promote config", may_lose=(0, 100))
+        require_within(self, "promote config", may_lose=(0, MOST_COUNT))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import numpy as np
 import psutil
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
@@ -23,7 +22,7 @@ from requests import RequestException
 
 from shardcore import files
 from shardcore.cost import neural
-from shardcore.types import Shard, ShardCoreError, Table, Zipf
+from shardcore.types import ShardCoreError
 from tasks import services
 
 CHALLENGER, CHAMPION = "challenger", "champion"
@@ -33,7 +32,6 @@ CARD = "card.md"
 _ARTIFACT = "cost-model"
 DIGEST_TAG = "shardcore.model_digest"
 _PROCESS_TAG = "shardcore.process"
-_ANY_SHARD = Shard.whole(Table("any", 1000, 16, 1.0, Zipf(1.0)))
 
 
 def connect() -> mlflow.MlflowClient:
@@ -135,15 +133,10 @@ def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.Neura
         if not folders:
             raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; it was not "
                                  "registered by ShardCore")
-        model = neural.load(folders[0])
-    try:
-        fine = "provenance" in model.meta and np.isfinite(model.head(model.encode((_ANY_SHARD,), 1).sum(0)))
-    except (KeyError, IndexError, ValueError, TypeError):
-        fine = False
-    if not fine:
-        raise ShardCoreError(f"version {version.version} of {version.name} holds a model that gives no costs; its files were not "
-                             "made by ShardCore")
-    return model
+        try:
+            return neural.load(folders[0])
+        except ShardCoreError as error:
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: {error}") from None
 
 
 def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralModel, ModelVersion]:

@@ -161,7 +161,7 @@ class _Meta:
     samples: Mapping[str, int]
     config: Mapping[str, Any]
     metrics: Mapping[str, float]
-    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any]
     steps: int = 0
 
 

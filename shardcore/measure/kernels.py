@@ -288,13 +288,13 @@ class KernelBench:
         times = _at_usual_pace(run, pace or self._log.fit())
         clock = np.array([forward + backward for forward, backward, _ in run.times_ms])
         sample = dataclasses.replace(
-            self._failed(run.request, None), forward=timing.spread(times[:, 0]), backward=timing.spread(times[:, 1]),
+            self._failed(run.request), error=None, forward=timing.spread(times[:, 0]), backward=timing.spread(times[:, 1]),
             pace=float(np.median(clock / times.sum(1))), known_to=timing.known_to(times.sum(1)))
         run.times_ms = []
         return sample
 
-    def _failed(self, request: ComputeRequest, error: Exception | None) -> ComputeSample:
-        reason = " ".join(str(error).split())[:300] if error else None
+    def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
+        reason = " ".join(str(error).split())[:300]
         self._finished += 1
         return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, None, None, time.time(), reason,
                              order=self._finished - 1)

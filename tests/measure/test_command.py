@@ -136,7 +136,8 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
     dataset.write_comm(
         folder,
-        [CommSample(dataset.comm_id(SETTING, r), SETTING, r, ms, ms, (0.0, 0.0), 1.0) for r in exchanges],
+        [CommSample(dataset.comm_id(SETTING, r), SETTING, r, None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
+         for r in exchanges],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
     assert capsys.readouterr().out == f"{folder} holds the first 6 samples already\n"
