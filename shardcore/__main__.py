@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shardcore.schema import MOST_INT
 from shardcore.types import Device, Problem, Setting, ShardCoreError, Topology
 
 
@@ -279,23 +279,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _natural(text: str) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
+    if not 0 <= value <= MOST_INT:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 to {MOST_INT}")
     return value
 
 
 def _amount(text: str) -> float:
     value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
+    if not 0 <= value <= MOST_INT:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to {MOST_INT}")
     return value
 
 
 def _positive(kind: type):
     def parse(text: str):
         value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        if not 0 < value <= MOST_INT:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {MOST_INT}")
         return value
 
     parse.__name__ = kind.__name__

@@ -45,6 +45,8 @@ def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> byte
     """A file's content. Raises ShardCoreError naming it where it is missing, a folder, a pipe or the like, or too large."""
     try:
         if isinstance(path, str | os.PathLike):
+            if "\0" in str(path):
+                raise OSError(0, "no file has such a name")
             found = os.stat(path)
             if not stat.S_ISREG(found.st_mode):  # to read a pipe may never end
                 raise OSError(0, "it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")

@@ -103,6 +103,8 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ShardCoreError, match="pipe: it is no file"):
         schema.read_bytes(tmp_path / "pipe")
+    with pytest.raises(ShardCoreError, match=r"a\\x00b: no file has such a name"):
+        schema.read_bytes("a\0b")
     with pytest.raises(ShardCoreError, match="absent: No such file"):
         schema.read_bytes(tmp_path / "absent")
     with open(tmp_path / "large", "wb") as f:
