@@ -206,6 +206,7 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
     assert [s.id for s in dataset.read_compute(tmp_path)] == [new] and dataset.read_ids(tmp_path, "compute") == {new}
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet", "is a link that leads nowhere; remove it"),
                                         ("compute-latest.parquet", "has no name of a part")])
 def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
@@ -248,6 +249,7 @@ def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
     assert said in str(error.value), str(error.value)
 
 
+@pytest.mark.timeout(60)
 def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     content = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()

@@ -97,6 +97,7 @@ def test_what_json_may_hold_is_read(tmp_path):
         assert schema.read_json(str(tmp_path / "f.json")) == value
 
 
+@pytest.mark.timeout(30)  # to read a pipe that nobody writes to never ends
 def test_only_files_of_a_bounded_size_are_read(tmp_path):
     with pytest.raises(ShardCoreError, match="it is a folder"):
         schema.read_bytes(tmp_path)
