@@ -69,16 +69,19 @@ def _table_digest(table: Table) -> str:
     return files.digest(files.table_to_json(table))
 
 
+@lru_cache
+def _setting_json(setting: Setting) -> dict[str, Any]:
+    return files.setting_to_json(setting)
+
+
 def compute_id(setting: Setting, request: ComputeRequest) -> str:
     shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
-    return files.digest(["compute", MEASUREMENT_VERSION, files.setting_to_json(setting), request.batch, shards])
+    return files.digest(["compute", MEASUREMENT_VERSION, _setting_json(setting), request.batch, shards])
 
 
 def comm_id(setting: Setting, request: CommRequest) -> str:
-    described = dataclasses.asdict(request)
-    if not request.busy_ms:  # as before there was one
-        del described["busy_ms"]
-    return files.digest(["comm", MEASUREMENT_VERSION, files.setting_to_json(setting), described])
+    described = {name: value for name, value in vars(request).items() if name != "busy_ms" or value}  # as before there was one
+    return files.digest(["comm", MEASUREMENT_VERSION, _setting_json(setting), described])
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
