@@ -42,8 +42,8 @@ MEASUREMENT_VERSION = 2
 
 _PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
 _UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
-_MOST_ROWS = 1 << 22
-"""Samples of a part."""
+_MOST_ROWS, _PART_ROWS = 1 << 22, 1 << 17
+"""Samples of a part that is read, at most, and of one that is merged."""
 _OPTIONAL = ("error", "forward", "backward", "known_to", "waiting_ms")
 """Columns in which a sample may have nothing."""
 
@@ -204,8 +204,9 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None, make: Calla
     for row in _rows(folder, kind, setting):
         try:
             samples[row["id"], row["measured_at"]] = make(row)
-        except (TypeError, ShardCoreError) as error:  # TypeError: an entry that is nothing
-            raise ShardCoreError(f"{folder}: {kind} sample {show(row['id'])}: {error}") from None
+        except (TypeError, ShardCoreError) as error:
+            said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
+            raise ShardCoreError(f"{folder}: {kind} sample {show(row['id'])}: {said}") from None
     return list(samples.values())
 
 
@@ -287,9 +288,9 @@ def has_control(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
 
 
 def merge_parts(folder: str | Path) -> None:
-    """Make one part of each kind out of all, dropping none of their samples. Killed in between, both are there, which reads the
-    same; done again on the same samples, it gives the same file. Of failures, the last stays where nothing was timed; what a
-    killed writer left unfinished an hour ago is removed."""
+    """Make one part of each kind out of all (a few of very many samples), dropping none of their samples. Killed in between, both
+    are there, which reads the same; done again on the same samples, it gives the same file. Of failures, the last stays where
+    nothing was timed; what a killed writer left unfinished an hour ago is removed."""
     for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
         with suppress(FileNotFoundError):  # its writer was faster
             if time.time() - unfinished.lstat().st_mtime > 3600:
@@ -301,10 +302,12 @@ def merge_parts(folder: str | Path) -> None:
         rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
         last = {r["id"]: k for k, r in sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))}
         kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
-        merged = _write_part(folder, kind, [rows[k] for k in kept], schema)
-        for path in parts:
-            if path != merged:
-                path.unlink(missing_ok=True)
+        merged = {_write_part(folder, kind, [rows[k] for k in kept[i:i + _PART_ROWS]], schema)
+                  for i in range(0, len(kept), _PART_ROWS)}
+        for path in merged:
+            _read_part(path, schema, None)  # what cannot be read replaces nothing
+        for path in set(parts) - merged:
+            path.unlink(missing_ok=True)
 
 
 def settings(folder: str | Path) -> list[Setting]:
@@ -375,13 +378,15 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
         if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
             return []
     if schema is COMM and "busy_ms" not in table.schema.names:
-        table = table.append_column("busy_ms", pa.array([0.0] * len(table)))
+        table = table.append_column("busy_ms", pa.array([0.0] * len(table), pa.float64()))
     missing = [f.name for f in schema if f.name not in table.schema.names]
     if missing:
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
         raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {', '.join(schema.names)}")
-    table = table.select(schema.names).cast(schema)
+    for field in schema:
+        if (found := table.schema.field(field.name).type) != field.type:
+            raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")
     nulls = [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]
     if nulls:
         raise ShardCoreError(f"{path} has nothing in column {nulls[0]!r} of some sample")

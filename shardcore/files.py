@@ -276,11 +276,12 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
     write_json(path, plan_to_json(plan, problem))
 
 
-def read_plan(path: str | Path, problem: Problem) -> Plan:
-    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse it."""
+def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
+    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse it. Without `fits`
+    its devices may hold too much: what a published plan takes may count otherwise in a later version of ShardCore."""
     plan = plan_from_json(_unseal(_open_document(path, "plan"), path), problem, str(path))
     try:
-        workload.require_plan(plan, problem)
+        workload.require_plan(plan, problem, fits)
     except ShardCoreError as error:
         raise type(error)(f"{path}: {error}") from None
     return plan

@@ -29,7 +29,8 @@ MOST_DEPTH = 24
 """Of values within values."""
 MOST_INT = 1 << 53
 """Beyond it floats do not keep whole numbers apart, nor do most readers of JSON."""
-_HALF_A_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape may make half a character, which no file can hold."""
 
 
 class Readable(Protocol):
@@ -56,7 +57,7 @@ def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> byte
             content = path.read_bytes()
             _require_size(path, len(content), most)
     except OSError as error:
-        raise ShardCoreError(f"cannot read {path}: {error.strerror or 'there is none'}") from None
+        raise ShardCoreError(f"cannot read {path}: {error.strerror or 'there is no such file'}") from None
     return content
 
 
@@ -89,7 +90,7 @@ def parse_json(content: bytes, what: Any) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float, parse_constant=_float)
         _require_depth(value)
-        if _HALF_A_CHARACTER.search(content):
+        if _SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
@@ -128,6 +129,17 @@ def _require_depth(value: Any) -> None:
     raise RecursionError
 
 
+def _require_numbers(value: Any) -> None:
+    """Raise ValueError for a number that is not finite or too large, in a value that is not too deep."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _require_numbers(one)
+    elif isinstance(value, int) and abs(value) > MOST_INT:
+        raise ValueError(f"the number {show(value)} is too large")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the number {value} is not finite")
+
+
 def read_yaml(path: str | Path) -> Any:
     """The value of a YAML file. Raises ShardCoreError as read_json; also for an alias, for eight lines of them make gigabytes."""
     import yaml
@@ -139,10 +151,18 @@ def read_yaml(path: str | Path) -> Any:
                 raise ValueError(f"line {event.start_mark.line + 1} has an alias, *{shortened(event.anchor, 40)}; write it out")
             return super().compose_node(parent, index)
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            made = super().construct_mapping(node, deep)
+            if len(made) < len(node.value):
+                keys = [key.value for key, _ in node.value]
+                raise ValueError(f"key {show(max(keys, key=keys.count))} appears twice")
+            return made
+
     text = read_text(path, MOST_YAML_BYTES)
     try:
         value = yaml.load(text, Loader)  # noqa: S506
         _require_depth(value)
+        _require_numbers(value)
     except RecursionError:
         raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:  # of dates, keys and merges

@@ -38,6 +38,7 @@ PATIENCE_S = 600.0
 PAGE, REPORT = "report.html", "report.md"
 """Of a version; and of all plans, beside them (see `write`)."""
 _POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
+_POINTER_BYTES = 1000
 _LOOK_S = 0.02
 """Between two looks whether it is one's turn."""
 _LEFT_S = 3600.0
@@ -117,24 +118,24 @@ def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -
 # --- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
+def load_plan(root: str | Path, name: str, version: str | None = None, fits: bool = True) -> tuple[Plan, Problem]:
     """A problem's current plan, or a version of it, and the problem that it is for. Raises ShardCoreError where there is none, or
-    its files are not whole."""
+    its files are not whole, or (with `fits`) a device would hold more than it may."""
     home = _home(root, name)
     if version is None:
-        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
+        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name, fits))
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
         raise ShardCoreError(f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
                              f"{', '.join(found) or 'none'}")
-    return _load(_version(home, version), name)
+    return _load(_version(home, version), name, fits)
 
 
-def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
+def _load(folder: Place, name: str, fits: bool) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
     if problem.name != name:
         raise ShardCoreError(f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}")
-    return files.read_plan(folder / "plan.json", problem), problem
+    return files.read_plan(folder / "plan.json", problem, fits), problem
 
 
 def _version(home: Place, version: str) -> Place:
@@ -144,8 +145,6 @@ def _version(home: Place, version: str) -> Place:
 def _versions(home: Place) -> list[str]:
     """The names of a problem's versions. A link is none: what it leads to may be another's, or live."""
     folder = home / "versions"
-    if _is_link(folder):
-        raise ShardCoreError(f"{folder} is a symbolic link; versions are kept in a folder of the problem's own")
     return [name for name in _names(folder) if files.DIGEST.fullmatch(name) and not _is_link(folder / name)]
 
 
@@ -157,10 +156,8 @@ def load_cost(root: str | Path, name: str, version: str) -> dict[str, Any]:
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
     """A version's report page, or None where it has none."""
-    try:
-        return (_version(_home(root, name), version) / PAGE).read_bytes()
-    except OSError:
-        return None
+    path = _version(_home(root, name), version) / PAGE
+    return schema.read_bytes(path) if _exists(path) else None
 
 
 def current(root: str | Path, name: str) -> str:
@@ -206,11 +203,9 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
 
 def _pointer(home: Place) -> str | None:
     """What the pointer says; None where there is none."""
-    try:
-        with _plainly(home / _POINTER, _ABSENT):
-            found = (home / _POINTER).read_bytes()[:100].decode(errors="replace").strip()
-    except _ABSENT:
+    if not _exists(home / _POINTER):
         return None
+    found = schema.read_bytes(home / _POINTER, _POINTER_BYTES).decode(errors="replace").strip()
     if not found:
         raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
     return _require_id(found, f"{home / _POINTER} names decision")
@@ -234,7 +229,7 @@ def _read(home: Place, name: str, found: str) -> Decision:
 
 def _migrated(home: Place, name: str, version: str) -> Decision:
     """What a pointer to a version says, as they were before there were decisions."""
-    plan, problem = _load(_version(home, version), name)
+    plan, problem = _load(_version(home, version), name, fits=False)
     return Decision(name, "first", "published before decisions were kept", version, version, files.problem_digest(problem),
                     plan.provenance.get("predicted_ms"), provenance=plan.provenance)
 
@@ -256,7 +251,7 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     path, until = home / ".turn", time.monotonic() + patience_s
     with _plainly(path):
         home.mkdir(parents=True, exist_ok=True)
-        f = open(path, "a+")
+        f = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     with f:
         with _plainly(path):
             while True:
@@ -415,8 +410,9 @@ def _home(root: str | Path, name: str) -> Place:
     if name == REPORT:
         raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it needs another")
     home = _place(root) / name
-    if _is_link(home):
-        raise ShardCoreError(f"{home} is a symbolic link; plans of problem {name!r} are kept in a folder of their own")
+    for place in (home, home / "versions", home / "decisions"):
+        if _is_link(place):
+            raise ShardCoreError(f"{place} is a symbolic link; plans of problem {name!r} are kept in folders of their own")
     return home
 
 
@@ -459,7 +455,7 @@ def _remove(place: Place) -> None:
     with suppress(FileNotFoundError), _plainly(place, _ABSENT):
         if not isinstance(place, Path):
             place.call("rm", recursive=True)
-        elif place.is_dir():
+        elif place.is_dir() and not place.is_symlink():
             shutil.rmtree(place)
         else:
             place.unlink()

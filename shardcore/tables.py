@@ -24,8 +24,8 @@ import torch
 from shardcore import streams
 from shardcore.types import (
     MIN_WIDTH,
-    MOST_COUNT,
     MOST_DIM,
+    MOST_SEED,
     MOST_TABLES,
     REUSE_BINS,
     Reuse,
@@ -51,7 +51,7 @@ class PoolConfig:
     dim: int = 64
 
     def __post_init__(self) -> None:
-        require_within(self, "pool", tables=(1, MOST_TABLES), seed=(0, MOST_COUNT), dim=(MIN_WIDTH, MOST_DIM))
+        require_within(self, "pool", tables=(1, MOST_TABLES), seed=(0, MOST_SEED), dim=(MIN_WIDTH, MOST_DIM))
 
 
 def kept_for_testing(table: Table) -> bool:

@@ -36,7 +36,7 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
                 continue
             entry.chmod(0o644)
             entry.unlink()
-            if copy.is_file() and _md5(copy) == found:
+            if copy.is_file() and _is_ours(copy) and _md5(copy) == found:
                 copy.unlink()
             logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew", entry, copy)
 
@@ -56,11 +56,16 @@ def _of(value: Any, kind: type, what: str) -> Any:
     return value
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether no link on its way leads out of the project. (Data may well lie behind one; it is not removed there.)"""
+    return path.parent.resolve().is_relative_to(Path.cwd().resolve())
+
+
 def _inside(name: Any, where: Path) -> Path:
-    """A path in the project, which no link leads out of."""
+    """A path in the project."""
     if isinstance(name, str) and name and name.isprintable():
         path = Path(name)
-        if (Path.cwd() / path).resolve().is_relative_to(Path.cwd().resolve()) and not path.is_absolute():
+        if not path.is_absolute() and ".." not in path.parts:
             return path
     raise ShardCoreError(f"{where} has path {schema.show(name)}; it needs to be one in the project")
 

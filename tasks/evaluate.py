@@ -23,6 +23,7 @@ from shardcore.types import (
     MOST_COUNT,
     MOST_DEVICES,
     MOST_DIM,
+    MOST_SEED,
     Problem,
     Setting,
     ShardCoreError,
@@ -60,7 +61,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         count = (1, MOST_COUNT)
         require_within(self, "evaluate config", problems=count, budget_evals=count, replay_repeats=count,
-                       replay_problems=(0, MOST_COUNT), seed=(0, MOST_COUNT), devices=(1, MOST_DEVICES), min_tables=count,
+                       replay_problems=(0, MOST_COUNT), seed=(0, MOST_SEED), devices=(1, MOST_DEVICES), min_tables=count,
                        max_tables=(self.min_tables, MOST_COUNT), max_dim=(MIN_WIDTH, MOST_DIM))
 
 

@@ -25,7 +25,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.local import SPACE_OF, local
 from shardcore.store import Decision
-from shardcore.types import MOST_COUNT, Infeasible, Plan, Problem, ShardCoreError, StepCost, require_within
+from shardcore.types import MOST_COUNT, MOST_SEED, Infeasible, Plan, Problem, ShardCoreError, StepCost, require_within
 from shardcore.workload import lower
 from tasks import console, links, paths, publication, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -55,7 +55,7 @@ class PublishConfig:
 
     def __post_init__(self) -> None:
         compare.require_known([self.algorithm])
-        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_COUNT))
+        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED))
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
         if self.keep_versions < store.FEWEST_KEPT:
@@ -94,7 +94,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                 rows.append(published.row())
             except Exception as error:  # whatever it is, it is this problem's: the others are published
                 plain = isinstance(error, ShardCoreError)
-                failures.append(str(ShardCoreError(f"{path}: {error if plain else repr(error)}")))
+                said = str(error) if plain else repr(error)
+                failures.append(str(ShardCoreError(said if said.startswith(str(path)) else f"{path}: {said}")))
                 failed.append(path.stem)
                 logger.warning("%s", failures[-1], extra={"problem": path.stem}, exc_info=None if plain else error)
                 continue
@@ -105,15 +106,16 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
     title, table = f"Plans under {version.name} version {version.version}", report.markdown_table(HEADERS, rows)
     lines = [f"# {title}", "", table, "", *(f"- no new plan: {f}" for f in failures)]
-    store.write(plans, store.REPORT, "\n".join(lines).encode())
+    store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
     run = _log(plans, names, version, "\n".join(lines))
     create_markdown_artifact(f"Under {links.model_version(version.name, version.version)}, in {plans}; pages in MLflow's "
                              f"{links.mlflow_run(run.info.experiment_id, run.info.run_id)}\n\n{table}",
                              key="published-plans", description=title)
     if failures:
         logger.info("published:\n%s", report.text_table(HEADERS, rows))
-        which = f"{', '.join(failed[:9])}{' ...' * (len(failed) > 9)}; the log and {store.REPORT} say why: " * (len(failed) > 1)
-        raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {which}{failures[0]}")
+        others = f"; {store.REPORT} and the log say why also of {', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"
+        raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}"
+                             f"{others * (len(failed) > 1)}")
     outcomes = Counter(row[-1] for row in rows)
     logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
@@ -139,14 +141,13 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
         for name in names:
             try:
                 decision = store.last(plans, name)
+                page = decision and store.load_page(plans, name, decision.current)
             except ShardCoreError:  # what is wrong with its files was said when it was its turn
                 continue
-            if decision is None:
-                continue
-            if decision.total_ms is not None:
+            if decision and decision.total_ms is not None:
                 mlflow.log_metric(f"{name}_ms", decision.total_ms)
-            if page := store.load_page(plans, name, decision.current):
-                mlflow.log_text(page.decode(), f"plans/{name}.html")
+            if page:
+                mlflow.log_text(page.decode(errors="replace"), f"plans/{name}.html")
     return run
 
 
@@ -209,7 +210,7 @@ class Publisher:
         decision = store.last(self.plans, problem.name)
         if decision is None:
             return None
-        plan = carried(store.load_plan(self.plans, problem.name)[0], problem)
+        plan = carried(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
         try:
             return Before(decision, plan, price(lower(plan, problem), self.model))
         except ShardCoreError as error:
@@ -237,7 +238,7 @@ class Publisher:
                      if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)), None)
         if then is None or not store.has(self.plans, problem.name, then.current):
             return None
-        plan, _ = store.load_plan(self.plans, problem.name, then.current)
+        plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
         try:
             workload = lower(carried(plan, problem), problem)
         except ShardCoreError:

@@ -73,22 +73,26 @@ class EachProblem:
     what failed."""
 
     def __init__(self, begin: Callable[[], AbstractContextManager[Run]]):
-        self._begin, self._stack, self._run, self._tried, self._begins = begin, ExitStack(), None, 0, False
+        self._begin, self._stack, self._run, self._begins = begin, ExitStack(), None, False
+        self._tried: set[str] = set()
         self.failed: dict[str, str] = {}
 
     def run(self, name: str, work: Callable[[Run], object]) -> bool:
         """Whether `work` on a problem succeeded; it is given what replays plans."""
-        self._tried += 1
+        self._tried.add(name)
         try:
             work(lambda workloads: self._begun()(workloads))
         except Exception as error:
             if self._begins:  # no gang can: nor could one for the others
-                raise
+                raise ShardCoreError(f"{error}{self._said()}") from None
             plain = isinstance(error, ShardCoreError)
             self.failed[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
             get_run_logger().warning("%s", self.failed[name], extra={"problem": name}, exc_info=None if plain else error)
-            self._stack.close()
             self._run = None
+            try:
+                self._stack.close()
+            except Exception as lost:  # of a gang that is broken already
+                get_run_logger().warning("the gang that failed did not end well: %r", lost)
             return False
         return True
 
@@ -105,9 +109,15 @@ class EachProblem:
     def __exit__(self, *raised: object) -> None:
         self._stack.__exit__(*raised)
         if self.failed and raised[0] is None:
-            first, *others = self.failed.values()
-            more = f" (and {len(others)} more, which the log names)" if others else ""
-            raise ShardCoreError(f"{len(self.failed)} of {self._tried} problems could not be replayed: {first}{more}")
+            raise ShardCoreError(self._said().removeprefix("; "))
+
+    def _said(self) -> str:
+        """What failed so far, to follow another sentence."""
+        if not self.failed:
+            return ""
+        first, *others = self.failed.values()
+        more = f" (and {len(others)} more, which the log names)" if others else ""
+        return f"; {len(self.failed)} of {len(self._tried)} problems could not be replayed: {first}{more}"
 
 
 @task(task_run_name="replay")
@@ -140,9 +150,9 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     progress, control = Progress("steps", total), dataset.control(folder, setting)
     with EachProblem(lambda: replaying(devices, setting, config.steps(), control)) as gang:
         for problem, made in lacking:
-            gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run))
-            progress.add(f"{devices} ranks", len(made))
-            progress.say()
+            if gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run)):
+                progress.add(f"{devices} ranks", len(made))
+                progress.say()
         for problem, made in replays.missing(folder, lacking, setting):
             if problem.name in gang.failed:
                 continue

@@ -232,12 +232,12 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
     ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
     ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
     ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"), ({"forward": None}, "has no timing, and no error"),
-    ({"backward": {**TIMING, "median_ms": None}}, "NoneType"), ({"pace": 0.0}, "has pace 0.0"),
+    ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"), ({"pace": 0.0}, "has pace 0.0"),
     ({"pace": float("inf")}, "pace inf"),
     ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"), ({"order": -1}, "order -1"),
     ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"), ({"batch": 0}, "batch 0"),
     ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"), ({"hardware": "a/b"}, "'a/b'"),
-    ({"shards": [None]}, "NoneType"), ({"shards": None}, "has nothing in column 'shards'"),
+    ({"shards": [None]}, "has an entry that is nothing"), ({"shards": None}, "has nothing in column 'shards'"),
     ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has no table 'none'"),
     ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has rows [1, 1)"),
 ])
@@ -256,7 +256,8 @@ def test_a_part_that_is_none_is_named(tables, tmp_path):
     table = pq.read_table(pa.BufferReader(content))
     others = {"no part of a dataset": content[:-20], "lacks the column 'pace'": table.drop_columns("pace"),
               "has an unknown column 'more'": table.append_column("more", table["pace"]),
-              "no part": table.set_column(table.schema.get_field_index("order"), "order", pa.array(["first"]))}
+              "column 'order' of type string; it needs int64": table.set_column(
+                  table.schema.get_field_index("order"), "order", pa.array(["first"]))}
     for said, other in others.items():
         for old in tmp_path.glob("compute-*"):
             old.unlink()
@@ -277,3 +278,24 @@ def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
     dataset.merge_parts(tmp_path / "mine")
     assert kept.exists() and len(list((tmp_path / "mine").glob("compute-*"))) == 1
     assert len(dataset.read_compute(tmp_path / "mine")) == 2
+
+
+def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "_PART_ROWS", 2)
+    pool = dataset.write_pool(tmp_path, tables)
+    for i in range(5):
+        dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
+    for _ in range(2):
+        dataset.merge_parts(tmp_path)
+        assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
+
+
+def test_what_could_not_be_read_again_replaces_nothing(tables, tmp_path, monkeypatch):
+    pool = dataset.write_pool(tmp_path, tables)
+    for i in range(3):
+        dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
+    monkeypatch.setattr(dataset, "_MOST_ROWS", 2)
+    with pytest.raises(ShardCoreError, match="has 3 rows"):
+        dataset.merge_parts(tmp_path)
+    monkeypatch.undo()
+    assert len(dataset.read_compute(tmp_path)) == 3 and len(list(tmp_path.glob("compute-*"))) == 4

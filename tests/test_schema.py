@@ -122,6 +122,8 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path):
 @pytest.mark.parametrize("text, said", [
     ("a: &x [1]\nb: *x\n", "line 2 has an alias, *x; write it out"), ("a: 1\n<<<<<<< HEAD\nb: 2\n=======\n", "is not YAML"),
     ("a: !!python/tuple [1]\n", "is not YAML"), ("a: 2024-13-45\n", "is not YAML"), ("? {a: 1}\n: 2\n", "is not YAML"),
+    ("a: 1\nb: 2\na: 3\n", "key 'a' appears twice"), ("a: .nan\n", "the number nan is not finite"),
+    ("a: 1:9:9:9:9:9:9:9:9:9:9:9\n", "is too large"), ("a: [.inf]\n", "the number inf is not finite"),
     ("<<: 3\n", "is not YAML"), ("a: [1\n", "is not YAML"), ("[" * 3000, "is not YAML|deeper than 24"),
     ("a: " + "[" * 24 + "]" * 24, "deeper than 24"),
 ])

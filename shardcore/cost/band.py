@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.types import ShardCoreError
 
-_LEVELS = np.concatenate([[0.005, 0.01, 0.025], np.arange(0.05, 0.951, 0.025), [0.975, 0.99, 0.995]])
+LEVELS = np.concatenate([[0.005, 0.01, 0.025], np.arange(0.05, 0.951, 0.025), [0.975, 0.99, 0.995]])
 _KNOTS = 4
 _PER_KNOT = 50
 """Samples that a width needs; of fewer in all, one width serves every cost."""
@@ -30,12 +30,17 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
         at = np.array([log_ms[p].mean() for p in parts])
         widths = np.array([max(np.abs(error[p]).mean(), 1e-6) for p in parts])
         scores = np.sort(error / np.interp(log_ms, at, widths))
-        if (1 + np.outer(np.diff(widths) / np.diff(at), scores[[0, -1]]) > 0).all():  # else a quantile falls as costs grow
+        if rises(at, widths, scores):
             break
     # The quantile of n + 1 draws, of which the next is one: at the ends it is the largest seen.
-    ranks = np.clip(_LEVELS * (len(scores) + 1) - 1, 0, len(scores) - 1)
-    return {"band.log_ms": at, "band.width": widths, "band.level": _LEVELS,
+    ranks = np.clip(LEVELS * (len(scores) + 1) - 1, 0, len(scores) - 1)
+    return {"band.log_ms": at, "band.width": widths, "band.level": LEVELS,
             "band.error": np.interp(ranks, np.arange(len(scores)), scores)}
+
+
+def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
+    """Whether no quantile falls as costs grow. error: rising, any number of them."""
+    return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
 
 def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
@@ -48,7 +53,7 @@ def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float
 
 def error(w: Mapping[str, np.ndarray], level: float) -> float:
     """The quantile of the errors at a level. Raises as `quantile` does."""
-    if not _LEVELS[0] <= level <= _LEVELS[-1]:
+    if not LEVELS[0] <= level <= LEVELS[-1]:
         raise ShardCoreError(f"confidence leads to level {level:g} of the costs' distribution; known are those within "
-                             f"{_LEVELS[0]} and {_LEVELS[-1]}")
+                             f"{LEVELS[0]} and {LEVELS[-1]}")
     return float(np.interp(level, w["band.level"], w["band.error"]))

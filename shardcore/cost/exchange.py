@@ -45,6 +45,8 @@ SKEW_LIMIT_MS = 10.0
 FEWEST_SAMPLES = 4
 """Of a collective with fewer nothing is fitted."""
 BYTES_PER_MS_PER_GBPS = 1e6
+LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
+"""A collective takes in a step so many times as long as alone. Beyond these, replays told nothing of it."""
 
 # --- terms -------------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.rates import fit_law
-from shardcore.types import MOST_COUNT, CommSample, ComputeSample, Setting, ShardCoreError, require_within
+from shardcore.types import MOST_COUNT, MOST_SEED, CommSample, ComputeSample, Setting, ShardCoreError, require_within
 
 Progress = Callable[[str, int, dict[str, float]], None]
 
@@ -57,7 +57,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
         count = (1, MOST_COUNT)
-        require_within(self, "train config", epochs=count, patience=count, batch_size=count, seed=(0, MOST_COUNT))
+        require_within(self, "train config", epochs=count, patience=count, batch_size=count, seed=(0, MOST_SEED))
         if not 0 < self.learning_rate < 1:
             raise ShardCoreError(f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1")
         if not 1 <= len(self.hidden) <= _MOST_LAYERS or not all(1 <= h <= _MOST_UNITS for h in self.hidden):

@@ -131,7 +131,8 @@ _NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITI
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:
-    """Write model.json and weights.safetensors."""
+    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
+    required.require(model.weights)
     files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}, model.weights)
 
 

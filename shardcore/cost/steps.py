@@ -45,7 +45,8 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         if known:
             terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known), strict=True))
             fitted = zip(often, fit_law(terms, took), strict=True)
-            factors |= {exchange.step_weight(c, way): np.array([k]) for c, k in fitted if k > 0}
+            factors |= {exchange.step_weight(c, way): np.array([k]) for c, k in fitted
+                        if exchange.LEAST_IN_STEP <= k <= exchange.MOST_IN_STEP}
             told = max(told, len(known))
     if not factors:
         return model

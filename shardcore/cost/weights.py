@@ -6,18 +6,19 @@ for more of them. Shapes: K drivers, C conditions, H hidden, E exchange terms, Q
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardcore.cost import exchange, features
+from shardcore.cost import band, exchange, features
 from shardcore.types import ShardCoreError
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
 _ANY = (-1e6, 1e6)
-_EXPONENT = 50.0
-"""Of factors exp(...): e^50 is finite, and far beyond all that was ever measured."""
+_CONTENTION, _BAND = 50.0, 300.0
+"""Largest exponents of factors: of both together e is finite, and far beyond all that was ever measured."""
 
 
 def require(w: Mapping[str, np.ndarray]) -> None:
@@ -29,28 +30,40 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "condition_low": ((c,), _ANY), "condition_high": ((c,), _ANY), "condition_mean": ((c,), _ANY),
         "condition_sd": ((c,), (1e-9, 1e6)),
         "contention.0.weight": ((k, hidden), (0.0, 1e6)), "contention.0.bias": ((hidden,), _ANY),
-        "contention.1.weight": ((hidden, 2), (0.0, _EXPONENT / hidden)),
+        "contention.1.weight": ((hidden, 2), (0.0, _CONTENTION / hidden)),
         "band.log_ms": ((knots,), _ANY), "band.width": ((knots,), (1e-9, 1e6)), "band.level": ((levels,), (0.0, 1.0)),
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
+    in_step = (exchange.LEAST_IN_STEP, exchange.MOST_IN_STEP)
     ran = [(collective, way) for collective, ways in exchange.WAYS.items() for way in ways]
-    optional = {exchange.weight(*x): ((e,), _RATE) for x in ran} | {exchange.step_weight(*x): ((1,), (1e-6, 1e6)) for x in ran}
+    optional = {exchange.weight(*x): ((e,), _RATE) for x in ran} | {exchange.step_weight(*x): ((1,), in_step) for x in ran}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
         _require(w, name, shape, ends)
-    for name in ("band.log_ms", "band.level", "band.error"):
-        if (np.diff(w[name]) < 0).any():
+    if (w["condition_low"] > w["condition_high"]).any():
+        raise ShardCoreError("weight 'condition_low' lies above 'condition_high'")
+    _require_band(w["band.log_ms"], w["band.width"], w["band.level"], w["band.error"])
+
+
+def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
+    if level[0] > band.LEVELS[0] or level[-1] < band.LEVELS[-1]:
+        raise ShardCoreError(f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to reach from "
+                             f"{band.LEVELS[0]} to {band.LEVELS[-1]}")
+    for name, found, least in (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9), ("band.error", error, 0.0)):
+        if (np.diff(found) < least).any():
             raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
-    if np.abs(w["band.error"]).max() * w["band.width"].max() > _EXPONENT:
-        raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_EXPONENT:g}")
+    if not band.rises(log_ms, width, error):
+        raise ShardCoreError("weights 'band.width' and 'band.error' mean quantiles that fall as costs grow")
+    if np.abs(error).max() * width.max() > _BAND:
+        raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_BAND:g}")
 
 
 def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[float, float]]]:
     """Of layers, each as wide as the one before gives, the last one 2."""
-    rules, layers = {}, sum(name.startswith("network.") for name in w) // 2
-    for i in range(max(layers, 1)):
-        outputs = 2 if i >= layers - 1 else _length(w, f"network.{i}.bias")
+    rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d)\..*", name))), default=0)
+    for i in range(last + 1):
+        outputs = 2 if i == last else _length(w, f"network.{i}.bias")
         rules |= {f"network.{i}.weight": ((inputs, outputs), _ANY), f"network.{i}.bias": ((outputs,), _ANY)}
         inputs = outputs
     return rules

@@ -293,8 +293,8 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
         for path in made:
             path.unlink()
     said = str(error.value)
-    assert re.match(r"5 of 7 problems have no new plan: z0, z1, z2, z3, z4; the log and report.md "
-                    r"say why: problems/z0.json: problem 'too-big' does not fit", said), said
+    assert re.match(r"5 of 7 problems have no new plan: problems/z0.json: problem 'too-big' does not fit.* report.md and the log "
+                    r"say why also of z1, z2, z3 \.\.\.$", said), said
     assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
     report = (project.folder / "plans/report.md").read_text()
     for reason in ("'too-big' does not fit", "batch 128", "is named 'one' too", "'report.md' has the name of the file beside",

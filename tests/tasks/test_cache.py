@@ -86,7 +86,6 @@ LOCKED = "schema: '2.0'\nstages:\n  make:\n    cmd: x\n    outs:\n    - path: {}
     (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"), (LOCKED.format("one", "A" * 32), "it needs 32 hex digits"),
     (LOCKED.format("../precious", "a" * 32), "has path '../precious'; it needs to be one in the project"),
     (LOCKED.format("/etc/passwd", "a" * 32), "has path '/etc/passwd'"),
-    (LOCKED.format("link/precious", "a" * 32), "has path 'link/precious'"),
     ("<<<<<<< HEAD\n" + LOCKED + "=======\n>>>>>>> other\n", "is not YAML"),
     ("stages: 3", "stages is 3, which DVC did not write"),
     ("stages: {make: {outs: [{path: one}]}}", "has md5 None"), ("stages: {make: {outs: [3]}}", "an out is 3"), ("", "it is None"),
@@ -106,6 +105,21 @@ def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, cont
         cache.remove_damaged(logging.getLogger())
     assert said in str(error.value) and "dvc.lock" in str(error.value)
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.name != "dvc.lock") == before
+
+
+def test_what_lies_behind_a_link_is_not_removed(copy):
+    """Data may lie on another disk. A damaged entry goes, its copy behind the link stays."""
+    (copy / "disk").mkdir()
+    disk = (copy / "disk").rename(copy.parent / "disk")
+    (copy / "many/two").rename(disk / "two")
+    shutil.rmtree(copy / "many")
+    (copy / "many").symlink_to(disk)
+    [two] = (p for p, content in cached(copy).items() if content == b"2\n")
+    for damaged in (two, disk / "two"):
+        damaged.chmod(0o644)
+        damaged.write_bytes(b"9\n")
+    cache.remove_damaged(logging.getLogger())
+    assert not two.exists() and (disk / "two").read_bytes() == b"9\n"
 
 
 def test_a_folder_of_dvcs_that_leads_out_costs_no_file(copy):
