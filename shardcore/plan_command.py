@@ -20,11 +20,11 @@ from shardcore.diff import diff as moves_of
 from shardcore.diff import in_order, nearest
 from shardcore.drift import drift as drift_of
 from shardcore.drift import refreshed
-from shardcore.search import choose, compare
+from shardcore.search import SHARDERS, choose, compare
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.local import SPACE_OF, local
-from shardcore.types import Infeasible, Plan, Problem, Setting, ShardCoreError
+from shardcore.types import Plan, Problem, Setting, ShardCoreError
 from shardcore.workload import lower
 
 
@@ -49,10 +49,7 @@ def plan(args: argparse.Namespace) -> None:
     elif args.start:
         found, why = _resharded(args, problem, cautious, budget)
     else:
-        outcome = compare.run(args.algorithm, problem, cautious, args.seed, budget)
-        if outcome.plan is None:
-            raise Infeasible(outcome.error)
-        found, why = outcome.plan, ""
+        found, why = SHARDERS[args.algorithm](problem, cautious, seed=args.seed, budget=budget), ""
     found = Plan(found.placements, {**found.provenance, **provenance})
     seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
     files.write_plan(args.out, found, problem)

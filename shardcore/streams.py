@@ -11,6 +11,7 @@ Shapes: L lookups, B samples of the batch, U unique rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -49,50 +50,58 @@ def reference_counts(table: Table) -> np.ndarray:
 @lru_cache(maxsize=4096)
 def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows in each bin and the sum of their counts: two tuples of REUSE_BINS."""
-    bins = np.array(table.access.bins)
-    total = lookups(table, table.access.batch)
-    unique = min(table.rows, max(1, round(total / float(bins @ BIN_MEAN))))
+    rows, sums = _bins_of([table])
+    return tuple(int(n) for n in rows[0]), tuple(int(c) for c in sums[0])
+
+
+def _bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
+    """The same of many tables: two arrays [T, REUSE_BINS]."""
+    bins = np.array([t.access.bins for t in tables])
+    total = np.array([lookups(t, t.access.batch) for t in tables], dtype=float)
+    mean = np.array([of @ BIN_MEAN for of in bins])
+    unique = np.minimum([t.rows for t in tables], np.maximum(1.0, np.rint(total / mean)))
     rows = _apportion(bins, unique)
-    while rows @ BIN_LOW > total and unique > 1:  # too many rows for so few lookups
-        unique = max(1, min(unique - 1, int(unique * total / float(rows @ BIN_LOW))))
-        rows = _apportion(bins, unique)
-    sums = _apportion_counts(rows, total)
-    return tuple(int(n) for n in rows), tuple(int(c) for c in sums)
+    while len(over := np.flatnonzero((rows @ BIN_LOW > total) & (unique > 1))):  # too many rows for so few lookups
+        fewer = np.floor(unique[over] * total[over] / (rows[over] @ BIN_LOW))
+        unique[over] = np.maximum(1.0, np.minimum(unique[over] - 1, fewer))
+        rows[over] = _apportion(bins[over], unique[over])
+    return rows, _apportion_counts(rows, total)
 
 
-def _apportion(shares: np.ndarray, total: int) -> np.ndarray:
-    """Whole numbers in proportion to `shares` that sum to `total` (largest remainders)."""
-    exact = shares / shares.sum() * total
+def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """[T, K] whole numbers in proportion to `shares` [T, K] that sum to `total` [T] (largest remainders)."""
+    exact = shares / shares.sum(-1, keepdims=True) * total[:, None]
     whole = np.floor(exact)
-    rest = int(round(total - whole.sum()))
-    order = np.argsort(-(exact - whole), kind="stable")
-    whole[order[:rest]] += 1
+    rest = np.rint(total - whole.sum(-1))
+    order = np.argsort(-(exact - whole), axis=-1, kind="stable")
+    more = (np.arange(shares.shape[1]) < rest[:, None]).astype(float)
+    np.put_along_axis(whole, order, np.take_along_axis(whole, order, -1) + more, -1)
     return whole
 
 
-def _apportion_counts(rows: np.ndarray, total: int) -> np.ndarray:
-    """[REUSE_BINS] sums of counts per bin, within the bins' edges where that is possible, adding up to `total`."""
-    low, high = rows * BIN_LOW, np.where(rows > 0, np.maximum(rows, 1) * BIN_HIGH, 0.0)
+def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """[T, REUSE_BINS] sums of counts per bin, within the bins' edges where that is possible, adding up to `total` [T]."""
+    live = rows > 0
+    top = np.flatnonzero(live.any(0)).max(initial=0)
+    highest = live.shape[1] - 1 - np.argmax(live[:, ::-1], axis=1)  # the last bin that has rows
+    each = np.arange(len(rows))
+    low, high = rows * BIN_LOW, np.multiply(np.maximum(rows, 1), BIN_HIGH, where=live, out=np.zeros_like(rows))
     sums = rows * BIN_MEAN
-    gap = total - sums.sum()
-    if gap < 0:
-        room = sums - low
-        sums -= room * min(1.0, -gap / max(room.sum(), 1e-9))
-    else:
-        room = np.where(np.isinf(high), 0.0, high - sums)
-        step = min(gap, room.sum())
-        sums += room * (step / max(room.sum(), 1e-9))
-        gap -= step
-        if gap > 0:  # beyond every closed bin: the open one takes the rest, or the highest that there is
-            sums[np.flatnonzero(rows > 0)[-1]] += gap
+    gap = total - sums.sum(-1)
+    below, above = sums - low, np.where(np.isinf(high), 0.0, high - sums)
+    room = np.where(gap < 0, below.sum(-1), above.sum(-1))
+    step = np.where(gap < 0, np.maximum(gap, -np.maximum(room, 1e-9)), np.minimum(gap, room))
+    share = step / np.maximum(room, 1e-9)
+    sums += np.where(gap[:, None] < 0, below, above) * share[:, None]
+    beyond = np.where(gap < 0, 0.0, gap - step)
+    sums[each, highest] += np.maximum(beyond, 0.0)  # beyond every closed bin: the open one takes the rest, or the highest
     sums = np.floor(sums)
-    top = np.flatnonzero(rows > 0)[::-1]
-    rest = int(total - sums.sum())
-    for k in top:  # the rounding rest goes where there is room, from the top
-        take = rest if np.isinf(high[k]) else int(min(rest, high[k] - sums[k])) if rest > 0 else rest
-        sums[k] += take
-        rest -= take
-    sums[top[0]] += rest
+    rest = total - sums.sum(-1)
+    for k in range(top, -1, -1):  # the rounding rest goes where there is room, from the top
+        take = np.where((rest > 0) & np.isfinite(high[:, k]), np.minimum(rest, high[:, k] - sums[:, k]), rest) * live[:, k]
+        sums[:, k] += take
+        rest = rest - take
+    sums[each, highest] += rest
     return sums
 
 
@@ -114,54 +123,94 @@ def _spread_counts(rows: int, total: int, k: int) -> np.ndarray:
 
 def unique_rows(shard: Shard, batch: int) -> float:
     """Expected unique rows that one batch touches in a shard."""
-    return _unique(shard.table, batch, shard.row_lo, shard.row_hi)
+    return float(unique_rows_of([shard], batch)[0])
 
 
-@lru_cache(maxsize=1 << 17)
-def _unique(table: Table, batch: int, row_lo: int, row_hi: int) -> float:
-    if lookups(table, batch) == 0:
-        return 0.0
-    if not table.ordered and row_hi - row_lo < table.rows:
-        return _unique(table, batch, 0, table.rows) * ((row_hi - row_lo) / table.rows)
-    weights, sizes = _rank_classes(table, batch)
-    seen = -np.expm1(-weights) if isinstance(table.access, Zipf) else _seen_when_thinned(weights, table, batch)
-    inside = sizes
-    if table.ordered:
-        edges = np.concatenate([[0.0], np.cumsum(sizes)])
-        inside = np.clip(np.minimum(edges[1:], row_hi) - np.maximum(edges[:-1], row_lo), 0, None)
-    return float(min((seen * inside).sum(), row_hi - row_lo))
+def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
+    """[N] expected unique rows that one batch touches in each of many shards. What was asked before is remembered."""
+    keys = [(s.table, batch, s.row_lo, s.row_hi) if s.table.ordered else (s.table, batch, 0, s.table.rows) for s in shards]
+    known = {key: _KNOWN.get(key) for key in keys}
+    if new := [key for key, found in known.items() if found is None]:
+        known.update((key, 0.0) for key in new)  # for tables that no lookup hits
+        hit = [key for key in new if lookups(key[0], batch) > 0]
+        for access, compute in ((Reuse, _unique_of_reuse), (Zipf, _unique_of_zipf)):
+            asked = [key for key in hit if isinstance(key[0].access, access)]
+            for i in range(0, len(asked), _AT_ONCE):
+                known.update(zip(asked[i:i + _AT_ONCE], compute(asked[i:i + _AT_ONCE]).tolist(), strict=True))
+        if len(_KNOWN) + len(new) > _MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN.update((key, known[key]) for key in new[:_MOST_KNOWN])
+    share = [1.0 if s.table.ordered else s.rows / s.table.rows for s in shards]
+    return np.array([known[key] for key in keys], dtype=float) * share
 
 
-def _seen_when_thinned(counts: np.ndarray, table: Table, batch: int) -> np.ndarray:
-    keep = min(1.0, batch / table.access.batch)
-    return np.ones_like(counts) if keep == 1.0 else -np.expm1(counts * np.log1p(-keep))
+_Rows = tuple[Table, int, int, int]
+"""What is asked: a table, a batch, and rows [lo, hi)."""
+_KNOWN: dict[_Rows, float] = {}
+_MOST_KNOWN = 1 << 18
+"""Of a problem of 100,000 tables all fit, in the global batch and in the local one."""
+_AT_ONCE = 4096
+"""Tables whose classes of rows are in memory at a time."""
 
 
-@lru_cache(maxsize=8192)
-def _rank_classes(table: Table, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Classes of rows of like popularity, most popular first: their accesses (Zipf: expected in the batch; Reuse: in the
-    reference batch) and how many rows each holds. The rows of a Reuse table that its batch never saw are left out."""
-    if isinstance(table.access, Reuse):
-        rows, sums = (np.array(x, dtype=float) for x in _bin_rows(table))
-        live = np.flatnonzero(rows > 0)[::-1]
-        return sums[live] / rows[live], rows[live]
-    edges = _zipf_edges(table)
-    sizes = np.diff(edges)
-    mass = np.diff(_zipf_cdf(edges, table))
-    return lookups(table, batch) * mass / sizes, sizes
+def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
+    """[N] for tables with a reuse histogram. The rows that its batch never saw are left out."""
+    rows, sums = _bins_of([table for table, *_ in asked])
+    keep = np.array([min(1.0, batch / table.access.batch) for table, batch, *_ in asked])
+    live, found = (rows > 0)[:, ::-1], np.zeros(len(asked))
+    n_live = live.sum(1)
+    for n in np.unique(n_live).tolist():  # bins without rows are left out of the sums
+        some = np.flatnonzero(n_live == n)
+        sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
+        seen = _seen_when_thinned(counts / sizes, keep[some, None])
+        found[some] = _seen_inside(seen, sizes, [asked[i] for i in some])
+    return found
 
 
-def _zipf_edges(table: Table) -> np.ndarray:
-    edges = np.unique(np.rint(np.geomspace(1, table.rows + 1, _ZIPF_BUCKETS)))
-    return edges - 1
+def _seen_when_thinned(counts: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):  # of those that are kept as they are
+        return np.where(keep == 1.0, 1.0, -np.expm1(counts * np.log1p(-keep)))
 
 
-def _zipf_cdf(rank: np.ndarray, table: Table) -> np.ndarray:
-    """Share of accesses to the `rank` most popular rows: the bounded continuous power law on [1, rows + 1)."""
-    a, n = table.access.alpha, table.rows
-    if abs(a - 1) < 1e-9:
-        return np.log(np.asarray(rank) + 1.0) / math.log(n + 1.0)
-    return ((np.asarray(rank) + 1.0) ** (1 - a) - 1) / ((n + 1.0) ** (1 - a) - 1)
+def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) -> np.ndarray:
+    """[N] rows that are seen within the rows asked for, from the share [N, K] seen of classes of so many rows [N, K], most
+    popular first: of ordered tables these are the first rows."""
+    low, high = (np.array([of[i] for of in asked], dtype=float)[:, None] for i in (2, 3))
+    if any(table.ordered for table, *_ in asked):
+        edges = np.concatenate([np.zeros((len(sizes), 1)), np.cumsum(sizes, axis=1)], axis=1)
+        ordered = np.array([[table.ordered] for table, *_ in asked])
+        sizes = np.where(ordered, np.clip(np.minimum(edges[:, 1:], high) - np.maximum(edges[:, :-1], low), 0, None), sizes)
+    return np.minimum((seen * sizes).sum(1), (high - low)[:, 0])
+
+
+def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
+    """[N] for tables with a power law, whose rows fall into classes of like popularity."""
+    edges, found = _zipf_edges(np.array([table.rows for table, *_ in asked])), np.zeros(len(asked))
+    kept = np.diff(edges, prepend=-1.0, axis=1) > 0
+    n_kept = kept.sum(1)
+    for n in np.unique(n_kept).tolist():  # as many classes: those of tables of few rows are fewer
+        some = np.flatnonzero(n_kept == n)
+        ranks, of = edges[some][kept[some]].reshape(len(some), n), [asked[i] for i in some]
+        sizes, mass = np.diff(ranks, axis=1), np.diff(_zipf_cdf(ranks, [table for table, *_ in of]), axis=1)
+        weights = np.array([[lookups(table, batch)] for table, batch, *_ in of]) * mass / sizes
+        found[some] = _seen_inside(-np.expm1(-weights), sizes, of)
+    return found
+
+
+def _zipf_edges(rows: np.ndarray) -> np.ndarray:
+    """[T, _ZIPF_BUCKETS] ranks between which rows count as alike, some of them twice."""
+    return np.rint(np.geomspace(1, rows + 1, _ZIPF_BUCKETS, axis=-1)) - 1
+
+
+def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
+    """[T, K] share of accesses to the ranks [T, K] most popular rows: the bounded continuous power law on [1, rows + 1)."""
+    flat = np.array([[abs(t.access.alpha - 1) < 1e-9] for t in tables])
+    power = np.where(flat, 0.0, [[1 - t.access.alpha] for t in tables])
+    whole = np.array([[math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
+                      for t, f, p in zip(tables, flat.ravel(), power.ravel().tolist(), strict=True)])
+    ranks = ranks + 1.0
+    risen = np.where(power == 0.5, np.sqrt(ranks), ranks**power)
+    return np.where(flat, np.log(ranks), risen - 1) / whole
 
 
 def access_share(shard: Shard) -> float:
@@ -169,12 +218,14 @@ def access_share(shard: Shard) -> float:
     table = shard.table
     if shard.full_rows:
         return 1.0
-    if not table.ordered:
+    if not table.ordered or table.pooling == 0:
         return shard.rows / table.rows
     if isinstance(table.access, Zipf):
-        low, high = _zipf_cdf(np.array([shard.row_lo, shard.row_hi]), table)
+        low, high = _zipf_cdf(np.array([[shard.row_lo, shard.row_hi]]), [table])[0]
         return float(high - low)
-    counts, sizes = _rank_classes(table, table.access.batch)
+    rows, sums = (np.array(x, dtype=float) for x in _bin_rows(table))
+    live = np.flatnonzero(rows > 0)[::-1]
+    counts, sizes = sums[live] / rows[live], rows[live]
     edges = np.concatenate([[0.0], np.cumsum(sizes)])
     inside = np.clip(np.minimum(edges[1:], shard.row_hi) - np.maximum(edges[:-1], shard.row_lo), 0, None)
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -61,7 +62,8 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One step of a plan: per device its ops (D tuples, in the order of KINDS), the traffic [D], the memory in bytes (D)."""
+    """One step of a plan: per device its ops (D tuples, in the order of KINDS; devices that run the same shards share an Op), the
+    traffic [D], the memory in bytes (D)."""
 
     ops: tuple[tuple[Op, ...], ...]
     traffic: Traffic
@@ -79,27 +81,28 @@ def kind_of(shard: Shard, devices: tuple[int, ...]) -> str:
 def lower(plan: Plan, problem: Problem) -> Workload:
     """The Workload of a plan. Raises ShardCoreError where the plan does not cover the problem's tables exactly once or names
     a device that is not there, or breaks a constraint; Infeasible where a device would hold more than it may."""
-    require_plan(plan, problem)
+    require_cover(plan, problem)
+    require_constraints(plan, problem)
+    used = memory.require_fits(plan, problem)
     n_devices = len(problem.topology)
     groups: dict[tuple[int, str], list[Shard]] = defaultdict(list)
     for placement in plan.placements:
         for device in placement.devices:
             groups[device, kind_of(placement.shard, placement.devices)].append(placement.shard)
     batch = {COLUMN: problem.global_batch, ROW: problem.global_batch, REPLICATED: problem.local_batch}
-    ops = tuple(
-        tuple(Op(kind, tuple(groups[d, kind]), batch[kind]) for kind in KINDS if groups[d, kind]) for d in range(n_devices)
-    )
+    of: dict[str, list[Op]] = {kind: [] for kind in KINDS}
+    for kind, d in product(KINDS, range(n_devices)):
+        op = Op(kind, tuple(groups[d, kind]), batch[kind])
+        of[kind].append(of[kind][-1] if of[kind] and of[kind][-1].shards == op.shards else op)
 
-    def output_bytes(device: int, kind: str) -> int:
-        return problem.global_batch * OUTPUT_BYTES * sum(s.width for s in groups[device, kind])
+    def output_bytes(kind: str) -> np.ndarray:
+        return np.array([problem.global_batch * OUTPUT_BYTES * sum(s.width for s in op.shards) for op in of[kind]], dtype=float)
 
-    devices = range(n_devices)
-    traffic = Traffic(
-        all_to_all=np.array([output_bytes(d, COLUMN) for d in devices], dtype=float),
-        reduce_scatter=np.array([output_bytes(d, ROW) for d in devices], dtype=float),
-        all_reduce=np.array([OUTPUT_BYTES * sum(s.rows * s.width for s in groups[d, REPLICATED]) for d in devices], dtype=float),
-    )
-    return Workload(ops, traffic, tuple(memory.used_bytes(plan, problem)), problem.topology, problem.global_batch)
+    gradient_bytes = {id(op): OUTPUT_BYTES * sum(s.rows * s.width for s in op.shards) for op in of[REPLICATED]}
+    traffic = Traffic(all_to_all=output_bytes(COLUMN), reduce_scatter=output_bytes(ROW),
+                      all_reduce=np.array([gradient_bytes[id(op)] for op in of[REPLICATED]], dtype=float))
+    ops = tuple(tuple(op for op in (of[kind][d] for kind in KINDS) if op.shards) for d in range(n_devices))
+    return Workload(ops, traffic, tuple(used), problem.topology, problem.global_batch)
 
 
 def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
@@ -117,7 +120,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     known = {t.name: t for t in problem.tables}
     for placement in plan.placements:
         shard = placement.shard
-        if known.get(shard.table.name) != shard.table:
+        found = known.get(shard.table.name)
+        if found is not shard.table and found != shard.table:
             raise ShardCoreError(f"plan places table {shard.table.name!r}, which problem {problem.name!r} does not have "
                                  "(or not with this shape and these statistics)")
         if max(placement.devices) >= n_devices:
@@ -127,8 +131,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     for table in problem.tables:
         shards = by_table[table.name]
         placed = sum(s.rows * s.width for s in shards)
-        overlap = next(((a, b) for i, a in enumerate(shards) for b in shards[:i] if _overlap(a, b)), None)
-        if overlap:
+        if overlap := _overlapping(shards):
             raise ShardCoreError(f"plan places cells twice: {overlap[1].label} and {overlap[0].label}")
         if placed != table.rows * table.dim:
             raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}")
@@ -160,6 +163,17 @@ def device_names(devices: Sequence[int]) -> str:
     """Devices for people, the first few of many."""
     shown = ", ".join(map(str, devices[:8])) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
     return f"device{'s' * (len(devices) > 1)} {shown}"
+
+
+def _overlapping(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
+    """Two that share cells. Where row ranges are the same or apart, as in all plans of ours, only neighbours can."""
+    if len(shards) == 1:
+        return None
+    ordered = sorted(shards, key=lambda s: (s.row_lo, s.row_hi, s.col_lo))
+    neighbours = list(zip(ordered[1:], ordered, strict=False))
+    if any(a.row_lo < b.row_hi and (a.row_lo, a.row_hi) != (b.row_lo, b.row_hi) for a, b in neighbours):
+        neighbours = [(a, b) for i, a in enumerate(shards) for b in shards[:i]]
+    return next(((a, b) for a, b in neighbours if _overlap(a, b)), None)
 
 
 def _overlap(a: Shard, b: Shard) -> bool:

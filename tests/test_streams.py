@@ -203,3 +203,27 @@ def test_empty_tables_have_empty_streams():
         assert streams.unique_rows(Shard.whole(table), 64) == 0
         assert streams.reuse_of(ids, 64).bins == (0.0,) * REUSE_BINS
     assert len(streams.reference_counts(Table("e", 10, 16, 0, Reuse((0.0,) * REUSE_BINS, BATCH)))) == 0
+
+
+def test_many_shards_at_once_are_each_what_it_is_alone():
+    """To the last bit: what else is asked with a shard must not change a plan."""
+    rng = np.random.default_rng(0)
+    shards = []
+    for i in range(60):
+        rows, ordered = int(10 ** rng.uniform(0.5, 6)), bool(i % 2)
+        bins = rng.random(REUSE_BINS) * (rng.random(REUSE_BINS) < 0.5) + np.eye(REUSE_BINS)[0]
+        access = [Reuse(tuple(bins / bins.sum()), int(rng.choice([512, 4096]))), Zipf([0.0, 0.5, 1.0, rng.uniform(0, 2)][i % 4])]
+        table = Table(f"t{i}", rows, 16, float(rng.choice([0.0, 0.0001, 3.7, 40.0])), access[i % 3 > 0], ordered=ordered)
+        lo = int(rng.integers(0, rows))
+        shards += [Shard.whole(table), Shard(table, lo, int(rng.integers(lo, rows)) + 1, 0, 8)]
+    for batch in (512, 4096):
+        together = streams.unique_rows_of(shards, batch)
+        streams._KNOWN.clear()
+        np.testing.assert_array_equal(together, [streams.unique_rows(s, batch) for s in shards])
+    assert all(0 <= u <= s.rows for s, u in zip(shards, together, strict=True)) and streams.unique_rows_of([], 64).shape == (0,)
+
+
+def test_rows_of_a_table_that_no_lookup_hits_serve_their_share():
+    table = Table("cold", 100, 16, 0.0, Reuse((0.0,) * REUSE_BINS, BATCH), ordered=True)
+    assert streams.access_share(Shard(table, 0, 25, 0, 16)) == 0.25
+    assert streams.unique_rows(Shard(table, 0, 25, 0, 16), BATCH) == 0

@@ -4,9 +4,23 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from shardcore import memory
-from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
-from shardcore.workload import COLUMN, REPLICATED, ROW, Traffic, device_names, lower
+from shardcore import memory, workload
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.types import (
+    Constraints,
+    Device,
+    Infeasible,
+    Placement,
+    Plan,
+    Problem,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    Topology,
+)
+from shardcore.workload import COLUMN, REPLICATED, ROW, Traffic, device_names, lower, require_cover
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)
@@ -151,3 +165,35 @@ def test_what_devices_exchange_adds_up_by_kind():
     columns = Traffic.of_columns(np.array([1, 2]))
     assert {t.dtype for t in (work.traffic.all_to_all, work.traffic.reduce_scatter, work.traffic.all_reduce)} == {np.dtype(float)}
     assert [t.tolist() for t in (columns.all_to_all, columns.reduce_scatter, columns.all_reduce)] == [[1, 2], [0, 0], [0, 0]]
+
+
+def test_devices_that_hold_the_same_copies_share_their_op_and_its_price():
+    work = lower(PLAN, PROBLEM)
+    assert work.ops[0][2] is work.ops[1][2] and work.ops[0][0] is not work.ops[1][0]
+    model, asked = AnalyticModel(Setting("made-up", 64)), []
+
+    class Counted(AnalyticModel):
+        def encode(self, shards, batch=None):
+            asked.append(shards)
+            return super().encode(shards, batch)
+
+    assert price(work, Counted(model.setting)).total_ms == price(work, model).total_ms
+    assert len(asked) == 5  # of six ops
+
+
+def test_a_table_in_many_parts_is_checked_in_a_moment(monkeypatch):
+    """Also cells that are placed twice are found, wherever they are."""
+    compared = []
+    monkeypatch.setattr(workload, "_overlap", lambda a, b, of=workload._overlap: compared.append(a) or of(a, b))
+    n = 600
+    tall = Table("tall", n * 4, 8, 1.0)
+    problem = Problem("p", (tall,), Topology((Device(1 << 20),)), 64)
+    parts = [Shard(tall, r * 8, r * 8 + 8, c, c + 4) for r in range(n // 2) for c in (0, 4)]
+    order = np.random.default_rng(0).permutation(n)
+    require_cover(place(*((parts[i], (0,)) for i in order)), problem)
+    assert len(compared) < n
+    wide = dataclasses.replace(parts[0], row_lo=0, row_hi=16)
+    for i in (1, n // 2):
+        doubled = [*parts[:i], dataclasses.replace(parts[i], row_lo=parts[i].row_lo - 1) if i > 1 else wide, *parts[i + 1:]]
+        with pytest.raises(ShardCoreError, match="places cells twice: tall"):
+            require_cover(place(*((doubled[k], (0,)) for k in order)), problem)

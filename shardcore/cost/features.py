@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -28,20 +27,23 @@ _LINE_BYTES = 64
 
 def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray]:
     """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
-    rows = np.array([_features(s, batch) for s in shards], dtype=float).reshape(-1, len(DRIVERS) + len(CONDITIONS))
-    return rows[:, : len(DRIVERS)], rows[:, len(DRIVERS) :]
+    found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
+    if len(shards):
+        width, height, element_bytes, pooling = np.array(
+            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * streams.access_share(s)) for s in shards],
+            dtype=float).T
+        unique, lookups, row_bytes = streams.unique_rows_of(shards, batch), pooling * batch, width * element_bytes
+        # The offsets keep the logarithms finite for shards that no lookup hits.
+        unique_share = (unique + 1) / (lookups + 1)
+        lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
+        additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
+        conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique * row_bytes + 1, height, height * row_bytes,
+                      np.full(len(shards), float(batch)))
+        for k, of in enumerate((*additive, *map(_log, conditions))):
+            found[:, k] = of
+    return found[:, : len(DRIVERS)], found[:, len(DRIVERS) :]
 
 
-@lru_cache(maxsize=1 << 17)
-def _features(shard: Shard, batch: int) -> tuple[float, ...]:
-    width, unique = shard.width, streams.unique_rows(shard, batch)
-    pooling = shard.table.pooling * streams.access_share(shard)
-    lookups = pooling * batch
-    row_bytes = width * PRECISION_BYTES[shard.table.precision]
-    unique_bytes = unique * row_bytes
-    additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
-    # The offsets keep the logarithms finite for shards that no lookup hits.
-    unique_share = (unique + 1) / (lookups + 1)
-    lines = math.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
-    conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique_bytes + 1, shard.rows, shard.bytes, batch)
-    return (*additive, *map(math.log, conditions))
+def _log(x: np.ndarray) -> np.ndarray:
+    """Python's logarithm, which does not depend on the processor as numpy's does: a search's plans are the same everywhere."""
+    return np.fromiter(map(math.log, x.tolist()), float, len(x))

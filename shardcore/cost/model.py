@@ -143,11 +143,15 @@ def price(workload: Workload, model: CostModel) -> StepCost:
     """
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
+    known: dict[int, tuple[float, float]] = {}  # copies are on all devices, and many: their op is priced once
     for device, ops in enumerate(workload.ops):
         for op in ops:
-            sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
-            cost = float(model.head(sums)[0]) / workload.topology.devices[device].speed
-            share = float(model.forward_share(sums)[0]) if hasattr(model, "forward_share") else 0.0
+            if id(op) not in known:
+                sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
+                share = float(model.forward_share(sums)[0]) if hasattr(model, "forward_share") else 0.0
+                known[id(op)] = float(model.head(sums)[0]), share
+            op_ms, share = known[id(op)]
+            cost = op_ms / workload.topology.devices[device].speed
             forward[device] += share * cost
             backward[device] += (1 - share) * cost
     comm = model.comm(workload.traffic, forward + backward, workload.topology)

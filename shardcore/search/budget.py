@@ -35,10 +35,12 @@ class Meter:
     started_s: float
     evals: int = 0
 
-    def affordable(self, wanted: int, evals_each: int) -> int:
-        """How many of `wanted` units of work, at evals_each evaluations, are still within the budget."""
+    def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
+        """How many of `wanted` units of work, at evals_each evaluations and about so many seconds, are within the budget."""
         if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
             return 0
+        if self.budget.seconds is not None and seconds_each > 0:
+            wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 
     def seconds(self) -> float:
@@ -52,6 +54,10 @@ class Meter:
         if self.budget.seconds is not None:
             parts.append(self.seconds() / self.budget.seconds)
         return min(1.0, max(parts))
+
+    def has_time(self, seconds: float) -> bool:
+        """Whether so many seconds more are still within the budget, if it is one in seconds."""
+        return self.budget.seconds is None or self.seconds() + seconds <= self.budget.seconds
 
     def left(self) -> bool:
         """Whether anything of the budget is left."""

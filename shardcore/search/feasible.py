@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shardcore.memory import free_bytes, gib
-from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, too_tall, whole_impossible
+from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, surely_fits, too_tall, whole_impossible
 from shardcore.search.pieces import Item, divided, dividing_devices, items
 from shardcore.search.room import item_bytes, piece_bytes
 from shardcore.types import MIN_WIDTH, Constraints, Infeasible, Problem, Shard, Table
@@ -14,6 +14,10 @@ from shardcore.workload import device_names
 
 MOST_DEVICES = 256
 """More than this many more devices are not advised."""
+MOST_PACKED = 1000
+"""Of more tables, what would fit is told by sums alone: to pack them again and again would take minutes."""
+_STEPS = 200
+"""Of best fit, for each amount of memory that might be enough."""
 
 
 def feasible_pieces(problem: Problem) -> list[Shard]:
@@ -125,22 +129,24 @@ def _infeasible(problem: Problem, reason: str) -> Infeasible:
 
 def _remedy(problem: Problem) -> str:
     """How much more memory per device, or how many more devices, would do: found by packing with it."""
-    free, steps = free_bytes(problem), 200
+    free, needed = free_bytes(problem), least_bytes(problem)
+    few = len(problem.tables) <= MOST_PACKED
 
-    def more_memory(extra: int) -> bool:
-        return pack(problem, [f + extra for f in free], steps) is not None
+    def enough_of(problem: Problem) -> Callable[[list[int]], bool]:
+        surely = surely_fits(problem)
+        return lambda free: needed <= sum(max(0, f) for f in free) and (
+            surely(free) or (few and pack(problem, free, _STEPS) is not None))
 
-    def more_devices(n: int) -> bool:
-        return pack(problem, free + [max(free)] * n, steps) is not None
-
-    memory = _least(more_memory, least_bytes(problem) + max(0, -min(free)))
+    enough = enough_of(problem)
+    memory = _least(lambda extra: enough([f + extra for f in free]), needed + max(0, -min(free)))
     remedies = [f"{gib(memory)} more per device"] if memory else []
-    n_devices = _least(more_devices, MOST_DEVICES) if least_bytes(problem) <= sum(free) + MOST_DEVICES * max(free) else None
+    n_devices = _least(lambda n: enough(free + [max(free)] * n), MOST_DEVICES)
     if n_devices:
         remedies.append(f"{n_devices} more device{'s' * (n_devices > 1)} like the largest")
     loose = replace(problem, constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
-    eased = loose.constraints != problem.constraints and pack(loose, free, steps) is not None
-    return (f"It would fit with {' or '.join(remedies)}, or with less in the tables" if remedies else "It needs smaller tables"
+    eased = loose.constraints != problem.constraints and enough_of(loose)(free)
+    otherwise = "It needs smaller tables" if few else "It needs more memory, fewer constraints or smaller tables"
+    return (f"It would fit with {' or '.join(remedies)}, or with less in the tables" if remedies else otherwise
             ) + (", or without its pins and groups" if eased else "")
 
 

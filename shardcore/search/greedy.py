@@ -63,7 +63,8 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
     def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
         after = np.where(fits, (sums + load) / speed, np.inf)
-        device = int(np.lexsort((-left, after))[0])
+        lowest = np.flatnonzero(after == after.min())
+        device = int(lowest[np.argmax(left[lowest])])
         sums[device] += load
         return device
 

@@ -10,12 +10,13 @@ Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.search.pieces import Item, column_runs, devices_of, items, row_range
+from shardcore.search.pieces import Item, RowRange, column_runs, devices_of, items, row_range
 from shardcore.search.room import item_bytes
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard, Table
 from shardcore.workload import Traffic
@@ -35,8 +36,11 @@ class Ledger:
     def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard]) -> None:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
-        self._strips = items(column_runs(pieces), problem)
-        self._strip_of = {(row_range(run), c): i for i, runs in enumerate(self._strips) for run in runs for c in _units_of(run)}
+        self._strips = _strips_of(pieces, problem)
+        self._runs: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
+        for i, runs in enumerate(self._strips):
+            for run in runs:
+                self._runs[row_range(run)].append((run, i))
         self.kind = np.array([0 if runs[0].full_rows else 1 for runs in self._strips])
         self.size = np.array([self._units(i, runs[0]) for i, runs in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
@@ -54,13 +58,17 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._strips)
 
+    def covers(self, pieces: Iterable[Shard]) -> bool:
+        """Whether these are pieces of its strips, and of all of them."""
+        return self._strips == _strips_of(pieces, self.problem)
+
     def table(self, strip: int) -> Table:
         """Its table, or the first of those that are kept together."""
         return self._strips[strip][0].table
 
     def piece(self, shard: Shard) -> Piece:
         """The piece that a shard is or, kept together with others, belongs to."""
-        strip = self._strip_of[row_range(shard), shard.col_lo // MIN_WIDTH]
+        strip = next(i for run, i in self._runs[row_range(shard)] if run.col_lo <= shard.col_lo < run.col_hi)
         return strip, self._units(strip, shard)
 
     def pieces(self, shards: Iterable[Shard]) -> list[Piece]:
@@ -143,5 +151,5 @@ class Ledger:
         return float(self.total_ms(compute_ms, width))
 
 
-def _units_of(run: Shard) -> range:
-    return range(run.col_lo // MIN_WIDTH, run.col_hi // MIN_WIDTH)
+def _strips_of(pieces: Iterable[Shard], problem: Problem) -> list[Item]:
+    return items(column_runs(pieces), problem)

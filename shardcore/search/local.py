@@ -20,8 +20,9 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes
 from shardcore.search import greedy
-from shardcore.search.budget import Budget
+from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
+from shardcore.search.ledger import Ledger
 from shardcore.search.packing import least_bytes
 from shardcore.search.pieces import priced
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
@@ -59,8 +60,6 @@ _ROUNDS = 24
 """Parts of a cooling, after each of which it is compared with the budget."""
 _LOG = 1 << 20
 """Changes since the best plan that are kept."""
-_LARGE = 1 << 19
-"""Tables × devices above which fewer greedy starts are tried: each prices so many groups."""
 
 
 def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
@@ -74,9 +73,12 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     problem.require_setting(model.setting)
     if space not in SPACES:
         raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
-    search = Search(problem, model, budget if budget and (budget.evals or budget.seconds) else _DEFAULT, seed)
+    meter = (budget if budget and (budget.evals or budget.seconds) else _DEFAULT).start()
+    limited = bool(reshard and reshard.limited)
+    pieces = [] if limited else feasible_pieces(problem)  # a problem without a plan is refused before all else
+    search = Search(problem, model, meter, seed)
     kept = [search.resharded(reshard, space)] if reshard else []
-    best = search.run(kept) if reshard and reshard.limited else search.best(space, kept)
+    best = search.run(kept) if limited else search.best(space, pieces, kept)
     name = "local" if space == "all" else "local_columns"  # halves are for comparisons alone
     return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 
@@ -102,21 +104,32 @@ class Start:
 
 
 class Search:
-    def __init__(self, problem: Problem, model: CostModel, budget: Budget, seed: int) -> None:
-        from shardcore.search import anneal  # compiled, or read from disk, before the clock starts
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+        before_s = meter.seconds()
+        from shardcore.search import anneal  # compiled, or read from disk, while the clock stands still
         from shardcore.search import space as spaces
 
-        self.anneal, self.spaces, self.meter = anneal, spaces, budget.start()
+        meter.started_s += meter.seconds() - before_s
+        self.anneal, self.spaces, self.meter = anneal, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
+        self._ledger: Ledger | None = None
+        self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
+        self._annealing_s = 0.0
 
-    def best(self, kind: str, kept: list[Start]) -> Start:
-        """The best plan found in a space from its starts and those `kept`."""
-        pieces, columns, begin = feasible_pieces(self.problem), [], 0.0
+    def best(self, kind: str, pieces: Sequence[Shard], kept: list[Start]) -> Start:
+        """The best plan found in a space of pieces from its starts and those `kept`."""
+        columns, begin = [], 0.0
         if kind == "all":
             begin = _COLUMNS
             with suppress(Infeasible):  # copies may fit, where a table's outputs take more than its rows
-                columns = self.run(self.starts("columns", pieces), 0.0, begin).placements
+                before_s = self.meter.seconds()
+                starts = self.starts("columns", pieces)
+                took_s = self.meter.seconds() - before_s
+                best = self.run(starts, 0.0, begin)
+                if not self.meter.has_time(took_s):  # for the starts of the larger space
+                    return self.run([*kept, best], begin, 1.0)
+                columns = best.placements
         return self.run([*kept, *self.starts(kind, pieces, columns)], begin, 1.0)
 
     def run(self, starts: list[Start], begin: float = 0.0, end: float = 1.0) -> Start:
@@ -139,9 +152,10 @@ class Search:
         while (done := max(begin, self.meter.progress())) < end:
             at = (done - begin) / (end - begin)
             hot_ms, cold_ms = (cost * hot * (_COLD / hot) ** min(1.0, x) for x in (at, at + 1 / _ROUNDS))
-            trials = self._trials((end - begin) / _ROUNDS)
+            trials, before_s = self._trials((end - begin) / _ROUNDS), self.meter.seconds()
             self.anneal.anneal(self.head, start.fixed, state, trials, hot_ms, cold_ms)
             self.meter.evals += trials
+            self._annealing_s += self.meter.seconds() - before_s
             best = self._cheaper(start, best)
         self.anneal.rewind(self.head, start.fixed, state)
         start.ms, start.state = self._cheaper(start, best)
@@ -161,7 +175,7 @@ class Search:
         if self.meter.budget.evals:
             limits.append(max(100, int(self.meter.budget.evals * share)))
         if self.meter.budget.seconds:
-            rate = self.meter.evals / max(self.meter.seconds(), 1e-3)
+            rate = self.meter.evals / max(self._annealing_s, 1e-3)
             limits.append(int(np.clip(rate * self.meter.budget.seconds * share, 1000, 10_000_000)))
         return min(limits)
 
@@ -196,7 +210,7 @@ class Search:
             if not any(found):
                 found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), self.spaces.COPIES)]))
         on_host = Counter(d.host for d in self.problem.topology.devices)
-        if len(set(on_host.values())) > 1:  # what exchanges cost is then far from linear
+        if len(set(on_host.values())) > 1 and self._has_time():  # what exchanges cost is then far from linear
             with suppress(Infeasible):
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
                 found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
@@ -207,15 +221,12 @@ class Search:
     def _by_columns(self, space: Space) -> list[Start | None]:
         """Where memory is tight, what is cut for the cost may leave gaps that no part fits: then also parts of few bytes."""
         found = [self._cheapest(space, [(self._cuts(space, share), ()) for share in self._shares(space)])]
-        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self._is_large(space):
+        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.ledger):
             found.append(self._cheapest(space, [(self._small(space, share), ()) for share in _SMALL]))
         return found
 
     def _shares(self, space: Space) -> Sequence[float]:
-        return _SPLITS[2:5:2] if self._is_large(space) else _SPLITS
-
-    def _is_large(self, space: Space) -> bool:
-        return len(space.fixed.size) * len(self.problem.topology) > _LARGE
+        return _SPLITS[2:5:2] if self.spaces.is_large(space.ledger) else _SPLITS
 
     def _cheapest(self, space: Space, ways: Sequence[tuple[np.ndarray, Everywhere]]) -> Start | None:
         """The cheapest of some greedy plans, of strips in n [S] parts and those everywhere; from there on, what costs most on the
@@ -227,7 +238,7 @@ class Search:
             if state is not None and state.value[self.anneal.BEST] < least:
                 best, least, begin = state, state.value[self.anneal.BEST], (n, everywhere)
         state, misses = best, 0
-        while state is not None and misses < _MISSES and not self._is_large(space):
+        while state is not None and misses < _MISSES and not self.spaces.is_large(space.ledger):
             n, everywhere = begin
             worst = state.number[self.anneal.WORST]
             last = state.items[worst, :state.count[worst]]
@@ -245,8 +256,10 @@ class Search:
 
     def _greedy(self, space: Space, n: np.ndarray, everywhere: Everywhere) -> State | None:
         """Strips in n [S] parts (0: none) placed by falling cost or, where that does not fit, by falling size; None where neither
-        does."""
-        fixed, parts = space.fixed, self._parts(space, n)
+        does, or where there is a plan already and no time for another one."""
+        if not self._has_time():
+            return None
+        fixed, parts, before_s = space.fixed, self._parts(space, n), self.meter.seconds()
         size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
         for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
             state = self._state(space)
@@ -255,8 +268,13 @@ class Search:
             fits = (state.used <= np.maximum(0, fixed.free)).all()
             if fits and self.anneal.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
                 self.anneal.refresh(self.head, fixed, state)
+                self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
                 return state
         return None
+
+    def _has_time(self) -> bool:
+        """Whether the budget in seconds has time for one more greedy plan: for the first there is always time."""
+        return self._greedy_s is None or self.meter.has_time(self._greedy_s)
 
     def _state(self, space: Space) -> State:
         return self.anneal.state(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
@@ -307,7 +325,13 @@ class Search:
 
     def _space(self, pieces: Sequence[Shard], kind: str) -> Space:
         whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
-        return self.spaces.space(self.problem, self.model, whole, kind == "all", kind == "halves", by_rows)
+        return self.spaces.space(self._of_strips(whole), whole, kind == "all", kind == "halves", by_rows)
+
+    def _of_strips(self, pieces: Sequence[Shard]) -> Ledger:
+        """The last ledger, where it has the strips of these pieces: to encode its parts again would take longest of all."""
+        if self._ledger is None or not self._ledger.covers(pieces):
+            self._ledger = Ledger(self.problem, self.model, pieces)
+        return self._ledger
 
     def _placed(self, space: Space, pieces: Sequence[Shard], devices: Sequence[int], everywhere: Everywhere = ()) -> Start:
         state = self._state(space)
@@ -326,8 +350,8 @@ class Search:
         """The plan to start from, with what it lacks placed greedily."""
         old = reshard.sorted(self.problem)
         pieces, devices = [s for s, _ in old.placed], [d for _, d in old.placed]
-        others = map(Shard.whole, (*old.copies, *old.rows, *old.new))
-        space = self.spaces.space(self.problem, self.model, [*pieces, *others], True, kind == "halves")
+        all_pieces = [*pieces, *map(Shard.whole, (*old.copies, *old.rows, *old.new))]
+        space = self.spaces.space(self._of_strips(all_pieces), all_pieces, True, kind == "halves")
         everywhere = ((space.numbers(old.copies), self.spaces.COPIES), (space.numbers(old.rows), self.spaces.ROWS))
         start = self._placed(space, pieces, devices, everywhere)
         held = start.state.held.copy()

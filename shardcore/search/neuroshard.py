@@ -32,7 +32,9 @@ State = tuple[Piece, ...]
 """Sorted pieces: what is cut how, not yet where it goes."""
 
 _ROWS_AT_ONCE = 16_384
-"""Devices × passes × states that run in lockstep: bounds the memory, and how far a budget in seconds is overrun."""
+"""Devices × passes × states that run in lockstep: as many as a processor takes in about the time of one."""
+_CELLS_AT_ONCE = 1 << 26
+"""The same × strips: bounds the memory."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
     meter = (budget or Budget()).start()
     pieces = feasible_pieces(problem)
     ledger = Ledger(problem, model, pieces)
+    before_s = meter.seconds()
     [first] = _search(ledger, [tuple(sorted(ledger.pieces(pieces)))], config)
+    state_s = meter.seconds() - before_s
     meter.evals += len(config.caps)
     of_packing, packing = (ledger, first) if first.devices else _packed(problem, model)
-    best = _beam(ledger, first, config, meter)
+    best = _beam(ledger, first, config, meter, state_s)
     if not best.devices:
-        ledger, best = of_packing, _beam(of_packing, packing, config, meter)
+        ledger, best = of_packing, _beam(of_packing, packing, config, meter, state_s)
     elif packing.ms < best.ms:
         ledger, best = of_packing, packing
     return priced(placed(ledger.items(best.pieces), best.devices), problem, model, algorithm="neuroshard", seed=seed,
@@ -97,19 +101,22 @@ def _packed(problem: Problem, model: CostModel) -> tuple[Ledger, _Found]:
     return ledger, _Found(ledger.plan_ms(state, devices), state, devices)
 
 
-def _beam(ledger: Ledger, start: _Found, config: NeuroShardConfig, meter: Meter) -> _Found:
-    """The best plan of the beam that begins with the state of `start`, or its own."""
-    chunk = max(1, _ROWS_AT_ONCE // (len(config.caps) * len(ledger.speed)))
+def _beam(ledger: Ledger, start: _Found, config: NeuroShardConfig, meter: Meter, state_s: float) -> _Found:
+    """The best plan of the beam that begins with the state of `start`, or its own; state_s: what one state takes."""
+    rows = len(config.caps) * len(ledger.speed)
+    chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(ledger))))
     best, beam = start, [start.pieces]
     for _ in range(config.steps):
         states = list(dict.fromkeys(s for state in beam for s in _halvings(ledger, state, config.candidates)))
         found: list[_Found] = []
         while len(found) < len(states):
-            n = meter.affordable(min(chunk, len(states) - len(found)), len(config.caps))
+            n = meter.affordable(min(chunk, len(states) - len(found)), len(config.caps), state_s)
             if n == 0:
                 break
+            before_s = meter.seconds()
             found += _search(ledger, states[len(found):len(found) + n], config)
             meter.evals += n * len(config.caps)
+            state_s = (meter.seconds() - before_s) / n
         beam = [f.pieces for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:config.beam]]
         best = min([best, *found], key=lambda f: f.ms)
         if len(found) < len(states) or not found:

@@ -7,14 +7,16 @@ Shapes: D devices.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.memory import OPTIMIZER_BYTES_PER_ROW, table_bytes
 from shardcore.search.pieces import divided, dividing_devices, halve_columns, items
 from shardcore.search.room import Room, freedom, item_bytes, piece_bytes
-from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
 
 NODES = 20_000
 """Assignments of a single piece that best fit with backtracking may try."""
@@ -35,7 +37,12 @@ class Packing:
 
 def least_bytes(problem: Problem) -> int:
     """Bytes that any plan takes at least: cutting and replicating only add to them."""
-    return sum(piece_bytes(Shard.whole(t), problem) for t in problem.tables)
+    return sum_bytes(problem.tables, problem)
+
+
+def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
+    """Bytes of whole tables."""
+    return sum(table_bytes(t, problem.global_batch, problem.optimizer) for t in tables)
 
 
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
@@ -64,7 +71,7 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
             now, n = _with(now, needed, problem)
             if n < len(needed):
                 return
-        if sum(piece_bytes(Shard.whole(t), problem) for t in now.tables) > sum(max(0, f) for f in now.free):
+        if sum_bytes(now.tables, problem) > sum(max(0, f) for f in now.free):
             return
         yield now
         now, n = _with(now, sorted(now.tables, key=lambda t: -t.rows), problem, more)
@@ -153,6 +160,36 @@ def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
     return _poured(problem, free, nodes, [pinned, rest]) if placed is None and pinned else placed
 
 
+def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
+    """Whether `pack` is certain to find a way into `free` bytes per device, told by sums. A table, or four columns of it, find no
+    room only where every device has less than that left, so not before what is packed earlier takes all but so much of the
+    memory. Never certain where tables are pinned or kept together."""
+    if problem.pinned or problem.bundle_of:
+        return lambda free: False
+    rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables], dtype=float).T
+    cell_bytes = float(PRECISION_BYTES[problem.precision])
+    state, pooled = float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]), 2.0 * problem.global_batch * OUTPUT_BYTES
+    order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))  # as they are packed, or nearly so
+    rows, dim, whole = rows[order], dim[order], whole[order] > 0
+    table = rows * (dim * cell_bytes + state) + dim * pooled
+    part = rows * (MIN_WIDTH * cell_bytes + state) + MIN_WIDTH * pooled
+
+    def fits(free: Sequence[int]) -> bool:
+        n, available = len(free), sum(max(0, f) for f in free) * (1 - 1e-9)
+        extra = rows * state * (np.minimum(dim // MIN_WIDTH, n) - 1)  # what its parts take more than the whole
+        cut = np.zeros(len(rows), dtype=bool)
+        while True:
+            left = available - np.cumsum(table + cut * extra)
+            more = left + table + cut * extra < n * table  # may find no device with room for all of it
+            if (more & whole).any() or (left[more] < n * part[more]).any():
+                return False
+            if not (more & ~cut).any():
+                return True
+            cut |= more
+
+    return fits
+
+
 def whole_impossible(problem: Problem, free: Sequence[int], nodes: int = NODES) -> bool:
     """Whether it is certain, every assignment tried, that the tables that must stay whole do not fit together."""
     placed, exhausted = _whole(problem, _uncut(problem, problem.tables), free, nodes)
@@ -181,6 +218,10 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
     Depth-first with at most `nodes` steps; a state (next item, sorted room) is entered once, devices counting as equal that the
     items which are left may use alike. Returns the devices or None, and whether that is certain: False where the steps ran out.
     """
+    if not any(allowed):
+        straight = _first_fits(sizes, free)
+        if straight is not None or len(sizes) > nodes:
+            return straight, straight is not None
     left = list(free)
     devices: list[int] = []
     seen: set[tuple] = set()
@@ -214,6 +255,19 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
             seen.add(state)
             levels.append(options(len(devices)))
     return ([], True) if not sizes else (None, not levels)
+
+
+def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
+    """The devices that the search below tries first, of many items in a moment; None where they lead to a dead end."""
+    gaps, devices = sorted((f, d) for d, f in enumerate(free)), []
+    for size in sizes:
+        i = bisect_left(gaps, (size, -1))
+        if i == len(gaps):
+            return None
+        left, device = gaps.pop(i)
+        insort(gaps, (left - size, device))
+        devices.append(device)
+    return devices
 
 
 def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[list[int]]:

@@ -117,6 +117,9 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
+        if len(group) == 1 and len(group[0].devices) == 1:
+            result += group
+            continue
         widths: dict[tuple[int, ...], int] = defaultdict(int)
         for placement in group:
             widths[tuple(sorted(placement.devices))] += placement.shard.width

@@ -69,11 +69,16 @@ class Room:
         return allowed
 
     def put(self, shard: Shard, device: int) -> None:
-        self.left[device] -= self.extra_bytes(shard)[device]
-        if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
-            self._home[group] = device
         widths = self._widths[row_range(shard)]
-        widths[device] = widths.get(device, 0) + shard.width
+        width = widths.get(device, 0)
+        if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
+            self.left[device] -= self.extra_bytes(shard)[device]
+            self._home[group] = device
+        elif width:
+            self.left[device] -= self._bytes(shard, width + shard.width) - self._bytes(shard, width)
+        else:
+            self.left[device] -= piece_bytes(shard, self.problem)
+        widths[device] = width + shard.width
 
     def _bytes(self, shard: Shard, width: int) -> int:
         table, row_lo, row_hi = row_range(shard)

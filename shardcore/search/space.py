@@ -25,6 +25,10 @@ from shardcore.workload import Traffic
 ROWS, COPIES = 0, 1
 """The ways to be everywhere."""
 _PROBES = 64
+LARGE = 1 << 19
+"""Strips x devices of a large problem."""
+_WORTH = 0.01
+"""In a large problem, strips that cost, and take, no more than this share of a device's mean are not cut."""
 
 
 @dataclass(frozen=True)
@@ -154,24 +158,26 @@ def without_ranges(pieces: Sequence[Shard], problem: Problem) -> tuple[list[Shar
     return [*(s for s in pieces if s.full_rows), *map(Shard.whole, tables)], tables
 
 
-def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
+def space(ledger: Ledger, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
           by_rows: Sequence[Table] = ()) -> Space:
-    """The space of `pieces`, which cover all tables; whole tables among them may be everywhere if wanted, and some always are,
-    by rows."""
-    ledger = Ledger(problem, model, pieces)
+    """The space of `pieces`, which are all strips of the ledger; whole tables among them may be everywhere if wanted, and some
+    always are, by rows."""
+    problem, model = ledger.problem, ledger.model
     may_split = np.array([ledger.may_split((s, 2)) for s in range(len(ledger))], dtype=bool)
+    if is_large(ledger):
+        may_split &= _worth_cutting(ledger, pieces)
     strips = np.repeat(np.arange(len(ledger)), ledger.size)
     units = np.concatenate([np.arange(1, n + 1) for n in ledger.size])
     used = may_split[strips] | (ledger.kind[strips] == 1) | (units == ledger.size[strips])
     ledger.need(strips[used], units[used])
     part = ledger.parts(np.arange(len(ledger))[:, None], np.arange(ledger.size.max() + 1))
-    added_ms = np.maximum(0.0, np.asarray(model.head(2 * ledger.codes)) - model.head(ledger.codes))  # without an op's launch
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
     number = {ledger.table(s).name: s for s in range(len(ledger))}
     fixed = Fixed(
-        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(ledger.codes), added_ms=added_ms,
-        part_bytes=ledger.bytes, part_width=ledger.width, kind=ledger.kind.astype(np.int64), size=ledger.size.astype(np.int64),
+        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(ledger.codes),
+        added_ms=added(ledger.codes, model), part_bytes=ledger.bytes, part_width=ledger.width,
+        kind=ledger.kind.astype(np.int64), size=ledger.size.astype(np.int64),
         table=np.array([number[ledger.table(s).name] for s in range(len(ledger))]), may_split=may_split,
         allowed=ledger.allowed[:0] if ledger.allowed.all() else ledger.allowed, free=np.array(free_bytes(problem), np.int64),
         speed=ledger.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
@@ -179,6 +185,30 @@ def space(problem: Problem, model: CostModel, pieces: Sequence[Shard], everywher
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64),
         parameters=model.compiled().parameters, halves=halves)
     return Space(problem, ledger, fixed, np.array([number[t.name] for t in by_rows], dtype=np.int64))
+
+
+def is_large(ledger: Ledger) -> bool:
+    """Whether so much is to be priced that a search has to be choosy."""
+    return len(ledger) * len(ledger.speed) > LARGE
+
+
+def _worth_cutting(ledger: Ledger, pieces: Sequence[Shard]) -> np.ndarray:
+    """[S] bool: strips that `pieces` cut already, and those that cost or take enough of a device's mean to be worth a cut. The
+    others, whole, fill its gaps; their parts would take most of a large problem's time and memory."""
+    n, strips = len(ledger.speed), np.arange(len(ledger))
+    ledger.need(strips, ledger.size)
+    parts = ledger.parts(strips, ledger.size)
+    added_ms, n_bytes = added(ledger.codes[parts], ledger.model), ledger.bytes[parts].astype(float)
+    least_bytes = _WORTH * max(0.0, np.mean(free_bytes(ledger.problem)))
+    worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
+    cut = np.array([s for s, units in ledger.pieces(pieces) if units < ledger.size[s]], dtype=np.int64)
+    worth[cut] = True
+    return worth
+
+
+def added(codes: np.ndarray, model: CostModel) -> np.ndarray:
+    """[N] ms that parts of these codes [N, F] add to an op, without its launch."""
+    return np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))
 
 
 def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> Space:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from shardcore import streams
 from shardcore.cost.features import CONDITIONS, DRIVERS, features
 from shardcore.types import Reuse, Shard, Table, Zipf
 
@@ -49,12 +50,18 @@ def test_by_hand():
     )
 
 
-def test_a_shard_is_described_once():
-    from shardcore.cost.features import _features
+def test_the_rows_that_a_table_touches_are_computed_once(monkeypatch):
+    asked = []
 
-    before = _features.cache_info().hits
-    features([Shard.whole(TABLE)] * 3, 77)
-    assert _features.cache_info().hits == before + 2
+    def counted(of, compute=streams._unique_of_zipf):
+        asked.extend(of)
+        return compute(of)
+
+    monkeypatch.setattr(streams, "_unique_of_zipf", counted)
+    shards = [Shard.whole(TABLE), Shard(TABLE, 0, TABLE.rows, 0, 32), Shard(TABLE, 0, 100, 0, 64)]
+    again = [features(shards, 77), features(shards[::-1], 77)]
+    assert len(asked) == 1
+    np.testing.assert_array_equal(again[0][0], again[1][0][::-1])
 
 
 def test_column_halves_share_the_cells_and_repeat_the_lookups():

@@ -31,6 +31,13 @@ def test_seconds_end_it_whatever_is_left_of_evaluations():
     assert used(Budget(evals=100, seconds=1000.0), evals=90, seconds=500).progress() == 0.9  # the nearer one
 
 
+def test_what_takes_longer_than_there_is_time_left_is_not_begun():
+    half = used(Budget(seconds=1000.0), seconds=500)
+    assert half.affordable(9, 1, 100.0) == 4 and half.affordable(9, 1, 501.0) == 0 and half.affordable(3, 1, 1.0) == 3
+    assert half.has_time(400) and not half.has_time(501)
+    assert used(Budget(evals=100), evals=100).has_time(10**9)  # evaluations take no time
+
+
 def test_without_limits_there_is_always_more():
     meter = used(Budget(), evals=10**12, seconds=10**6)
     assert meter.progress() == 0.0 and meter.left() and meter.affordable(7, 10**9) == 7

@@ -9,7 +9,10 @@ from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.local import local
+from shardcore.search import anneal as compiled
+from shardcore.search import budget as budget_module
+from shardcore.search import space as spaces
+from shardcore.search.local import Search, local
 from shardcore.search.space import Reshard, exchange_rates
 from shardcore.types import (
     Constraints,
@@ -298,3 +301,77 @@ def test_an_unknown_space_is_named():
     problem = draw_problem(0, 3, [MIB] * 2)
     with pytest.raises(ShardCoreError, match="no space 'rows'; there are all, columns, halves"):
         local(problem, model_for(problem), space="rows")
+
+
+class Clock:
+    """Stands still but for what a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("algorithm", ["local", "local_columns"])
+@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (3.0, 3, 0), (0.01, 12, 2)])
+def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
+    """A first plan there is, however long it takes; no other one is begun that would end after the budget."""
+    clock, begun = Clock(), []
+    monkeypatch.setattr(budget_module, "time", clock)
+    state, anneal = Search._state, compiled.anneal
+
+    def slowly(self, space):
+        begun.append(clock.now - 1000)
+        clock.now += each_s
+        return state(self, space)
+
+    def annealed_slowly(*args):
+        assert clock.now < 1010
+        begun.append("anneal")
+        clock.now += 1.0
+        return anneal(*args)
+
+    monkeypatch.setattr(Search, "_state", slowly)
+    monkeypatch.setattr(compiled, "anneal", annealed_slowly)
+    problem = draw_problem(1, 20, [8 * MIB] * 4)
+    plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
+    check_plan(plan, problem)
+    greedy = [s for s in begun if s != "anneal"]
+    assert (len(greedy) == greedy_plans if each_s > 1 else len(greedy) >= greedy_plans) and begun.count("anneal") >= annealed
+    assert all(s + each_s <= 10 for s in greedy[1:])
+
+
+def test_the_parts_of_tables_are_priced_once(monkeypatch):
+    """The plans by columns and those with tables everywhere are of the same parts."""
+    asked = []
+
+    class Counted(AnalyticModel):
+        def encode(self, shards, batch=None):
+            asked.extend(s for s in shards if batch is None)
+            return super().encode(shards, batch)
+
+    problem = draw_problem(2, 12, [8 * MIB] * 4)
+    local(problem, Counted(model_for(problem).setting), budget=Budget(evals=500))
+    parts = [s for s in asked if s.full_rows and s.width < s.table.dim]
+    assert parts and len(parts) == len(set(parts))
+
+
+def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
+    """But what has to be cut is, and the plans are no worse for it."""
+    heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))
+    light = tuple(Table(f"t{i}", 200 + i, 16, 0.01) for i in range(60))
+    problem = Problem("large", (heavy, *light), Topology((Device(heavy.bytes // 2),) * 4), BATCH)
+    model, budget = model_for(problem), Budget(evals=20_000)
+    small = local(problem, model, budget=budget, space="columns")
+    monkeypatch.setattr(spaces, "LARGE", 1)
+    large = local(problem, model, budget=budget, space="columns")
+    check_plan(large, problem)
+    assert {p.shard.table.name for p in large.placements if p.shard.width < p.shard.table.dim} == {"heavy"}
+    assert cost(large) < 1.02 * cost(small)
+    for seed in range(4):
+        tight = draw_problem(seed, 25, [1] * 3)
+        needed = sum(needed_bytes(t.rows, t.dim, BATCH) for t in tight.tables)
+        tight = replace(tight, topology=Topology((Device(int(1.03 * needed / 3)),) * 3))
+        for space in ("columns", "all"):
+            check_plan(local(tight, model_for(tight), budget=Budget(evals=2000), space=space), tight)

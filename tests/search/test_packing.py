@@ -1,5 +1,7 @@
 """Packing and room under constraints: where tables may live, and what is kept together. (Without them: test_greedy.py.)"""
 
+import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -7,15 +9,27 @@ import pytest
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.memory import free_bytes
-from shardcore.search import SHARDERS
+from shardcore.search import SHARDERS, feasible
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces
 from shardcore.search.local import local
-from shardcore.search.packing import best_fit, pack
+from shardcore.search.packing import best_fit, least_bytes, pack, surely_fits
 from shardcore.search.pieces import devices_of, dividing_devices
 from shardcore.search.room import Room, item_bytes, piece_bytes
 from shardcore.search.space import Reshard
-from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Table, Topology
+from shardcore.types import (
+    OPTIMIZERS,
+    Constraints,
+    Device,
+    Infeasible,
+    Placement,
+    Plan,
+    Problem,
+    Setting,
+    Shard,
+    Table,
+    Topology,
+)
 from shardcore.workload import lower
 
 BATCH = 48
@@ -170,3 +184,57 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     kept = local(hosts, MODEL, budget=Budget(evals=2_000), space="halves",
                  reshard=Reshard(Plan((*grid, *(Placement(Shard.whole(t), (1,)) for t in TABLES[:2]))), 2))
     assert {p for p in kept.placements if p.shard.table == table} == set(grid)
+
+
+def test_sums_are_certain_only_of_what_is_then_packed():
+    rng, certain, packed = np.random.default_rng(0), 0, 0
+    for seed in range(60):
+        tables = tuple(Table(f"t{i}", int(10 ** rng.uniform(0.5, 4)), 4 * int(rng.integers(1, 12)), 1.0) for i in range(30))
+        devices = tuple(Device(1) for _ in range(int(rng.integers(2, 6))))
+        unsplit = tuple(t.name for t in tables if rng.random() < 0.2)
+        problem = Problem("p", tables, Topology(devices), 240, str(rng.choice(OPTIMIZERS)), Constraints(0, unsplit))
+        each = int(least_bytes(problem) * rng.uniform(0.97, 1.07) / len(devices))
+        free = [int(each * rng.uniform(0.9, 1.1)) for _ in devices]
+        sure, found = surely_fits(problem)(free), pack(problem, free, 200) is not None
+        assert found or not sure, seed
+        certain, packed = certain + sure, packed + found
+        kept = replace(problem, constraints=Constraints(pinned=(("t0", (0,)),)))
+        assert not surely_fits(kept)([10 * f for f in free])
+    assert 20 < certain < packed, (certain, packed)
+
+
+def test_best_fit_takes_as_many_items_as_there_are():
+    """Where the first choice leads to the end, the number of steps is no limit."""
+    assert best_fit([1] * 500, [100] * 5, 200) == ([0] * 100 + [1] * 100 + [2] * 100 + [3] * 100 + [4] * 100, True)
+    assert best_fit([2] * 500, [333] * 3, 200) == (None, False)
+
+
+@pytest.mark.parametrize("times", [0.02, 0.99])
+def test_what_many_tables_lack_is_said_without_packing_them(times, monkeypatch):
+    tables = tuple(Table(f"t{i}", 10 + 7 * (i % 500), 4 * (1 + i % 16), 1.0) for i in range(2000))
+    problem = problem_of(tables, [1] * 8)
+    memory = int(times * least_bytes(problem) / 8)
+    problem = problem_of(tables, [memory] * 8)
+    monkeypatch.setattr(feasible, "pack", None)
+    with pytest.raises(Infeasible, match="8 devices may hold .* too little. It would fit with .* more per device") as error:
+        feasible.feasible_pieces(problem)
+    monkeypatch.undo()
+    more = float(re.search(r"with ([\d.]+) MiB more", str(error.value))[1]) + 0.05  # as it is rounded
+    lacking = least_bytes(problem) - 8 * memory
+    assert lacking <= more * 2**20 * 8 < 1.05 * lacking + 2**20
+    assert pack(problem, [int(memory + more * 2**20)] * 8) is not None
+    assert ("more device" in str(error.value)) == (times > 0.03)  # 256 more are not enough
+
+
+@pytest.mark.parametrize("name", SHARDERS)
+def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
+    class Unasked(AnalyticModel):
+        def encode(self, shards, batch=None):
+            raise AssertionError(f"{len(shards)} shards are priced")
+
+    short = problem_of(TABLES, [EACH] * 4)
+    tall = problem_of((Table("deep", 10**6, 4, 1.0), *TABLES), [4 * EACH] * 2)
+    kept = problem_of(TABLES, [EACH // 2] * 16, unsplit=("t3",))
+    for problem in (short, tall, kept):
+        with pytest.raises(Infeasible, match="does not fit"):
+            SHARDERS[name](problem, Unasked(MODEL.setting), budget=Budget(evals=10))
