@@ -129,19 +129,19 @@ def unique_rows(shard: Shard, batch: int) -> float:
 def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     """[N] expected unique rows that one batch touches in each of many shards. What was asked before is remembered."""
     keys = [(s.table, batch, s.row_lo, s.row_hi) if s.table.ordered else (s.table, batch, 0, s.table.rows) for s in shards]
-    known = {key: _KNOWN.get(key) for key in keys}
-    if new := [key for key, found in known.items() if found is None]:
-        known.update((key, 0.0) for key in new)  # for tables that no lookup hits
+    found = [_KNOWN.get(key) for key in keys]
+    if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
         hit = [key for key in new if lookups(key[0], batch) > 0]
         for access, compute in ((Reuse, _unique_of_reuse), (Zipf, _unique_of_zipf)):
             asked = [key for key in hit if isinstance(key[0].access, access)]
             for i in range(0, len(asked), _AT_ONCE):
-                known.update(zip(asked[i:i + _AT_ONCE], compute(asked[i:i + _AT_ONCE]).tolist(), strict=True))
+                new.update(zip(asked[i:i + _AT_ONCE], compute(asked[i:i + _AT_ONCE]).tolist(), strict=True))
+        found = [new[key] if rows is None else rows for key, rows in zip(keys, found, strict=True)]
         if len(_KNOWN) + len(new) > _MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN.update((key, known[key]) for key in new[:_MOST_KNOWN])
-    share = [1.0 if s.table.ordered else s.rows / s.table.rows for s in shards]
-    return np.array([known[key] for key in keys], dtype=float) * share
+        if len(new) <= _MOST_KNOWN:
+            _KNOWN.update(new)
+    return np.array(found, dtype=float) * [1.0 if s.table.ordered else s.rows / s.table.rows for s in shards]
 
 
 _Rows = tuple[Table, int, int, int]

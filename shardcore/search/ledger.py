@@ -89,7 +89,7 @@ class Ledger:
     def _item(self, strip: int, low: int, high: int) -> Item:
         """Units low to high of a strip."""
         runs = self._strips[strip]
-        if len(runs) > 1:
+        if high - low == self.size[strip]:
             return runs
         run = runs[0]
         return (Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH),)

@@ -48,8 +48,8 @@ def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
     """For each of some tables, the most bytes that a device where it may live has free."""
     largest = {devices: max(free[d] for d in devices) for devices in set(problem.pinned.values())}
-    largest[None] = max(free)
-    return [largest[problem.pinned.get(t.name)] for t in tables]
+    largest[None], pinned = max(free), problem.pinned
+    return [largest[pinned.get(t.name)] for t in tables]
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
 def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
     """Those that may be cut, of which four columns fit no device where they may live."""
-    return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True) if t.name not in problem.whole
-            and piece_bytes(Shard(t, 0, t.rows, 0, MIN_WIDTH), problem) > largest]
+    batch, optimizer, whole = problem.global_batch, problem.optimizer, problem.whole
+    return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True)
+            if table_bytes(t, batch, optimizer, MIN_WIDTH) > largest and t.name not in whole]
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem, most: int | None = None) -> tuple[Division, int]:
@@ -118,6 +119,9 @@ def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     pieces: list[Shard] = []
     for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free), strict=True):
         waiting = [Shard.whole(table)]
+        if table_bytes(table, problem.global_batch, problem.optimizer) <= largest:
+            pieces += waiting
+            continue
         while waiting:
             shard = waiting.pop()
             if piece_bytes(shard, problem) <= largest:

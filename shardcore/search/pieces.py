@@ -31,6 +31,8 @@ def row_range(shard: Shard) -> RowRange:
 
 def items(shards: Iterable[Shard], problem: Problem) -> list[Item]:
     """The tables of each bundle (constraints.together) as one item, all other pieces as one each."""
+    if not problem.bundle_of:
+        return [(shard,) for shard in shards]
     found: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
     for i, shard in enumerate(shards):
         found[problem.bundle_of.get(shard.table.name, i)].append(shard)

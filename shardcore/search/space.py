@@ -270,6 +270,11 @@ def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, exchange: Ma
     constraint concerns may be copied; and their rows divided, where these are not ordered, all devices get some, and no strip is
     a row range (such ones would run in the same op). by_rows: those that always are."""
     n, topology, batch = len(problem.topology), problem.topology, problem.global_batch
+    if not by_rows and (not wanted or n == 1):
+        nothing = np.zeros((2, len(ledger)))
+        return {"every": nothing > 0, "every_codes": np.zeros((*nothing.shape, ledger.codes.shape[1])),
+                "every_bytes": nothing.astype(np.int64), "every_size": nothing,
+                "every_rate": np.zeros(2), "every_once": np.zeros(2)}
     whole = [Shard.whole(ledger.table(s)) for s in range(len(ledger))]
     bound = {*problem.pinned, *problem.whole, *by_rows}
     free = np.array([wanted and n > 1 and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
