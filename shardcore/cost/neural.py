@@ -21,6 +21,9 @@ from shardcore.memory import gib
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
 from shardcore.workload import ROW, Traffic, Workload
 
+_AT_ONCE = 1 << 16
+"""Shards that are encoded at a time: the networks' layers take 100 times the memory of what they end in."""
+
 
 @dataclass(frozen=True, eq=False)
 class NeuralModel:
@@ -34,7 +37,9 @@ class NeuralModel:
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, K + 2]: drivers, forward ms, backward ms of each shard in an op over `batch` samples (None: the setting's)."""
-        return nets.encode(self.weights, *features.features(shards, batch or self.setting.batch))
+        found = [nets.encode(self.weights, *features.features(shards[i:i + _AT_ONCE], batch or self.setting.batch))
+                 for i in range(0, max(1, len(shards)), _AT_ONCE)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[...] ms, forward + backward, of groups from their summed encodings [..., K + 2]; 0 for an empty group."""

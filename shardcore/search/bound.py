@@ -23,7 +23,7 @@ from itertools import combinations
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.search.pieces import even_rows
+from shardcore.search.pieces import even_share
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard
 from shardcore.workload import Traffic
 
@@ -74,8 +74,8 @@ class _Parts:
         n, tables = len(self.speed), problem.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])
         whole = np.array([t.name in problem.whole for t in tables])
-        ranges = [None if t.ordered else even_rows(t.rows, n) for t in tables]
-        by_rows = rows & (n > 1) & ~whole & np.array([r is not None for r in ranges])
+        share = [None if t.ordered else even_share(t.rows, n) for t in tables]
+        by_rows = rows & (n > 1) & ~whole & np.array([r is not None for r in share])
         self.any_width, self.rows = columns.sum() <= MOST_PARTS, bool(by_rows.any())
         self.replicas = replicas and n > 1
         self.size = np.stack([columns, np.ones_like(columns), np.ones_like(columns)], 1)
@@ -90,7 +90,7 @@ class _Parts:
             for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
                 add(0, i, u, Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
             if by_rows[i]:
-                add(1, i, 1, Shard(t, *ranges[i][-1], 0, t.dim))  # the least that any device has
+                add(1, i, 1, Shard(t, (n - 1) * share[i], t.rows, 0, t.dim))  # the least that any device has
         first_replica = len(shards)
         codes = [np.asarray(model.encode(shards), dtype=float)]
         if self.replicas:

@@ -17,7 +17,7 @@ from shardcore.cost.model import CostModel, price
 from shardcore.memory import free_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget, compare
 from shardcore.search.bound import Bound, bound
-from shardcore.types import Device, Plan, Problem, StepCost, Topology
+from shardcore.types import Device, Infeasible, Plan, Problem, StepCost, Topology
 from shardcore.workload import Workload, lower
 
 MORE_MEMORY = (0.1, 0.5)
@@ -87,8 +87,11 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     compute_ms = cost.compute_ms[device]
     sent = workload.traffic.all_to_all + workload.traffic.reduce_scatter + workload.traffic.all_reduce
     if known is None:
-        known = {name: compare.run(name, problem, model, seed, budget) for name in (*BASELINES, "neuroshard")}
-    baselines = tuple(_alternative(name, outcome) for name, outcome in known.items() if name != algorithm)
+        baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in (*BASELINES, "neuroshard")
+                          if name != algorithm)
+    else:
+        baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error) for name, x in known.items()
+                          if name != algorithm)
     changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
                     for what, changed, keeps in _changes(problem))
     return Explanation(
@@ -133,15 +136,13 @@ def _like(topology: Topology, n: int) -> Iterator[Device]:
 
 
 def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, seed: int, budget: Budget,
-              kept_ms: float | None) -> Alternative:
-    """The cost of a changed problem; kept_ms: what the present plan costs there, where it remains possible."""
-    found = _alternative(what, compare.run(algorithm, problem, model, seed, budget))
-    known = [ms for ms in (found.total_ms, kept_ms) if ms is not None]
-    return replace(found, total_ms=min(known)) if known else found
-
-
-def _alternative(what: str, outcome: compare.Outcome) -> Alternative:
-    return Alternative(what, outcome.cost.total_ms if outcome.cost else None, outcome.error)
+              kept_ms: float | None = None) -> Alternative:
+    """The cost of a problem under an algorithm; kept_ms: what the present plan costs there, where it remains possible."""
+    try:
+        ms, error = SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"], None
+    except Infeasible as refused:
+        ms, error = None, str(refused)
+    return Alternative(what, min((x for x in (ms, kept_ms) if x is not None), default=None), error)
 
 
 def _words(budget: Budget) -> str:

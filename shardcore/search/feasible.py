@@ -16,6 +16,8 @@ MOST_DEVICES = 256
 """More than this many more devices are not advised."""
 MOST_PACKED = 1000
 """Of more tables, what would fit is told by sums alone: to pack them again and again would take minutes."""
+_NEARLY = 0.99
+"""More of the memory than this may leave gaps that no table fits."""
 _STEPS = 200
 """Of best fit, for each amount of memory that might be enough."""
 
@@ -29,6 +31,8 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
     tables take more than all devices have, or those pinned to some devices more than these, or one that must stay whole, or a
     bundle, more than the largest device where it may live; or MIN_WIDTH columns of one take more, and its rows cannot be
     divided or a share takes more than its device has; and where the row ranges of such tables find no packing.
+    Of more than MOST_PACKED tables that take nearly all of the memory, where no packing is found, too: no search fills gaps so
+    well, and to find that out takes it long.
     """
     free = free_bytes(problem)
     needed, available = least_bytes(problem), sum(max(0, f) for f in free)
@@ -46,6 +50,8 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
             too_much = _too_much(columns, problem, largest)
             raise _infeasible(problem, f"{MIN_WIDTH} columns of table {table.name!r} take {too_much}, and {why}")
     _require_pins_fit(problem, free)
+    if len(problem.tables) > MOST_PACKED and needed > _NEARLY * available and not surely_fits(problem)(free):
+        pack_or_raise(problem)
     return cut(problem, free) or list(pack_or_raise(problem).pieces)
 
 

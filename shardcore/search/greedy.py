@@ -63,8 +63,8 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
     def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
         after = np.where(fits, (sums + load) / speed, np.inf)
-        lowest = np.flatnonzero(after == after.min())
-        device = int(lowest[np.argmax(left[lowest])])
+        lowest = (after == after.min()).nonzero()[0]
+        device = int(lowest[left[lowest].argmax()])
         sums[device] += load
         return device
 
@@ -73,10 +73,12 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
 def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float], choose: Choose) -> Plan:
     problem.require_setting(model.setting)
-    loaded = [(sum(map(load, item)), item) for item in items(feasible_pieces(problem), problem)]
-    loaded.sort(key=lambda x: (freedom(x[1], problem), -x[0], -item_bytes(x[1], problem)))
+    found = items(feasible_pieces(problem), problem)
+    loaded = sorted((freedom(item, problem), -sum(map(load, item)), -item_bytes(item, problem), i)
+                    for i, item in enumerate(found))
     room, pieces, devices = Room(problem), [], []
-    for item_load, item in loaded:
+    for _, less_load, _, i in loaded:
+        item, item_load = found[i], -less_load
         fits = room.fits(item[0])
         if not fits.any():
             packing = pack_or_raise(problem)

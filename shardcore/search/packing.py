@@ -206,9 +206,11 @@ def _uncut(problem: Problem, tables: Sequence[Table]) -> list[Shard]:
 
 def _whole(problem: Problem, pieces: Sequence[Shard], free: Sequence[int], nodes: int) -> tuple[Placed | None, bool]:
     """Devices for pieces as they are, and whether the answer is certain."""
-    ordered = sorted(items(pieces, problem), key=lambda item: (freedom(item, problem), -item_bytes(item, problem)))
-    allowed = [problem.pinned.get(item[0].table.name) for item in ordered]
-    devices, exhausted = best_fit([item_bytes(item, problem) for item in ordered], free, nodes, allowed)
+    of = [(freedom(item, problem), -item_bytes(item, problem), item) for item in items(pieces, problem)]
+    of.sort(key=lambda x: x[:2])
+    sizes, ordered = [-less for _, less, _ in of], [item for *_, item in of]
+    allowed = [problem.pinned.get(item[0].table.name) for item in ordered] if problem.pinned else ()
+    devices, exhausted = best_fit(sizes, free, nodes, allowed)
     if devices is None:
         return None, exhausted
     return [(shard, device) for item, device in zip(ordered, devices, strict=True) for shard in item], exhausted
@@ -263,7 +265,7 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
 
 def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
     """The devices that the search below tries first, of many items in a moment; None where they lead to a dead end."""
-    gaps, devices = sorted((f, d) for d, f in enumerate(free)), []
+    gaps, devices = sorted(zip(free, range(len(free)), strict=True)), []
     for size in sizes:
         i = bisect_left(gaps, (size, -1))
         if i == len(gaps):
@@ -301,12 +303,26 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
         # Tables whose columns are largest go first: small columns fill the gaps that large ones leave.
         rest = sorted((Shard.whole(t) for t in tables if t.name not in problem.whole),
                       key=lambda s: (freedom((s,), problem), -s.rows, -s.width))
+        gaps = _gaps(room)
         for whole in rest:
+            n_bytes = piece_bytes(whole, problem)
+            i = len(gaps) if problem.pinned else bisect_left(gaps, (n_bytes, -1))
+            if i < len(gaps):  # it fits whole, and no part of it follows: what `_pour` does, in a moment
+                left, device = gaps.pop(i)
+                insort(gaps, (left - n_bytes, device))
+                room.left[device] = left - n_bytes
+                placed.append((whole, device))
+                continue
             parts = _pour(whole, room)
             if parts is None:
                 return None
-            placed += parts
+            placed, gaps = placed + parts, _gaps(room)
     return placed
+
+
+def _gaps(room: Room) -> list[tuple[int, int]]:
+    """The bytes left and the device, rising."""
+    return sorted(zip(room.left.tolist(), range(len(room.left)), strict=True))
 
 
 def _pour(whole: Shard, room: Room) -> Placed | None:

@@ -49,13 +49,16 @@ class Room:
         if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
             return np.full(len(self.left), 0 if group in self._home else self._bundle_bytes[group], dtype=np.int64)
         extra = np.full(len(self.left), piece_bytes(shard, self.problem), dtype=np.int64)
-        for device, width in self._widths[row_range(shard)].items():
+        for device, width in self._widths.get(row_range(shard), {}).items():
             extra[device] = self._bytes(shard, width + shard.width) - self._bytes(shard, width)
         return extra
 
     def fits(self, shard: Shard) -> np.ndarray:
         """[D] bool: the devices that can take the shard, with the tables that it is kept together with."""
-        fits = self.extra_bytes(shard) <= self.left
+        if self._bundle_bytes or row_range(shard) in self._widths:
+            fits = self.extra_bytes(shard) <= self.left
+        else:
+            fits = piece_bytes(shard, self.problem) <= self.left
         allowed = self.allowed(shard)
         return fits if allowed is None else fits & allowed
 

@@ -155,11 +155,12 @@ def test_column_runs_joins_neighbours_only():
 
 
 def test_best_fit_goes_back_where_the_first_choice_was_wrong():
-    # Best fit puts 6 beside nothing, then 5 and 4: only 6 + 4 and 5 + 5 fill both devices.
-    devices, certain = best_fit([6, 5, 5, 4], [10, 10], nodes=100)
-    assert certain and sorted(np.bincount(devices, weights=[6, 5, 5, 4])) == [10, 10]
+    # Best fit puts 4 beside 4, and the last 3 nowhere: only 4 + 3 + 3 twice fills both devices.
+    sizes = [4, 4, 3, 3, 3, 3]
+    devices, certain = best_fit(sizes, [10, 10], nodes=100)
+    assert certain and sorted(np.bincount(devices, weights=sizes)) == [10, 10]
     assert best_fit([6, 6, 6], [10, 10], nodes=100) == (None, True)
-    assert best_fit([6, 5, 5, 4], [10, 10], nodes=2) == (None, False)
+    assert best_fit(sizes, [10, 10], nodes=2) == best_fit(sizes, [10, 10], nodes=7) == (None, False)
     assert best_fit([], [10], nodes=5) == ([], True)
 
 
