@@ -314,7 +314,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("algorithm", ["local", "local_columns"])
-@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (3.0, 3, 0), (0.01, 12, 2)])
+@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (3.0, 3, 0), (0.01, 8, 2)])
 def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
     """A first plan there is, however long it takes; no other one is begun that would end after the budget."""
     clock, begun = Clock(), []
@@ -338,7 +338,8 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
     check_plan(plan, problem)
     greedy = [s for s in begun if s != "anneal"]
-    assert (len(greedy) == greedy_plans if each_s > 1 else len(greedy) >= greedy_plans) and begun.count("anneal") >= annealed
+    assert len(greedy) == greedy_plans if each_s > 1 else len(greedy) >= greedy_plans, greedy
+    assert begun.count("anneal") >= annealed
     assert all(s + each_s <= 10 for s in greedy[1:])
 
 
@@ -360,8 +361,8 @@ def test_the_parts_of_tables_are_priced_once(monkeypatch):
 def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     """But what has to be cut is, and the plans are no worse for it."""
     heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))
-    light = tuple(Table(f"t{i}", 200 + i, 16, 0.01) for i in range(60))
-    problem = Problem("large", (heavy, *light), Topology((Device(heavy.bytes // 2),) * 4), BATCH)
+    light = tuple(Table(f"t{i}", 200 + i % 50, 16, 0.01) for i in range(600))
+    problem = Problem("large", (heavy, *light), Topology((Device(int(0.7 * heavy.bytes)),) * 4), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
     small = local(problem, model, budget=budget, space="columns")
     monkeypatch.setattr(spaces, "LARGE", 1)
