@@ -164,7 +164,8 @@ def main() -> None:
     for size in args.sizes:
         made = problem(model, *map(int, size.split("x")), args.zipf)
         for name, budget in ((n, b) for n in args.algorithms for b in args.budgets):
-            f = run(made, args.model, args.processor, "--algorithm", name, "--budget-s", f"{budget:g}", *["--explain"] * args.explain)
+            f = run(made, args.model, args.processor, "--algorithm", name, "--budget-s", f"{budget:g}",
+                    *["--explain"] * args.explain)
             over = f.get("search", np.nan) - budget
             kept = "yes" if over <= ALLOWED[0] * budget + ALLOWED[1] else "NO"
             ms = f["found"].partition(": ")[2].partition(" ms")[0]
