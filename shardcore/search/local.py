@@ -64,9 +64,9 @@ _LOG = 1 << 20
 
 def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
           reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations), which its starts and one round may exceed. space: "all",
-    or without tables everywhere, by rows or in copies: "columns" (any widths), or "halves" of columns. reshard: a plan to
-    improve, and how much may move.
+    """The best plan found within the budget (none: 500,000 evaluations). The seconds of a budget only a first plan may exceed,
+    evaluations its starts and one round too. space: "all", or without tables everywhere, by rows or in copies: "columns" (any
+    widths), or "halves" of columns. reshard: a plan to improve, and how much may move.
 
     Raises Infeasible and SettingMismatch as all sharders do.
     """

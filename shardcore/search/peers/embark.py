@@ -41,6 +41,7 @@ from shardcore.search.pieces import Item, dividing_devices, even_rows, items, pl
 from shardcore.search.room import Room, freedom
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 
+_MOST_PARTS = 1 << 20
 Grid = tuple[int, int]
 """Parts of a table by rows, and by columns."""
 
@@ -163,7 +164,9 @@ class _Search:
         return (len(devices), 1) if devices and not table.ordered and even_rows(table.rows, len(devices)) else None
 
     def _uniform(self) -> dict[Table, Grid] | None:
-        """Every table by rows over all devices that may hold it; None where one cannot be."""
+        """Every table by rows over all devices that may hold it; None where one cannot be, or the parts would take gigabytes."""
+        if len(self.tables) * len(self.speed) > _MOST_PARTS:
+            return None
         grids = {t: self._by_rows(t) for t in self.tables}
         return grids if all(grids.values()) else None
 
