@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import importlib.util
 import io
@@ -258,8 +259,8 @@ ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, floa
 def odd(rng: random.Random) -> Any:
     value = rng.choice(ODD)
     if value != "deep":
-        return value
-    for _ in range(rng.choice([10, 30, 400])):
+        return copy.deepcopy(value)
+    for _ in range(rng.choice([10, 30, 200])):
         value = [value] if rng.random() < 0.5 else {"d": value}
     return value
 
@@ -294,7 +295,7 @@ def damaged(value: Any, rng: random.Random) -> Any:
         elif isinstance(held, list):
             held.extend([held[last]] * rng.choice([1, 2, 50]))
         else:
-            held[last] = held[rng.choice(list(held))]
+            held[last] = copy.deepcopy(held[rng.choice(list(held))])
     return value
 
 
@@ -456,7 +457,7 @@ def damage_yaml(path: Path, rng: random.Random) -> None:
             "a: 2024-13-45\n", "<<: 3\n", "? [1]\n: 2\n", "1: 2\n", "a: 1e999\n", "--- 1\n--- 2\n", "a: 0x" + "f" * 400])
         path.write_text(odd_text if rng.random() < 0.7 else text.decode() + odd_text)
     else:
-        with contextlib.suppress(yaml.YAMLError, UnicodeError, ValueError):
+        with contextlib.suppress(yaml.YAMLError, UnicodeError, ValueError, RecursionError):
             path.write_text(yaml.safe_dump(damaged(yaml.safe_load(text), rng)), "utf-8", "surrogatepass")
 
 
@@ -498,8 +499,7 @@ def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = Tru
     """One case: its outcome, and what was said."""
     one, rng = FORMATS[name], random.Random(f"{name} {number}")
     for part in one.parts:
-        copy = shutil.copytree if (sound.folder / part).is_dir() else shutil.copy
-        copy(sound.folder / part, folder / part)
+        (shutil.copytree if (sound.folder / part).is_dir() else shutil.copy)(sound.folder / part, folder / part)
     if damage:
         one.damage(folder, rng)
     row = {"format": name, "number": number}

@@ -182,7 +182,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     """
     if not isinstance(data, Mapping):
         raise ShardCoreError(f"{what} is {show(data)}; it needs to be an object with keys")
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
+    fields = {name: field for name, field in _fields(cls).items() if name not in given}
     unknown = sorted(str(key) for key in data if key not in fields)
     if unknown:
         raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are {', '.join([*fields, *also])}")
@@ -196,6 +196,11 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
         return cls(**values, **given)
     except ShardCoreError as error:
         raise type(error)(f"{what}: {error}") from None
+
+
+@lru_cache
+def _fields(cls: type) -> dict[str, dataclasses.Field]:
+    return {f.name: f for f in dataclasses.fields(cls) if f.init}
 
 
 @lru_cache

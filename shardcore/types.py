@@ -115,8 +115,11 @@ class Reuse:
     batch: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bins", tuple(float(b) for b in self.bins))
+        object.__setattr__(self, "bins", tuple(map(float, self.bins)))
         total = sum(self.bins)
+        if (len(self.bins) == REUSE_BINS and 0 <= min(self.bins) and max(self.bins) <= 1 + 1e-6 and 1 <= self.batch <= MOST_BATCH
+                and (total == 0 or abs(total - 1) < 1e-3)):
+            return  # pools have many: words only where they are needed
         _require(len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs {REUSE_BINS}")
         _require(all(0 <= b <= 1 + 1e-6 for b in self.bins), f"reuse bins {self.bins} are not fractions within 0 and 1")
         _require(total == 0 or abs(total - 1) < 1e-3, f"reuse bins sum to {total:.6g}; they need to sum to 1 (or be all 0)")

@@ -282,7 +282,7 @@ def test_a_turn_writes_through_no_link(problem, tmp_path):
 
 
 def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path, monkeypatch):
-    """As after a release of ShardCore that counts memory otherwise: what is published has to be replaced, not to be in the way."""
+    """As after a release that counts memory otherwise: what is published has to be replaced, not to be in the way."""
     publish(tmp_path, problem, 0, "first")
     monkeypatch.setattr("shardcore.memory.shard_bytes", lambda *_: 1 << 40, raising=True)
     with pytest.raises(ShardCoreError):
