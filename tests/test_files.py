@@ -62,6 +62,7 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
     (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "int"]),
     (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
     (lambda d: d["topology"]["devices"][0].update(count=0), ["count 0"]),
+    (lambda d: d["topology"]["devices"][0].update(count=10**9), ["count 1000000000", "65536 devices at most"]),
     (lambda d: d["topology"]["devices"][0].update(memory_gb=3), ["unknown key 'memory_gb'", "memory_bytes"]),
     (lambda d: d.pop("topology"), ["topology"]),
     (lambda d: d.update(tables=7), ["tables"]),
@@ -125,6 +126,25 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
         assert files.problem_digest(other) != files.problem_digest(problem)
         with pytest.raises(ShardCoreError, match="is a plan for problem 'small' with digest"):
             files.read_plan(tmp_path / "plan.json", other)
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda p: p.pop(), "plan places 0 of the"), (lambda p: p.append(p[0]), "plan places cells twice"),
+    (lambda p: p[0].update(devices=[4]), "on device 4; problem 'small' has devices 0 to 3"),
+    (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be int"),
+    (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be int"),
+    (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be tuple[int, int]"),
+    (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
+    (lambda p: p[0].update(kind="row"), "placements[0] has an unknown key 'kind'"), (lambda p: p[0].pop("rows"), "lacks the key 'rows'"),
+])
+def test_a_plan_that_lower_would_refuse_is_not_read(problem, tmp_path, change, said):
+    path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
+    change(data["placements"])
+    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
+    files.write_json(path, {**data, "digest": files.digest(body)})
+    with pytest.raises(ShardCoreError) as error:
+        files.read_plan(path, problem)
+    assert str(error.value).startswith(str(path)) and said in str(error.value)
 
 
 def test_equal_devices_in_a_row_are_counted(problem):

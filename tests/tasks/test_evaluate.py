@@ -98,7 +98,8 @@ def test_searches_are_compiled_before_any_is_timed(model, tmp_path, monkeypatch)
     assert [(r["problem"], r["algorithm"]) for r in rows] == timed
 
 
-@pytest.mark.parametrize("values", [{"replay_problems": -1}, {"replay_repeats": 0}])
+@pytest.mark.parametrize("values", [{"replay_problems": -1}, {"replay_repeats": 0}, {"problems": 10**10}])
 def test_bad_values_are_refused(values):
-    with pytest.raises(ShardCoreError, match="evaluate config has replay_"):
+    [(name, value)] = values.items()
+    with pytest.raises(ShardCoreError, match=f"evaluate config has {name} {value}; it needs [01] to 1,000,000,000"):
         EvaluateConfig(**values)
