@@ -155,3 +155,17 @@ def test_a_value_in_a_message_is_short_however_large_it_is():
     assert schema.show(10**5000) == "a whole number of 16610 bits"
     assert schema.show({"a": [1, "x"]}) == "{'a': [1, 'x']}" and schema.show((1,)) == "(1)" and schema.show([]) == "[]"
     assert schema.show(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and schema.show("a\n") == "'a\\n'"
+
+
+@pytest.mark.parametrize("text", [
+    f"a: 1{':0' * 300}.5", 'a: !!int ""', 'a: !!float ""', f"a: !!set {{? 0x{'f' * 5000}}}", 'a: "\\uD800"',
+    f"a: 1{':0' * 5000}"])
+def test_yaml_of_odd_numbers_tags_and_half_characters_is_refused(text, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ShardCoreError, match="is not YAML"):
+        schema.read_yaml(tmp_path / "a.yaml")
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused():
+    with pytest.raises(ShardCoreError, match="it grows while it is read"):
+        schema.read_bytes("/proc/self/pagemap")
