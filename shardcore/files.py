@@ -43,6 +43,8 @@ T = TypeVar("T")
 VERSION = 1
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""
+UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
+"""Names of what `write_atomic` has not renamed yet."""
 
 
 # --- reading and writing -----------------------------------------------------------------------------------------------
@@ -54,7 +56,8 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as f:
+        temporary.unlink(missing_ok=True)  # of another process that had this number; or a link, which leads anywhere
+        with open(temporary, "xb") as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())

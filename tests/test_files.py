@@ -256,3 +256,11 @@ def test_a_table_needs_no_access_statistics_but_needs_to_be_an_object():
     with pytest.raises(ShardCoreError, match="needs to be a table"):
         files.table_from_json([], "x.json")
     assert files.table_from_json({"name": "t", "rows": 3, "dim": 4, "pooling": 1}, "x.json") == Table("t", 3, 4, 1)
+
+
+def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):
+    (tmp_path / "precious").write_text("1")
+    (tmp_path / f".a.json.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
+    files.write_json(tmp_path / "a.json", 2)
+    assert (tmp_path / "precious").read_text() == "1"
+    assert (tmp_path / "a.json").read_text() == "2\n" and not (tmp_path / "a.json").is_symlink()
