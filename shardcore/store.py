@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,9 +39,10 @@ PATIENCE_S = 600.0
 PAGE, REPORT = "report.html", "report.md"
 """Of a version; and of all plans, beside them (see `write`)."""
 _POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
-_POINTER_BYTES = 1000
 _LOOK_S = 0.02
 """Between two looks whether it is one's turn."""
+_LAST_S = 253402300799.0
+"""The end of the year 9999, after which nothing is decided."""
 _LEFT_S = 3600.0
 """A temporary file older than this was left by a publisher that was killed."""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -85,6 +87,8 @@ class Decision:
         for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
+        if self.decided_at > _LAST_S:
+            raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to {_LAST_S:.0f}")
 
     @property
     def id(self) -> str:
@@ -156,8 +160,10 @@ def load_cost(root: str | Path, name: str, version: str) -> dict[str, Any]:
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
     """A version's report page, or None where it has none."""
-    path = _version(_home(root, name), version) / PAGE
-    return schema.read_bytes(path) if _exists(path) else None
+    try:
+        return schema.read_bytes(_version(_home(root, name), version) / PAGE)
+    except ShardCoreError:
+        return None
 
 
 def current(root: str | Path, name: str) -> str:
@@ -203,9 +209,13 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
 
 def _pointer(home: Place) -> str | None:
     """What the pointer says; None where there is none."""
-    if not _exists(home / _POINTER):
+    try:
+        with _plainly(home / _POINTER, _ABSENT):
+            path = home / _POINTER
+            content = schema.content_of(path) if isinstance(path, Path) else path.read_bytes()
+            found = content[:100].decode(errors="replace").strip()
+    except _ABSENT:
         return None
-    found = schema.read_bytes(home / _POINTER, _POINTER_BYTES).decode(errors="replace").strip()
     if not found:
         raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
     return _require_id(found, f"{home / _POINTER} names decision")
@@ -251,7 +261,7 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     path, until = home / ".turn", time.monotonic() + patience_s
     with _plainly(path):
         home.mkdir(parents=True, exist_ok=True)
-        f = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+        f = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")  # it is emptied below
     with f:
         with _plainly(path):
             while True:
@@ -271,7 +281,10 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
 
 
 def _holder(path: Path) -> str:
-    return path.read_text().strip() or "a process that does not say which"
+    with suppress(ShardCoreError):
+        if said := schema.read_bytes(path, 4096).decode(errors="replace").strip():
+            return said
+    return "a process that does not say which"
 
 
 def version_of(plan: Plan, problem: Problem) -> str:
@@ -287,7 +300,7 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
     it. What is there already stays."""
     version = version_of(plan, problem)
     if not has(root, problem.name, version):
-        folder = _home(root, problem.name) / "versions" / version
+        folder = _own(_own(_home(root, problem.name) / "versions") / version)
         contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)), "cost.json": files.json_bytes(dict(cost)),
                     **({PAGE: page.encode()} if page else {}), "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
         for name, content in contents.items():  # the plan last: with it the version is whole
@@ -305,9 +318,10 @@ def record(root: str | Path, decision: Decision) -> None:
     if decision.parent != (before.id if before else None):
         raise ShardCoreError(f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is "
                              f"the last one in {root}; another publisher was faster, so publish again")
-    if before and not _exists(home / "decisions" / f"{before.id}.json"):
-        _write(home / "decisions" / f"{before.id}.json", files.json_bytes(before._document()))
-    _write(home / "decisions" / f"{decision.id}.json", files.json_bytes(decision._document()))
+    folder = _own(home / "decisions")
+    if before and not _exists(folder / f"{before.id}.json"):
+        _write(folder / f"{before.id}.json", files.json_bytes(before._document()))
+    _write(folder / f"{decision.id}.json", files.json_bytes(decision._document()))
     _write(home / _POINTER, f"{decision.id}\n".encode())
 
 
@@ -341,7 +355,8 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
     for path in list(unfinished):
         with suppress(FileNotFoundError):  # its writer was faster
-            if time.time() - path.stat().st_mtime >= older_s:
+            found = path.lstat()
+            if files.UNFINISHED.fullmatch(path.name) and stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime >= older_s:
                 path.unlink()
 
 
@@ -390,7 +405,9 @@ def _plainly(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None
 
 
 def _place(root: str | Path) -> Place:
-    """Raises ShardCoreError for a URL that fsspec does not know or lacks a package for."""
+    """Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and for what is no name of a folder."""
+    if "\0" in str(root):
+        raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
         return Path(root)
     from fsspec.core import url_to_fs
@@ -398,8 +415,8 @@ def _place(root: str | Path) -> Place:
 
     try:
         fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
-    except (ValueError, ImportError) as error:
-        raise ShardCoreError(f"plans are at {root}, which cannot be opened: {error}") from None
+    except Exception as error:  # each kind of storage has its own
+        raise ShardCoreError(f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}") from None
     return Path(path) if isinstance(fs, LocalFileSystem) else _Remote(fs, path)
 
 
@@ -409,11 +426,17 @@ def _home(root: str | Path, name: str) -> Place:
         raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -")
     if name == REPORT:
         raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it needs another")
-    home = _place(root) / name
-    for place in (home, home / "versions", home / "decisions"):
-        if _is_link(place):
-            raise ShardCoreError(f"{place} is a symbolic link; plans of problem {name!r} are kept in folders of their own")
+    home = _own(_place(root) / name)
+    for folder in ("versions", "decisions"):
+        _own(home / folder)
     return home
+
+
+def _own(folder: Place) -> Place:
+    """A folder of a problem's; raises ShardCoreError for a link."""
+    if _is_link(folder):
+        raise ShardCoreError(f"{folder} is a symbolic link; a problem's plans are kept in folders of its own")
+    return folder
 
 
 def _is_link(place: Place) -> bool:

@@ -136,7 +136,7 @@ def test_what_the_system_refuses_is_named(problem, tmp_path):
             publish(root, problem, 0, "first")
         assert store.names(root) == [] and store.last(root, "small") is None
     (tmp_path / "small/current").mkdir(parents=True)
-    with pytest.raises(ShardCoreError, match="cannot read .*small/current: it is a folder"):
+    with pytest.raises(ShardCoreError, match="cannot use .*small/current: it is a folder"):
         store.last(tmp_path, "small")
 
 
@@ -594,3 +594,68 @@ def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_c
             break
     else:
         pytest.fail("publishing never ends")
+
+
+def test_a_turn_empties_no_file_that_a_link_leads_to(problem, tmp_path):
+    publish(tmp_path, problem, 0)
+    (tmp_path / "precious").write_text("1")
+    (tmp_path / problem.name / ".turn").unlink()
+    (tmp_path / problem.name / ".turn").symlink_to(tmp_path / "precious")
+    with pytest.raises(ShardCoreError, match="cannot use"), store.turn(tmp_path, problem.name):
+        pass
+    assert (tmp_path / "precious").read_text() == "1"
+
+
+@pytest.mark.parametrize("name", ["versions", "decisions"])
+def test_nothing_is_written_through_a_link(problem, tmp_path, name):
+    outside, home = tmp_path / "outside", tmp_path / "plans" / problem.name
+    outside.mkdir()
+    home.mkdir(parents=True)
+    (home / name).symlink_to(outside)
+    with pytest.raises(ShardCoreError, match="is a symbolic link"):
+        publish(tmp_path / "plans", problem, 0)
+    assert not list(outside.iterdir())
+
+
+def test_pruning_takes_unfinished_files_of_its_own_alone(problem, tmp_path):
+    publish(tmp_path, problem, 0)
+    (tmp_path / problem.name / ".notes.tmp").write_text("mine")
+    (tmp_path / problem.name / ".folder.1.tmp").mkdir()
+    (tmp_path / problem.name / ".current.1.tmp").write_text("of a publisher")
+    store.prune(tmp_path, problem.name, 2)
+    assert {p.name for p in (tmp_path / problem.name).glob(".*.tmp")} == {".notes.tmp", ".folder.1.tmp"}
+
+
+@pytest.mark.parametrize("what", ["current", "report.html"])
+def test_a_pipe_is_not_waited_for(problem, tmp_path, what):
+    decision = publish(tmp_path, problem, 0)
+    path = tmp_path / problem.name / what
+    path = path if path.exists() else path.parent / "versions" / decision.current / what
+    path.unlink()
+    os.mkfifo(path)
+    if what == "report.html":
+        assert store.load_page(tmp_path, problem.name, decision.current) is None
+    else:
+        with pytest.raises(ShardCoreError, match="it is no file"):
+            store.current(tmp_path, problem.name)
+
+
+def test_a_holder_that_says_nothing_readable_is_waited_for(problem, tmp_path):
+    publish(tmp_path, problem, 0)
+    path = tmp_path / problem.name / ".turn"
+    path.write_bytes(b"\xff")
+    with open(path) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        with pytest.raises(ShardCoreError, match="are being published by another"), store.turn(tmp_path, problem.name, 0.0):
+            pass
+
+
+@pytest.mark.parametrize("root", ["a\0b", "github://x", "zip://a::file:///nope.zip", "reference://x"])
+def test_plans_that_are_nowhere_are_named(root):
+    with pytest.raises(ShardCoreError, match="plans are at"):
+        store.names(root)
+
+
+def test_a_decision_after_the_year_9999_is_refused(problem, tmp_path):
+    with pytest.raises(ShardCoreError, match="decided_at"):
+        replace(publish(tmp_path, problem, 0), decided_at=1e12)
