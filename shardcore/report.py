@@ -11,7 +11,7 @@ import numpy as np
 
 from shardcore.dataset import has_control
 from shardcore.memory import gib
-from shardcore.types import CommSample, ComputeSample
+from shardcore.types import CommSample, ComputeSample, escaped
 from shardcore.workload import kind_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[+-]?\d")
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Aligned columns: numbers right; the first, and words, left."""
-    cells = [[str(c) for c in row] for row in [headers, *rows]]
+    cells = [[escaped(str(c)) for c in row] for row in [headers, *rows]]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     words = [i == 0 or not any(_NUMBER.match(c) for c in column[1:]) for i, column in enumerate(columns)]
@@ -35,7 +35,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(str(c) for c in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |" for line in lines)
 
 
 def percent_change(new: float, old: float) -> str:

@@ -43,3 +43,9 @@ def test_tables_align():
     assert lines == ["name  ms  state", "----  --  -----", "a      1  up", "long  22  -"]
     assert [report.percent_change(*x) for x in ((9.0, 10.0), (15.0, 10.0), (1.0, 0.0))] == ["-10.0%", "+50.0%", "-"]
     assert report.markdown_table(("a", "b"), [(1, "x")]) == "| a | b |\n| --- | --- |\n| 1 | x |"
+
+
+def test_tables_show_no_control_characters():
+    for table in (report.text_table, report.markdown_table):
+        assert all(line.isprintable() for line in table(("a", "b"), [("\x1b[31m", "x\ny")]).splitlines())
+    assert report.markdown_table(["a"], [("x|y",)]).endswith("| x\\|y |")
