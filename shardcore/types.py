@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,8 @@ MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
+MOST_PINS = 1 << 22
+"""Devices in all different sets of them that pins mean: a host's name may mean thousands."""
 _PATH_NAME = f"a name of letters, digits and . _ -, {MOST_PATH_NAME} at most"
 
 MIN_WIDTH = 4
@@ -418,12 +420,23 @@ class Problem:
         of_host: dict[str, list[int]] = {}
         for d, device in enumerate(self.topology.devices):
             of_host.setdefault(device.host, []).append(d)
-        sets = {where: frozenset(d for w in where for d in (of_host[w] if isinstance(w, str) else (w,)))
-                for where in {where for _, where in self.constraints.pinned}}
-        own = {name: sets[where] for name, where in self.constraints.pinned}
+        sets: dict[Any, frozenset[int]] = {}
+        room = MOST_PINS
+
+        def known(key: Any, make: Callable[[], frozenset[int]]) -> frozenset[int]:
+            nonlocal room
+            if key not in sets:
+                sets[key] = make()
+                room -= len(sets[key])
+                _require(room >= 0, f"problem {self.name!r} pins tables to sets of more than {MOST_PINS} devices in all; it needs "
+                                    "fewer or smaller ones")
+            return sets[key]
+
+        own = {name: known(where, lambda w=where: frozenset(d for x in w for d in (of_host[x] if isinstance(x, str) else (x,))))
+               for name, where in self.constraints.pinned}
         for group in self.constraints.together:
-            if shared := [own[name] for name in group if name in own]:
-                own.update(dict.fromkeys(group, frozenset.intersection(*shared)))
+            if shared := frozenset(own[name] for name in group if name in own):
+                own.update(dict.fromkeys(group, known(shared, lambda s=shared: frozenset.intersection(*s))))
         ordered = {devices: tuple(sorted(devices)) for devices in set(own.values())}
         return {name: ordered[devices] for name, devices in own.items() if len(devices) < len(self.topology)}
 
@@ -453,6 +466,7 @@ class Problem:
             for unknown in (w for w in where if w not in known):
                 raise ShardCoreError(f"problem {self.name!r} pins table {name!r} to {unknown!r}; its devices are 0 to "
                                      f"{len(self._devices) - 1}, its hosts {', '.join(self.topology.hosts[:5])}")
+        self.allowed_devices("")  # which bounds the pins
         for group in self.constraints.together:
             if not self.allowed_devices(group[0]):
                 pins = dict(self.constraints.pinned)
@@ -605,8 +619,10 @@ class ComputeSample:
 
     def __post_init__(self) -> None:
         _require_sample(self, self.forward is not None and self.backward is not None)
-        _require(0 < self.pace < math.inf and (self.known_to is None or self.known_to >= 0),
-                 f"sample {self.id} has pace {self.pace} and known_to {self.known_to}; it needs a positive pace, and 0 or more")
+        _require(1 / MOST_SPEED <= self.pace <= MOST_SPEED and (self.known_to is None or self.known_to >= 0),
+                 f"sample {self.id} has pace {self.pace} and known_to {self.known_to}; it needs a pace of {1 / MOST_SPEED:g} to "
+                 f"{MOST_SPEED:g}, and 0 or more")
+        _require(self.forward is None or self.backward is None or self.total_ms > 0, f"sample {self.id} took 0 ms; no op does")
         _require(self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at least 1")
 
     @property

@@ -290,12 +290,15 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
         assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
 
 
-def test_what_could_not_be_read_again_replaces_nothing(tables, tmp_path, monkeypatch):
-    pool = dataset.write_pool(tmp_path, tables)
-    for i in range(3):
-        dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
-    monkeypatch.setattr(dataset, "_MOST_ROWS", 2)
-    with pytest.raises(ShardCoreError, match="has 3 rows"):
-        dataset.merge_parts(tmp_path)
-    monkeypatch.undo()
-    assert len(dataset.read_compute(tmp_path)) == 3 and len(list(tmp_path.glob("compute-*"))) == 4
+@pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")])
+def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
+    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=error)] * rows, dataset.write_pool(tmp_path, tables))
+    assert path.stat().st_size < 100_000
+    with pytest.raises(ShardCoreError, match=said):
+        dataset.read_compute(tmp_path, SETTING)
+
+
+@pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)}, {"pace": 1e300}])
+def test_an_op_takes_time_at_a_pace_that_machines_have(tables, wrong):
+    with pytest.raises(ShardCoreError, match="took 0 ms|a pace of"):
+        dataclasses.replace(compute_sample(tables, 0), **wrong)

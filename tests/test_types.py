@@ -237,3 +237,11 @@ def test_equal_tables_have_equal_files():
     from shardcore import files
 
     assert files.table_to_json(Table("t", 3, 4, 1)) == files.table_to_json(Table("t", 3, 4, 1.0))
+
+
+def test_pins_that_mean_millions_of_devices_are_refused():
+    tables = tuple(Table(f"t{i}", 10, 4, 1.0) for i in range(200))
+    devices = (*(Device(1 << 40, 1.0, "big"),) * 30_000, *(Device(1 << 40, 1.0, f"h{i}") for i in range(200)))
+    pins = tuple((f"t{i}", ("big", f"h{i}")) for i in range(200))
+    with pytest.raises(ShardCoreError, match="pins tables to sets of more than"):
+        Problem("p", tables, Topology(devices), len(devices), constraints=Constraints(pinned=pins))
