@@ -11,8 +11,8 @@ be trained on it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardcore import dataset, files, schema
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.reality import Judged, noise_ms
 from shardcore.cost.steps import Step
-from shardcore.types import MOST_MS, Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost
+from shardcore.types import MOST_MS, MOST_SPEED, Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 1
@@ -61,11 +61,12 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     plans run once. Raises what `lower` and `replay` raise."""
     names = tuple((algorithm, plan_digest(plan, problem)) for algorithm, plan in made)
     plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
+    if folder.is_symlink():
+        raise ShardCoreError(f"{folder} is a symbolic link; replays are kept in a folder of their own")
     if is_kept(folder, problem, made, setting, config):
         return read(folder)
     costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
-    for old in (folder / REPLAYS_JSON, *(p for p in folder.glob("*.json") if files.DIGEST.fullmatch(p.stem))):
-        old.unlink(missing_ok=True)
+    _clear(folder)
     files.write_problem(folder / PROBLEM_JSON, problem)
     for name, plan in plans.items():
         files.write_plan(folder / f"{name}.json", plan, problem)
@@ -75,6 +76,21 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
         for algorithm, name in names]}
     files.write_json(folder / REPLAYS_JSON, {"schema": SCHEMA, "version": VERSION, **body, "digest": files.digest(body)})
     return Kept(problem, setting, names, plans, costs)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what `keep` writes, and nothing else."""
+    for old in (folder / REPLAYS_JSON, *folder.glob("*.json"), *folder.glob(".*.tmp")):  # that first: see above
+        if old.name in (REPLAYS_JSON, PROBLEM_JSON) or files.DIGEST.fullmatch(old.stem) or files.UNFINISHED.fullmatch(old.name):
+            old.unlink(missing_ok=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove what `keep` writes, and the folder where it holds nothing else. A link is left with all that it leads to."""
+    if folder.is_dir() and not folder.is_symlink():
+        with suppress(OSError):  # a folder of a plan's name, or something else in it: none of ours
+            _clear(folder)
+            folder.rmdir()
 
 
 def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
@@ -217,8 +233,12 @@ class _Row:
         if len({len(p) for p in parts}) > 1 or not parts[0] or not all(0 <= ms <= MOST_MS for p in parts for ms in p):
             raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(parts)}; it needs as many times for "
                                  "each, of 0 ms or more")
-        if not 0 < self.pace < math.inf:
-            raise ShardCoreError(f"the replay of plan {self.plan} has pace {self.pace}; it needs to be positive")
+        if not 1 / MOST_SPEED <= self.pace <= MOST_SPEED:
+            raise ShardCoreError(f"the replay of plan {self.plan} has pace {self.pace}; it needs {1 / MOST_SPEED:g} to "
+                                 f"{MOST_SPEED:g}")
+        usual = self.cost().at_usual_pace()  # whose times are bounded too
+        if not (usual.total_ms > 0 and usual.step.median_ms > 0):
+            raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
 
     def cost(self) -> Replayed:
         return Replayed(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Replayed)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,11 +121,10 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     and replays.png. What is kept is not run again while the plans are the same. {} where the parameters want none or the cluster
     cannot: a line says why."""
     logger = get_run_logger()
-    if not config.replay_problems:
-        shutil.rmtree(out, ignore_errors=True)
+    if out.is_symlink():
+        raise ShardCoreError(f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("replays.csv", "replays.png"):  # of another model
-        (out / name).unlink(missing_ok=True)
+    _remove(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
     if not config.replay_problems:
         logger.info("no plans are replayed: evaluate.replay_problems is 0")
         return {}
@@ -167,8 +165,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
     """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
-    for path in set(out.iterdir()) - {out / p.name for p in problems}:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    _remove(out, but=[p.name for p in problems])
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     work = console.Work("problems replayed", len(problems))
     with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, control)) as gang:
@@ -184,6 +181,16 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
                                   found["mape"], found["regret"])
             work.done(i + 1)
     return kept
+
+
+def _remove(out: Path, but: Sequence[str]) -> None:
+    """Remove what was said of another model, and the replays that `out` keeps of problems, `but` some. What else is there stays:
+    `out` may lead to a folder of somebody's."""
+    for name in ("replays.csv", "replays.png"):
+        (out / name).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if path.name not in but:
+            replays.remove(path)
 
 
 @task

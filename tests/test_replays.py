@@ -176,3 +176,16 @@ def test_a_replay_that_fails_keeps_nothing_and_leaves_what_there_was(problem, ma
             replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, failing)
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
         replays.keep(tmp_path, problem, made[1:2], SETTING, CONFIG, clock)
+
+
+def test_nothing_is_kept_through_a_link_and_what_is_removed_is_named(problem, made, clock, tmp_path):
+    folder = tmp_path / "kept"
+    replays.keep(folder, problem, made, SETTING, CONFIG, clock)
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ShardCoreError, match="is a symbolic link"):
+        replays.keep(tmp_path / "link", problem, made, SETTING, CONFIG, clock)
+    replays.remove(tmp_path / "link")
+    assert replays.read(folder).problem == problem
+    replays.remove(folder)
+    assert [p.name for p in folder.iterdir()] == ["notes.txt"]

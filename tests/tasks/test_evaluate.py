@@ -79,6 +79,9 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json")}
     (tmp_path / "of-before").mkdir()
     (tmp_path / "replays.csv").write_text("of before")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("somebody's")
+    before[tmp_path / "thesis" / "chapter.txt"] = b"somebody's"
     kept = evaluate._replayed(model, problems, None, SMALL, tmp_path)
     assert [k.problem for k in kept] == problems and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert not (tmp_path / "of-before").exists()
