@@ -38,7 +38,8 @@ _CONTENTIONS = 8
 """Units of contention."""
 
 
-_MOST_LAYERS, _MOST_UNITS = 16, 4096
+_MOST_LAYERS, _MOST_UNITS = 7, 4096
+"""Beyond these a network may predict what is infinite (see weights.py)."""
 
 
 @dataclass(frozen=True)

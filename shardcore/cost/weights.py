@@ -19,6 +19,8 @@ _RATE = (0.0, 1e6)
 _ANY = (-1e6, 1e6)
 _CONTENTION, _BAND = 50.0, 300.0
 """Largest exponents of factors: of both together e is finite, and far beyond all that was ever measured."""
+_MOST_LAYERS = 8
+"""Of the network: of more, products of weights within _ANY are infinite."""
 
 
 def require(w: Mapping[str, np.ndarray]) -> None:
@@ -61,7 +63,9 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
 
 def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[float, float]]]:
     """Of layers, each as wide as the one before gives, the last one 2."""
-    rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d)\..*", name))), default=0)
+    rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*", name))), default=0)
+    if last >= _MOST_LAYERS:
+        raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
     for i in range(last + 1):
         outputs = 2 if i == last else _length(w, f"network.{i}.bias")
         rules |= {f"network.{i}.weight": ((inputs, outputs), _ANY), f"network.{i}.bias": ((outputs,), _ANY)}

@@ -73,3 +73,10 @@ def test_a_model_is_checked_when_it_is_read(trained, tmp_path):
     files.write_model(tmp_path, meta, bad)
     with pytest.raises(ShardCoreError, match=f"model in {tmp_path}: weight 'launch' has -5; it needs 0 to"):
         neural.load(tmp_path)
+
+
+def test_a_network_of_many_layers_is_refused(trained):
+    layers = {f"network.{i}.{what}": np.ones(shape) for i in range(9) for what, shape in (("weight", (2, 2)), ("bias", (2,)))}
+    w = {**{k: v for k, v in trained.weights.items() if not k.startswith("network.")}, **layers}
+    with pytest.raises(ShardCoreError, match="9 layers"):
+        weights.require(w)
