@@ -75,9 +75,10 @@ def _all_to_all(owned: np.ndarray, hosts: np.ndarray) -> Terms:
     if not np.ptp(hosts):
         out, into = owned * (n_devices - 1) / n_devices, (total - owned) / n_devices
         return [0.0, out + into, _busiest(out, into), 0.0, 0.0, 0.0, 0.0]
-    member = (hosts[:, None] == np.unique(hosts)).astype(float)  # [D, hosts]
-    sizes, on_host = member.sum(0), owned @ member
-    size, of_host = member @ sizes, on_host @ member.T
+    _, number, sizes = np.unique(hosts, return_inverse=True, return_counts=True)
+    order = np.argsort(number, kind="stable")  # devices by their hosts: a matrix of both could have 2^32 cells
+    on_host = np.add.reduceat(owned[..., order], np.cumsum(sizes) - sizes, axis=-1)
+    size, of_host = sizes[number], on_host[..., number]
     near_out, near_in = owned * (size - 1) / n_devices, (of_host - owned) / n_devices
     far_out, far_in = owned * (n_devices - size) / n_devices, (total - of_host) / n_devices
     leaves, enters = on_host * (n_devices - sizes) / n_devices, (total - on_host) * sizes / n_devices
