@@ -135,9 +135,16 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
         for table, mean, batch, law in zip(table_of, report["pooling_params"]["Ls"], report["batch_params"]["Bs"],
                                            report["indices_params_list"], strict=True):
+            hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
+            if not all(0 <= share <= 1 for share in hitters):
+                raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
+            mean = schema.read(mean, float, "Ls")
             batches[table] = batch
             pooling[table] += mean
-            seen[table] += rows_by_count(law["heavy_hitters"], law["zipf_q"], law["zipf_s"], mean * batch, specs[table][0])
+            seen[table] += rows_by_count(hitters, law["zipf_q"], law["zipf_s"], mean * batch, specs[table][0])
+        schema.read(list(batches.values()), tuple[int, ...], "Bs")
+        if not all(0 <= i < len(specs) for i in table_of):
+            raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
         found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i]) for i in pooling}
         if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1 for f in found.values()):
             raise ValueError("lookups are not finite, or less than none")

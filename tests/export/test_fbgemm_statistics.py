@@ -25,6 +25,7 @@ from training import in_processes  # noqa: E402
 
 from shardcore import files, streams  # noqa: E402
 from shardcore.__main__ import main  # noqa: E402
+from shardcore.export import fbgemm_statistics  # noqa: E402
 from shardcore.export.fbgemm_statistics import (  # noqa: E402
     TablePart,
     matched,
@@ -180,6 +181,20 @@ def test_what_is_no_report_is_refused(reports, tmp_path):
     (tmp_path / "report.json").write_text("{")
     with pytest.raises(ShardCoreError, match="report.json"):
         read_statistics(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"feature_table_map": [0, 0, -1, 2]}, "feature_table_map"), ({"batch_params": {"Bs": [256.5] * 4}}, "Bs"),
+    ({"pooling_params": {"Ls": [True] * 4}}, "Ls"), ({"indices_params_list": [{"heavy_hitters": [-1]}] * 4}, "heavy_hitters")])
+def test_numbers_that_fbgemm_does_not_write_are_refused(change, said, tmp_path):
+    law = {"heavy_hitters": [0.2, 0.1], "zipf_q": 2.0, "zipf_s": 1.1}
+    sound = {"embedding_specs": [[900, 8], [300, 12], [70, 4]], "feature_table_map": [0, 0, 1, 2],
+             "pooling_params": {"Ls": [8.0] * 4}, "batch_params": {"Bs": [256] * 4}, "indices_params_list": [law] * 4}
+    (tmp_path / "report.json").write_text(json.dumps(sound))
+    assert len(fbgemm_statistics.reported_tables(tmp_path / "report.json")) == 3
+    (tmp_path / "report.json").write_text(json.dumps(sound | change))
+    with pytest.raises(ShardCoreError, match=said):
+        fbgemm_statistics.reported_tables(tmp_path / "report.json")
 
 
 def _changed(reports: Path, folder: Path, **change) -> Path:
