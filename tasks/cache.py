@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ def _of(value: Any, kind: type, what: str) -> Any:
 
 def _is_ours(path: Path) -> bool:
     """Whether no link on its way leads out of the project. (Data may well lie behind one; it is not removed there.)"""
-    return path.parent.resolve().is_relative_to(Path.cwd().resolve())
+    with suppress(OSError, RuntimeError):  # of links in a circle
+        return path.parent.resolve().is_relative_to(Path.cwd().resolve())
+    return False
 
 
 def _inside(name: Any, where: Path) -> Path:

@@ -56,6 +56,8 @@ class PublishConfig:
     def __post_init__(self) -> None:
         compare.require_known([self.algorithm])
         require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED))
+        if not self.plans or not self.plans.isprintable():
+            raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'")
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
         if self.keep_versions < store.FEWEST_KEPT:

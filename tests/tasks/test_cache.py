@@ -135,3 +135,10 @@ def test_a_folder_of_dvcs_that_leads_out_costs_no_file(copy):
     with pytest.raises(ShardCoreError, match="has path .*precious'; it needs to be one in the project"):
         cache.remove_damaged(logging.getLogger())
     assert outside.exists()
+
+
+def test_a_result_behind_links_in_a_circle_is_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dvc.lock").write_text(f"stages: {{a: {{outs: [{{path: loop/x, md5: {'a' * 32}}}]}}}}")
+    with contextlib.chdir(tmp_path), pytest.raises(ShardCoreError, match="it needs to be one in the project"):
+        cache.results()

@@ -172,3 +172,9 @@ def test_bad_settings_are_named():
                           ({"algorithm": "magic"}, "'magic'"), ({"algorithm": "milp", "max_moved_tables": 3}, "'milp'")):
         with pytest.raises(ShardCoreError, match=named):
             PublishConfig(**fields)
+
+
+@pytest.mark.parametrize("plans", ["", "a\0b"])
+def test_plans_need_a_folder(plans):
+    with pytest.raises(ShardCoreError, match="publish config has plans"):
+        PublishConfig(plans=plans)
