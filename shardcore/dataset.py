@@ -380,7 +380,8 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
     text = [file.schema.column(i).path for i in range(len(file.schema)) if file.schema.column(i).physical_type == "BYTE_ARRAY"]
     # Text by its different values, each once. Arrow's threads can abort a process that ends.
     table = pq.read_table(pa.BufferReader(content), use_threads=False, read_dictionary=text)
-    _require_size(path, "characters", [_characters(x) for column in table.columns for x in column.chunks], len(content), _MOST_TEXT)
+    written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
+    _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
     if "measurement_version" in table.schema.names:
         if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
             return []

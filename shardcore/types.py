@@ -428,8 +428,8 @@ class Problem:
             if key not in sets:
                 sets[key] = make()
                 room -= len(sets[key])
-                _require(room >= 0, f"problem {self.name!r} pins tables to sets of more than {MOST_PINS} devices in all; it needs "
-                                    "fewer or smaller ones")
+                _require(room >= 0, f"problem {self.name!r} pins tables to sets of more than {MOST_PINS} devices in all; "
+                                    "it needs fewer or smaller ones")
             return sets[key]
 
         own = {name: known(where, lambda w=where: frozenset(d for x in w for d in (of_host[x] if isinstance(x, str) else (x,))))
