@@ -40,7 +40,10 @@ def main() -> None:
                                      "for and the dataset lacks, on this machine or the Ray cluster at RAY_ADDRESS.")
     parser.add_argument("--dry-run", action="store_true", help="only say what is missing and how long it would take; no device "
                         "is taken")
-    services.run_flow(dry_run if parser.parse_args().dry_run else measure)
+    if parser.parse_args().dry_run:
+        services.run_flow(dry_run, needs_prefect=False)
+    else:
+        services.run_flow(measure)
 
 
 if __name__ == "__main__":

@@ -192,13 +192,18 @@ class Program:
             print(f"{line}; log: {self.log}" if self.log else line, file=self.err, flush=True)
 
 
+def is_relayed() -> bool:
+    """Whether `dvc repro` runs this process for a refresh, which shows its marked lines."""
+    return RELAYED.items() <= os.environ.items()
+
+
 def start(name: str) -> Program:
     """From now on show what a person wants to see of the flow `name`. What else this process prints, and those that
     it starts, goes to a log file. Raises OSError if that cannot be written."""
     global _display
     for logger in map(logging.getLogger, _RUN_LOGGERS):
         logger.addHandler(_ForPeople())
-    if RELAYED.items() <= os.environ.items():
+    if is_relayed():
         _display = _Relay()
         return Program(None, None, sys.stderr)
     log = _new_log(name)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import psutil
 from prefect import get_run_logger, task
 
 from shardcore import files, schema
 from shardcore.types import ShardCoreError
-from tasks import cache, console, params, paths, services
+from tasks import cache, console, owned, params, paths
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
@@ -27,7 +30,9 @@ Stage = Literal["tables", "measure", "train", "evaluate"]
 STAGES = get_args(Stage)
 AFTER = ("promote", "publish")
 """The stages that follow DVC's last one."""
-_LAST_WORDS_S = 5.0
+_LAST_WORDS_S = 3.0
+_HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
+_DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 
 
 @dataclass(frozen=True)
@@ -85,20 +90,23 @@ def repro(target: Stage) -> list[StageRun]:
     stages = [s for s in stages_of(target) if s in STAGES]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
     cache.remove_damaged(logger)
-    process = _dvc("repro", target, **console.RELAYED)
     begun: dict[str, tuple[bool, float]] = {}  # stage -> whether it runs, since when
-    reason = ""
-    for message in _said(process):
-        if message:
-            logger.info("%s", message)
-        if message.lower().startswith("error: ") and not reason:
-            reason = message.split(": ", 1)[1]
-        if (found := _DVC_STAGE.match(message)) and found[2] in stages:
-            begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
-            announce(found[2], target, runs)
-            update_progress_artifact(progress, 100.0 * stages.index(found[2]) / len(stages), description=f"stage {found[2]}")
-    if process.wait():
-        raise ShardCoreError(reason or f"dvc repro {target} ended with exit code {process.returncode}")
+    errors: list[str] = []
+    forget_dead_users()
+    with owned.owned():
+        process = _dvc("repro", target, **console.RELAYED)
+        for message in _said(process):
+            if message:
+                logger.info("%s", message)
+            if errors or message.lower().startswith("error: "):
+                errors.append(message)
+            if (found := _DVC_STAGE.match(message)) and found[2] in stages:
+                begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
+                announce(found[2], target, runs)
+                done = 100.0 * stages.index(found[2]) / len(stages)
+                update_progress_artifact(progress, done, description=f"stage {found[2]}")
+        if process.wait():
+            raise ShardCoreError(why(errors) or f"dvc repro {target} ended with exit code {process.returncode}")
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [StageRun(stage, ran, end - since if ran else 0.0)
@@ -115,6 +123,44 @@ def _said(process: subprocess.Popen) -> Iterator[str]:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_LAST_WORDS_S)
         raise
+
+
+def forget_dead_users() -> None:
+    """Take those that have ended out of DVC's list of who uses which results. DVC goes by whether there is a process of that id,
+    which there is until somebody has reaped it; and a list that a kill cut short it refuses for good."""
+    if not _DVC_USERS.exists():
+        return
+    with open(_DVC_USERS.with_name("rwlock.lock"), "a") as guard:
+        with suppress(BlockingIOError):  # else DVC is at it
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                users = json.loads(_DVC_USERS.read_bytes())
+                left = {"write": {path: user for path, user in users["write"].items() if _works(user["pid"])},
+                        "read": {path: kept for path, each in users["read"].items()
+                                 if (kept := [user for user in each if _works(user["pid"])])}}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                left = {}
+            files.write_atomic(_DVC_USERS, json.dumps(left).encode())
+
+
+def _works(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def why(errors: Sequence[str]) -> str:
+    """The first of the errors that `dvc repro` said, in one line. Of a lock also who holds it: DVC says that in lines of its own,
+    or not at all, but has it in the lock's file."""
+    first = errors[0].split(": ", 1)[1] if errors else ""
+    if first.endswith("is being blocked by:"):
+        holders = [f"process {found[1]} ({found[2]})" for line in errors if (found := _HOLDER.search(line))]
+        return f"{first} {', '.join(holders)}; wait until that has ended, or end it"
+    if first.startswith("Unable to acquire lock") and _DVC_LOCK.exists():
+        holder = _DVC_LOCK.read_text().strip()
+        return f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has ended, or end it"
+    return first
 
 
 def stages_of(target: Stage) -> tuple[str, ...]:
@@ -166,7 +212,7 @@ def push_data(target: Stage) -> str | None:
 def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
     return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, env={**os.environ, **env, "PATH": here}, preexec_fn=services.die_with_parent)
+                            text=True, env={**os.environ, **env, "PATH": here})
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess:

@@ -2,11 +2,11 @@
 
 `python -m tasks.services COMMAND …` runs a command with a Prefect server: PREFECT_API_URL, or one for as long as it runs. The
 command is a process of its own, for Prefect reads the address when it is imported, and sends its last logs when it exits.
+All that it starts ends with it (tasks.owned).
 """
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import logging
 import os
@@ -25,13 +25,14 @@ from urllib.parse import urlparse
 import httpx
 
 from shardcore.types import ShardCoreError
-from tasks import console, paths
+from tasks import console, owned, paths
 
 LOOPBACK = ("127.0.0.1", "localhost")
 _PATIENCE_S = 5.0
-_LAST_WORDS_S = 10.0
-_OWNED = "SHARDCORE_OWNED"
-"""Set for the processes of one `python -m tasks.services COMMAND`, which all end with it."""
+_LOOK_EVERY_S = 0.5
+_LAST_WORDS_S = 4.0
+"""How long an interrupted command may go on before it is ended."""
+_GOES_ON = "what was finished is kept, and a rerun goes on from there"
 
 
 def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
@@ -85,26 +86,35 @@ def prefect_server() -> Iterator[str]:
     if os.environ.get("PREFECT_API_URL"):
         yield os.environ["PREFECT_API_URL"]
         return
+    with _own_server() as (url, _):
+        yield url
+
+
+@contextmanager
+def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
+    """The URL of a Prefect server of our own, and the server. In an owned run it ends with that, after the flows."""
     held = reserve_port()
     port = held.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent,
-        start_new_session=True)  # a terminal's interrupt is not for it: runs have to tell it how they ended
+    with owned.serving():
+        server = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True)  # a terminal's interrupt is not for it: runs have to tell it how they ended
     try:
         _wait_healthy(f"{url}/health", server)
         os.environ["PREFECT_API_URL"] = url  # read by the processes that we start
-        yield url
+        yield url, server
     finally:
         os.environ.pop("PREFECT_API_URL", None)
-        server.terminate()
-        try:
-            server.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
         held.close()
+        if not os.environ.get(owned.RUN):
+            server.terminate()
+            try:
+                server.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
 def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) -> None:
@@ -117,12 +127,6 @@ def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) ->
             time.sleep(0.2)
     ended = f"ended with exit code {server.returncode}" if server.poll() is not None else f"was not up within {timeout_s:.0f} s"
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
-
-
-def die_with_parent() -> None:
-    """End this process when its parent dies, however that dies (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def away(error: httpx.HTTPError) -> str:
@@ -145,23 +149,27 @@ def show_user_errors_plainly() -> None:
             logger.addFilter(_NoTracebackForUserErrors())
 
 
-def run_flow(flow: Callable[[], object]) -> None:
-    """Run a flow as a program: exit code 0, or 1 with one line that says why. What is printed: see tasks.console."""
-    if os.environ.get(_OWNED):
-        die_with_parent()
-    reach_directly(os.environ)
-    show_user_errors_plainly()
+def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
+    """Run a flow as a program: exit code 0, or 1 with one line that says why. What is printed: see tasks.console. What it starts
+    ends with it. Where it needs Prefect and has no server, it starts again as `python -m tasks.services` with itself."""
     program = console.Program(None, None, sys.stderr)
     try:
         if not paths.PARAMS.exists():
             raise ShardCoreError(f"{paths.PARAMS} is not in {os.getcwd()}: flows run in the project's folder")
-        program = console.start(Path(sys.argv[0]).stem)
-        if os.environ.get("PREFECT_API_URL"):
-            require_answer(os.environ["PREFECT_API_URL"], "Prefect (PREFECT_API_URL)")
-        flow()
+        if console.is_relayed():
+            owned.end_with_parent()
+        elif needs_prefect and not os.environ.get("PREFECT_API_URL"):
+            os.execv(sys.executable, [sys.executable, "-m", "tasks.services", sys.executable, *sys.orig_argv[1:]])
+        with owned.owned():
+            reach_directly(os.environ)
+            show_user_errors_plainly()
+            program = console.start(Path(sys.argv[0]).stem)
+            if os.environ.get("PREFECT_API_URL"):
+                require_answer(os.environ["PREFECT_API_URL"], "Prefect (PREFECT_API_URL)")
+            flow()
         program.ended()
     except KeyboardInterrupt:
-        program.failed("stopped; what was finished is kept, and a rerun goes on from there")
+        program.failed(f"stopped; {_GOES_ON}")
         raise SystemExit(130) from None
     except Exception as error:
         program.failed(f"error: {_said(error)}")
@@ -173,20 +181,26 @@ def _said(error: Exception) -> str:
     if isinstance(error, (ShardCoreError, OSError)):
         return str(error)
     if isinstance(error, httpx.HTTPError):
-        return f"{away(error)}; what was finished is kept, and a rerun goes on from there"
+        return f"{away(error)}; {_GOES_ON}"
     traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def main() -> None:
-    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if "MAKELEVEL" in os.environ:
+        owned.end_with_parent()
     reach_directly(os.environ)
-    os.environ[_OWNED] = "1"
     try:
-        if not os.environ.get("PREFECT_API_URL"):
-            print("starting a Prefect server for as long as this runs", flush=True)
-        with prefect_server():
-            code = _run(sys.argv[1:])
+        with owned.owned():
+            if os.environ.get("PREFECT_API_URL"):
+                code = _run(sys.argv[1:])
+            else:
+                print("starting a Prefect server for as long as this runs", flush=True)
+                with _own_server() as (_, server):
+                    code = _run(sys.argv[1:], server)
     except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -195,18 +209,29 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def _run(command: list[str]) -> int:
-    """The exit code of a command. A terminal interrupts it too: then there is time for what it says last."""
-    process = subprocess.Popen(command, preexec_fn=die_with_parent)
+def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
+    """The exit code of a command. A terminal interrupts it too: then there is time for what it says last. Raises ShardCoreError
+    where it is killed, or its server ends before it: no other one will be at that address."""
+    process = subprocess.Popen(command)
     try:
-        return process.wait()
-    except KeyboardInterrupt:
-        for end in (process.poll, process.terminate, process.kill):
-            end()
+        while (code := process.poll()) is None:
+            if server and server.poll() is not None:
+                raise ShardCoreError(f"the Prefect server of this run {_end_of(server)}; {_GOES_ON}")
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_LAST_WORDS_S)
-                break
+                process.wait(_LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_WORDS_S)
         raise
+    if code < 0:
+        raise ShardCoreError(f"{' '.join(command)} {_end_of(process)}; {_GOES_ON}")
+    return code
+
+
+def _end_of(process: subprocess.Popen) -> str:
+    """How a process ended."""
+    code = process.returncode
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 if __name__ == "__main__":

@@ -4,19 +4,23 @@ The tests with `outcome` do what they are named after to real processes, at an i
 repeats them.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import pickle
 import random
 import re
 import shutil
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
@@ -79,6 +83,52 @@ def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_pro
     samples = dataset.read_compute(folder)
     outcome.completed = len(samples) == len({s.id for s in samples}) == 31 and len(dataset.read_comm(folder)) == 12
     assert outcome.lost == 0 and outcome.completed  # 31 with the control group
+
+
+def of_the_run(folder: Path) -> list[psutil.Process]:
+    """The living processes that have their temporary files in a folder below this one, as all of a run have."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR", "").startswith(f"{folder}/") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+PYTHON = Path(sys.executable).name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [f"{PYTHON} -m tasks.services", f"{PYTHON} -m prefect server",
+                                    f"{PYTHON} -m flows.measure", "raylet ", f"{PYTHON} -I -S"])
+def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(new_project, victim):
+    """It has a Prefect server and a Ray of its own."""
+    project = new_project()
+    files.write_pool(project.folder / "data/pool.json", pool())
+    goes_on = victim == f"{PYTHON} -I -S"  # without its guardian
+    project.set_params("measure", compute_samples=2000, comm_samples=0, step_samples=0)
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
+        with project.started("flows.measure", PREFECT_API_URL="", TMPDIR=temporary) as run:
+            until(lambda: timings(project), timeout_s=240)
+            listening, victims = set(), []
+            for process in [top := psutil.Process(run.process.pid), *top.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it ended meanwhile
+                    listening |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+                    program, *rest = process.cmdline()
+                    victims += [process] if " ".join([Path(program).name, *rest]).startswith(victim) else []
+            assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+            [killed] = victims
+            killed.kill()
+            code = run.process.wait(240)
+            assert victim == "raylet " or (code == 0) == goes_on, run.log()  # actors that work may outlive a raylet
+            deadline = time.monotonic() + 15  # what is promised
+            while left := of_the_run(Path(temporary)) + os.listdir(temporary):
+                assert time.monotonic() < deadline, left
+                time.sleep(0.1)
+    project.set_params("measure", compute_samples=len(timings(project)))
+    assert "measured" in project.run("flows.measure").stdout
 
 
 # --- services killed, disks full, files damaged ------------------------------------------------------------------------

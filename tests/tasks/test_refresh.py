@@ -1,8 +1,12 @@
 """Overrides of params.yaml, what a refresh that pushes asks for before anything runs, and what it says of stages."""
 
+import fcntl
+import json
+import os
 import subprocess
 import sys
 
+import dvc.lock
 import pytest
 
 from shardcore.types import ShardCoreError
@@ -81,3 +85,52 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
     process = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
     assert list(refresh._said(process)) == ["Running stage 'train':", "few samples", ""]
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
+
+
+# --- why dvc repro fails ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch, held):
+    """Though nobody has reaped it; but not who works. One that a kill cut short is begun anew."""
+    monkeypatch.chdir(tmp_path)
+    refresh.forget_dead_users()  # there is none
+    assert not list(tmp_path.iterdir())
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    (tmp_path / ".dvc/tmp").mkdir(parents=True)
+    users, here = tmp_path / ".dvc/tmp/rwlock", {"pid": os.getpid(), "cmd": "works"}
+    dead = {"pid": ended.pid, "cmd": "dvc repro"}
+    users.write_text(json.dumps({"write": {"/a": dead, "/b": here}, "read": {"/c": [dead], "/d": [dead, here]}}))
+    with open(users.with_name("rwlock.lock"), "a") as guard:
+        if held:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+        refresh.forget_dead_users()
+    found = json.loads(users.read_text())
+    assert found == ({"write": {"/b": here}, "read": {"/d": [here]}} if not held else
+                     {"write": {"/a": dead, "/b": here}, "read": {"/c": [dead], "/d": [dead, here]}})
+    for cut in ("", '{"write": {"/a": {"pi', "[]", '{"write": {"/a": 3}, "read": {}}'):
+        users.write_text(cut)
+        refresh.forget_dead_users()
+        assert users.read_text() == "{}"
+    ended.wait()
+
+
+def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
+    """Of a stage that runs in another process, and of another DVC; each as DVC says it."""
+    monkeypatch.chdir(tmp_path)
+    run = [sys.executable, "-m", "dvc"]
+    subprocess.run([*run, "init", "--no-scm", "--quiet"], check=True)
+    (tmp_path / "dvc.yaml").write_text("stages:\n  tables:\n    cmd: 'true'\n    outs:\n    - pool\n")
+    other = {"write": {str(tmp_path / "pool"): {"pid": os.getpid(), "cmd": "dvc repro of another"}}}
+    (tmp_path / ".dvc/tmp").mkdir(exist_ok=True)
+    (tmp_path / ".dvc/tmp/rwlock").write_text(json.dumps(other))
+    said = subprocess.run([*run, "repro", "tables"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+    lines = said.splitlines()
+    errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")):]
+    reason = refresh.why(errors)
+    assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
+    (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
+    assert refresh.why([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
+        ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, or end it")
+    assert refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few" and refresh.why([]) == ""

@@ -1,21 +1,26 @@
 import http.server
 import os
 import re
+import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 from unittest import mock
 
 import httpx
+import psutil
 import pytest
 import requests
 
 from shardcore.types import ShardCoreError
-from tasks import console, services
+from tasks import console, owned, services
 
+ROOT = Path(__file__).parents[2]
 NOWHERE = "127.0.0.1:9"
 PROXIES = {name: f"http://{NOWHERE}" for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY",
                                                   "ALL_PROXY")}
@@ -152,14 +157,26 @@ def fails(error):
     (KeyboardInterrupt(), 130, "stopped; what was finished is kept, and a rerun goes on from there\n")])
 def test_a_flow_that_fails_says_why_in_one_line(in_project, capsys, error, code, said):
     with pytest.raises(SystemExit) as ended:
-        services.run_flow(fails(error))
+        services.run_flow(fails(error), needs_prefect=False)
     assert ended.value.code == code and capsys.readouterr().err == said
 
 
 def test_a_flow_that_works_ends_well(in_project):
     ran = []
-    services.run_flow(lambda: ran.append(os.environ["no_proxy"]))
+    services.run_flow(lambda: ran.append(os.environ["no_proxy"]), needs_prefect=False)
     assert ran == ["127.0.0.1,localhost"]
+
+
+def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
+    """As it was started, and before it did anything."""
+    def became(program, command):
+        raise SystemExit(command)
+
+    monkeypatch.setattr(os, "execv", became)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "flows.measure"])
+    with pytest.raises(SystemExit) as ended:
+        services.run_flow(fails(AssertionError))
+    assert ended.value.code == [sys.executable, "-m", "tasks.services", sys.executable, "-X", "dev", "-m", "flows.measure"]
 
 
 def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, capsys, monkeypatch):
@@ -190,3 +207,33 @@ def test_a_server_that_is_named_is_used(monkeypatch):
     with services.prefect_server() as url:
         assert url == "http://there/api"
     assert os.environ["PREFECT_API_URL"] == url
+
+
+# --- commands with a server ----------------------------------------------------------------------------------------------
+
+
+def with_server(*command, **env):
+    """`python -m tasks.services`, its server one that is named."""
+    return subprocess.Popen([sys.executable, "-m", "tasks.services", *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env={**os.environ, "PREFECT_API_URL": "http://there/api", **env})
+
+
+@pytest.mark.parametrize("code, said", [
+    ("sys.exit(3)", ""), ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL; what was finished is kept")])
+def test_a_command_s_end_is_told(code, said):
+    run = with_server(sys.executable, "-c", f"import os, signal, sys; {code}")
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == (1 if said else 3) and said in error and error.count("\n") == bool(said)
+
+
+def test_a_command_ends_with_its_run_that_is_asked_to():
+    run = with_server(sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    command = int(run.stdout.readline())
+    run.terminate()
+    assert run.wait(60) == 128 + signal.SIGTERM and not psutil.pid_exists(command)
+
+
+def test_a_server_that_ends_before_its_command_is_told():
+    with subprocess.Popen(["false"]) as server:
+        with owned.owned(), pytest.raises(ShardCoreError, match="^the Prefect server of this run ended with exit code 1; "):
+            services._run(["sleep", "600"], server)
