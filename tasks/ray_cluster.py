@@ -1,17 +1,25 @@
 """A connection to Ray: RAY_ADDRESS, or a local Ray for as long as the context lasts. Actors are in a namespace named after the
-flow run, which the dashboard and `ray list actors` show beside their names."""
+flow run, which the dashboard and `ray list actors` show beside their names.
+
+A local Ray listens at loopback only and asks for a token, as the stack's does. Its folder is the run's (tasks.owned).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from shardcore.types import ShardCoreError
-from tasks import services
+from tasks import owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
+_LOCAL_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster of more than one machine listens at all addresses
+              "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # nobody will start another head: all ends with it
 
 
 @contextmanager
@@ -20,20 +28,43 @@ def ray_cluster() -> Iterator[None]:
     import ray
     from prefect import runtime
 
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": runtime.flow_run.name or None}
-    try:
-        if address and address != "local":
-            if address != "auto":
-                services.require_answer(address, "Ray (RAY_ADDRESS)")
-            ray.init(address=address, **options)
-        else:
-            ray.init(address="local", object_store_memory=_LOCAL_OBJECT_STORE_BYTES, include_dashboard=False, **options)
-    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-        if isinstance(error, ShardCoreError):
+    with owned.owned() if address == "local" else nullcontext():
+        try:
+            if address == "local":
+                _close()
+                with owned.serving():
+                    ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES, include_dashboard=False,
+                             _node_ip_address=services.LOOPBACK[0], **options)
+            else:
+                if address != "auto":
+                    services.require_answer(address, "Ray (RAY_ADDRESS)")
+                ray.init(address=address, **options)
+        except ShardCoreError:
             raise
-        raise ShardCoreError(f"cannot connect to Ray at {address or 'local'}: {' '.join(str(error).split())[:200]}") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
+        except Exception as error:  # of many kinds, a bare one among them
+            raise ShardCoreError(f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}") from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _close() -> None:
+    """Have the Ray that starts next listen at loopback and ask for a token of its own, and this process know it."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_write_token()), **_LOCAL_RAY})
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read, as the two settings, when Ray was imported
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _write_token() -> Path:
+    file, path = tempfile.mkstemp(prefix="ray-token-")  # its owner alone can read it
+    with open(file, "w") as token:
+        token.write(secrets.token_urlsafe(32))
+    return Path(path)

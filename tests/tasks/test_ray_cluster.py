@@ -1,9 +1,15 @@
 """What Ray does with the environment that the stack gives it (ray_fixtures.py starts a cluster with that), and connecting."""
 
+import json
 import logging
 import os
+import signal
+import stat
+import subprocess
+import sys
 import time
 import urllib.error
+from pathlib import Path
 from unittest import mock
 
 import grpc
@@ -85,6 +91,7 @@ def test_it_connects_to_the_address_or_starts_a_small_ray_and_ends_the_connectio
     monkeypatch.setattr(ray, "init", lambda **options: asked.append(options))
     monkeypatch.setattr(ray, "shutdown", lambda: asked.append("ended"))
     monkeypatch.setattr(services, "require_answer", lambda address, what: asked.append(address))
+    monkeypatch.setattr(ray_cluster, "_close", lambda: asked.append("closed"))
     for address in ("10.0.0.7:6379", "auto", "local", None):
         env = {} if address is None else {"RAY_ADDRESS": address}
         with mock.patch.dict(os.environ, env):
@@ -93,6 +100,55 @@ def test_it_connects_to_the_address_or_starts_a_small_ray_and_ends_the_connectio
             with pytest.raises(ValueError), ray_cluster.ray_cluster():
                 raise ValueError("of the work")
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": None}
-    local = {"address": "local", "object_store_memory": 256 << 20, "include_dashboard": False, **quiet}
+    local = {"address": "local", "object_store_memory": 256 << 20, "include_dashboard": False, "_node_ip_address": "127.0.0.1",
+             **quiet}
     assert asked == ["10.0.0.7:6379", {"address": "10.0.0.7:6379", **quiet}, "ended", {"address": "auto", **quiet}, "ended",
-                     local, "ended", local, "ended"]
+                     "closed", local, "ended", "closed", local, "ended"]
+
+
+LOCAL = """
+import json, os, signal, sys
+import flows.measure  # which imports Ray before it knows how it is to listen
+import psutil, ray
+from tasks.ray_cluster import ray_cluster
+
+@ray.remote
+def environment():
+    return dict(os.environ)
+
+with ray_cluster():
+    worker = ray.get(environment.remote())
+    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = {c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    print(json.dumps({"environment": worker, "pids": [p.pid for p in ours[1:]], "listening": sorted(listening),
+                      "address": ray.get_runtime_context().gcs_address, "folder": os.environ["SHARDCORE_OWNED"]}), flush=True)
+    os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(number):
+    root = Path(__file__).parents[2]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    flow = subprocess.Popen([sys.executable, "-c", LOCAL, str(int(number))], cwd=root, env=env, stdout=subprocess.PIPE, text=True)
+    found = json.loads(flow.stdout.readline())
+    assert {address.removeprefix("::ffff:") for address in found["listening"]} == {"127.0.0.1"}
+    assert found["environment"]["RAY_AUTH_MODE"] == "token" and len(found["pids"]) > 3
+    assert Path(found["environment"]["RAY_AUTH_TOKEN_PATH"]).is_relative_to(found["folder"])
+    assert flow.wait(60) != 0
+    deadline = time.monotonic() + 15  # what is promised
+    while left := [p for p in found["pids"] if psutil.pid_exists(p)] + [p for p in [found["folder"]] if os.path.exists(p)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_the_token_of_a_local_ray_is_its_owner_s_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    everybody = os.umask(0)
+    try:
+        token = ray_cluster._write_token()
+    finally:
+        os.umask(everybody)
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) >= 40
+    assert token.is_relative_to(tmp_path)
