@@ -18,6 +18,7 @@ Shapes: D ranks, B batch rows, R repeats.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import time
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import numpy as np
 import torch
@@ -152,8 +154,22 @@ def host_id() -> str:
         return socket.gethostname()
 
 
+def _address(init_method: str) -> tuple[str, int] | None:
+    url = urlparse(init_method)
+    return (url.hostname, url.port) if url.scheme == "tcp" else None
+
+
+def _store(host: str, port: int, rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
+    """Where the ranks find each other: rank 0 listens at this address only, which torch's own would not."""
+    if ipaddress.ip_address(host).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # they exchange there, too
+    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    return dist.TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening)
+
+
 class Rank:
-    """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks.
+    """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT" (a numeric address of rank 0's host, the only one
+    where it then listens), the same on all ranks.
 
     hosts: how many the ranks are on, as host_id tells. Raises ShardCoreError where they are not spread over them evenly.
     """
@@ -161,8 +177,10 @@ class Rank:
     def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu", config: CommConfig | None = None):
         self.rank, self.ranks, self.config = rank, ranks, config or CommConfig()
         self.device = torch.device(device)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method, rank=rank, world_size=ranks,
-                                timeout=timedelta(seconds=self.config.timeout_s))
+        timeout = timedelta(seconds=self.config.timeout_s)
+        where = _address(init_method)
+        found = {"store": _store(*where, rank, ranks, timeout)} if where else {"init_method": init_method}
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timeout, **found)
         ranks_on = Counter(_gather(host_id()))
         self.hosts = len(ranks_on)
         if len(set(ranks_on.values())) > 1:

@@ -8,8 +8,10 @@ named, not those that lost it.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-import tempfile
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,17 +41,18 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
         timeout_s: float) -> Iterator[tuple[int, Any]]:
     """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each say(value) as it comes.
 
-    init_method: for torch.distributed, one for all. Processes are named "<name>-rank-<rank>". `work` and `arguments` need to be
-    picklable. Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or none says
-    anything for timeout_s: it names the rank and the reason. No process is left when the iterator ends, raises or is closed.
+    init_method: for collectives.Rank, one for all: a port of this machine's loopback. Processes are named
+    "<name>-rank-<rank>". `work` and `arguments` need to be picklable.
+    Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or none says anything for
+    timeout_s: it names the rank and the reason. No process is left when the iterator ends, raises or is closed.
     """
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
-    with tempfile.TemporaryDirectory(prefix=f"shardcore-{name}-") as folder:
+    with _reserved_port() as port:
         try:
             for rank in range(ranks):
                 pipe, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_rank_process, name=f"{name}-rank-{rank}", daemon=True,
-                                          args=(theirs, work, rank, f"file://{folder}/ranks", arguments))
+                                          args=(theirs, work, rank, f"tcp://127.0.0.1:{port}", arguments))
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
@@ -62,8 +65,27 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
                 pipe.close()
 
 
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free port of the loopback. It is taken, without listening, until rank 0 listens there; both allow that (SO_REUSEADDR)."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def end_with_parent() -> None:
+    """Have this process, which multiprocessing started, end as soon as the one that started it has, however that ended."""
+    def watch() -> None:
+        wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_method: str, arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
+    end_with_parent()
     try:
         work(rank, init_method, lambda value: pipe.send(("said", value)), *arguments)
         pipe.send(("done", None))

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import signal
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,17 +71,17 @@ PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
 """When a rank that is not the first sends, and how long the answer takes."""
 
 
-def _one_of_three(rank, init_method, say):
+def _one_of_three(rank, init_method, say, folder):
     """What arrives of values that tell rank and position, and that BF16 cannot hold; whether a busy rank
     computes; clocks."""
     host_id, collectives.host_id = collectives.host_id, lambda: f"host-{rank == 2}"
     try:
-        collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
+        collectives.Rank(rank, 3, f"file://{folder}/uneven", "cpu", CONFIG)
     except ShardCoreError as error:
         uneven = str(error)
     dist.destroy_process_group()
     collectives.host_id = host_id
-    member = collectives.Rank(rank, 3, f"{init_method}-of-one-host", "cpu", CONFIG)
+    member = collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
     arrived = []
     for request in THREE:
         for transfer in collectives.transfers(request, rank):
@@ -94,14 +95,15 @@ def _one_of_three(rank, init_method, say):
     busy = float(member._scratch.min())
     times = iter([t for sent, took in PINGS for t in (sent, sent + took)])
     exact = collectives.estimate_clock_offset(clock=lambda: 1000.0 if rank == 0 else next(times))
-    say((uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset()))
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    say((listening, uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset()))
     member.close()
 
 
 @pytest.fixture(scope="module")
-def three():
+def three(tmp_path_factory):
     """What each of three ranks says."""
-    return in_gang(_one_of_three, 3)
+    return in_gang(_one_of_three, 3, tmp_path_factory.mktemp("uneven"))
 
 
 def values(rank, elements, payload):
@@ -113,7 +115,7 @@ def values(rank, elements, payload):
 def test_each_collective_delivers_what_it_says(three, rank):
     """Of six rows each rank has two: of all-to-alls with 8, 12 and 4 columns, of rings with as many as the
     widest."""
-    expected, (_, _, found, *_) = [], three[rank]
+    expected, (_, _, _, found, *_) = [], three[rank]
     for payload in ("fp32", "bf16"):
         outputs = [values(r, 6 * w, payload) for r, w in enumerate(WIDTHS)]
         gradients, given, partial, dense = ([values(r, n, payload) for r in range(3)]
@@ -138,9 +140,13 @@ def test_the_fastest_answer_tells_a_clocks_offset(three):
 
 
 def test_ranks_tell_their_hosts_and_compute_when_they_are_to_be_busy(three):
-    for uneven, hosts, _, (idle, busy), *_ in three:
+    for _, uneven, hosts, _, (idle, busy), *_ in three:
         assert uneven == "the gang's hosts have [1, 2] of its 3 ranks; each needs as many"
         assert hosts == 1 and idle == 0 < busy
+
+
+def test_ranks_of_one_host_listen_at_its_loopback_only(three):
+    assert set.union(*(listening for listening, *_ in three)) == {"127.0.0.1"}
 
 
 def test_waiting_is_until_the_last_start_and_transfer_is_from_there():

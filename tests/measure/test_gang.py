@@ -2,9 +2,14 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import closing
+from pathlib import Path
 
+import psutil
 import pytest
 
 from shardcore.measure import gang
@@ -77,3 +82,40 @@ def test_who_stops_listening_leaves_no_process():
         next(said)
         assert len(processes()) == 2
     assert not processes()
+
+
+def test_it_makes_no_files(tmp_path, monkeypatch):
+    """Which a kill would leave."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with closing(gang.run("toy", count, 1, (10**9,), 60)) as said:
+        next(said)
+        assert not list(tmp_path.iterdir())
+
+
+def wait_forever(rank, init_method, say):
+    say(os.getpid())
+    time.sleep(600)
+
+
+PARENT = """
+import time
+from test_gang import gang, wait_forever
+if __name__ == "__main__":
+    said = gang.run("toy", wait_forever, 2, (), 600)
+    print(*(next(said)[1] for _ in range(2)), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ranks_end_with_the_process_that_started_them_though_it_was_killed(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])}
+    parent = subprocess.Popen([sys.executable, tmp_path / "parent.py"], env=env, stdout=subprocess.PIPE, text=True)
+    ranks = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(ranks) == 2 and all(map(psutil.pid_exists, ranks))
+    parent.kill()
+    parent.communicate(timeout=60)  # its output ends when the last process that could write there has
+    deadline = time.monotonic() + 60
+    while any(map(psutil.pid_exists, ranks)):
+        assert time.monotonic() < deadline, "ranks are left"
+        time.sleep(0.02)
