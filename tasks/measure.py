@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError
 from tasks import actors, services
 from tasks.progress import Progress
 from tasks.setting import SettingConfig
-from tasks.workers import Workers
+from tasks.workers import PART_S, Workers
 
 _WORKER_BYTES = 1 << 30
 """Memory of a measuring process beside its arena: torch, FBGEMM, the pool's index streams."""
@@ -225,16 +226,24 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
         actors.answers("exchanges", [m.join.remote(i, ranks, address, device, config.comm()) for i, m in enumerate(members)],
                        actors.START_S)
         progress = Progress("comm", len(requests))
-        for i in range(0, len(requests), config.chunk):
-            chunk = requests[i:i + config.chunk]
-            name = f"measure[comm] {i + len(chunk)}/{len(requests)}"
+        done, some = 0, 1
+        while chunk := requests[done:done + some]:
+            began = time.monotonic()
+            name = f"measure[comm] {done + len(chunk)}/{len(requests)}"
             times = actors.answers("exchanges", [m.measure.options(name=name).remote(chunk) for m in members],
                                    config.hang_s * len(chunk))
-            dataset.write_comm(folder, [collectives.combine(setting, r, seen, order=i + n)
+            dataset.write_comm(folder, [collectives.combine(setting, r, seen, order=done + n)
                                         for n, (r, seen) in enumerate(zip(chunk, zip(*times, strict=True), strict=True))])
             progress.add(f"{ranks} ranks", len(chunk))
             progress.say()
+            done, some = done + len(chunk), next_part(len(chunk), time.monotonic() - began, config.chunk)
     return len(requests)
+
+
+def next_part(done: int, took_s: float, most: int) -> int:
+    """How many exchanges are measured before they are kept, after `done` that took so long: as many as take PART_S, but at most
+    twice as many as those, and `most`."""
+    return max(1, min(most, 2 * done, int(done * PART_S / took_s)))
 
 
 @task

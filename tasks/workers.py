@@ -25,6 +25,8 @@ from tasks import actors
 
 _logger = logging.getLogger(__name__)
 _PROBE_S = 5.0
+PART_S = 5.0
+"""A call brings back what has finished after so many seconds, whatever the chunk: more is not lost where the run is killed."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
@@ -50,14 +52,18 @@ class DeviceWorker:
     def kernel_s(self) -> float:
         return self._bench.kernel_s
 
-    def measure(self, requests: Sequence[ComputeRequest], last: bool) -> tuple[list[ComputeSample], float]:
-        """Take requests in; the samples that finished meanwhile (with `last` all), the control's among them, and the seconds
-        spent in kernels."""
-        before = self._bench.kernel_s
-        samples = [s for r in requests for s in self._bench.add(r)]
-        if last:
-            samples += self._bench.finish()
-        return samples, self._bench.kernel_s - before
+    def measure(self, requests: Sequence[ComputeRequest], last: bool, seconds: float) -> tuple[list[ComputeSample], float, int]:
+        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples that finished
+        meanwhile, the control's among them, the seconds spent in kernels, and how many requests were taken in."""
+        before, began, samples, taken = self._bench.kernel_s, time.monotonic(), [], 0
+        for request in requests:
+            if taken and time.monotonic() > began + seconds:
+                break
+            samples += self._bench.add(request)
+            taken += 1
+        if last and taken == len(requests):
+            samples += self._bench.finish(seconds)
+        return samples, self._bench.kernel_s - before, taken
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,13 @@ class Finished:
 
 @dataclass(eq=False)
 class _Device:
-    """A place in the fleet: its actor, the call under way, when to look whether that hangs, its seconds in kernels when last
-    looked at, and what was handed to it, by id."""
+    """A place in the fleet: its actor, the call under way and its requests, when to look whether that hangs, its seconds in
+    kernels when last looked at, and what was handed to it, by id."""
 
     name: str
     actor: Any
     call: Any = None
+    chunk: list[ComputeRequest] = field(default_factory=list)
     due: float = 0.0
     kernel_s: float | None = None
     starting: bool = False
@@ -178,12 +185,13 @@ class Workers:
         else:
             n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
             chunk = [self._waiting.popleft() for _ in range(n)]
+        device.chunk = chunk
         device.handed.update((dataset.compute_id(self._setting, r), r) for r in chunk)
         if not device.handed:
             return
         last = device.alone or not self._waiting
         name = f"measure[compute] {device.name}, {len(self._waiting) + len(self._suspects)} waiting"
-        device.call = device.actor.measure.options(name=name).remote(chunk, last)
+        device.call = device.actor.measure.options(name=name).remote(chunk, last, PART_S)
         device.due, device.kernel_s = time.monotonic() + self._hang_s, None
 
     def _collect(self) -> list[Finished]:
@@ -208,7 +216,11 @@ class Workers:
                 if answer != self._hardware:
                     finished += self._retire(device, f"it is {answer}, the others {self._hardware}")
             else:
-                samples, kernel_s = answer
+                samples, kernel_s, taken = answer
+                left = device.chunk[taken:]
+                self._waiting.extendleft(reversed(left))
+                for request in left:
+                    del device.handed[dataset.compute_id(self._setting, request)]
                 settled = sum(device.handed.pop(s.id, None) is not None for s in samples)
                 finished.append(Finished(device.name, samples, settled, kernel_s))
         return finished

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ _ESTIMATE_S = 5.0
 _CALIBRATE_S = 5.0
 """Seconds in which the control group's ms are found, where a folder has none."""
 _PROGRESS_S = 5.0
+_KEEP_EVERY_S = 5.0
+"""Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -161,15 +164,36 @@ def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, li
 
 
 def _keep(samples: Iterable[Any], chunk: int, write: Callable[[list[Any]], Any], tell: Callable[[Any], None]) -> None:
-    """Write samples in parts of `chunk` as they come, and what is left also where an error or Ctrl-C ends them."""
-    waiting = []
+    """Write samples in parts of `chunk` as they come, what has come every _KEEP_EVERY_S, and what is left also where an error or
+    Ctrl-C ends them."""
+    waiting: list[Any] = []
+    failed: list[Exception] = []
+    taking, ended = threading.Lock(), threading.Event()
+
+    def put(at_least: int = 1) -> None:
+        with taking:
+            if len(waiting) >= at_least:
+                write(waiting)
+                waiting.clear()
+
+    def put_now_and_then() -> None:
+        try:
+            while not ended.wait(_KEEP_EVERY_S):
+                put()
+        except Exception as error:
+            failed.append(error)
+
+    beside = threading.Thread(target=put_now_and_then, daemon=True)
+    beside.start()
     try:
         for sample in samples:
-            waiting.append(sample)
-            if len(waiting) >= chunk:
-                write(waiting)
-                waiting = []
+            if failed:
+                raise failed[0]
+            with taking:
+                waiting.append(sample)
+            put(chunk)
             tell(sample)
     finally:
-        if waiting:
-            write(waiting)
+        ended.set()
+        beside.join()
+        put()

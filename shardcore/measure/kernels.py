@@ -134,11 +134,13 @@ class KernelBench:
             finished.append(self._failed(request, error))
         return finished
 
-    def finish(self) -> list[ComputeSample]:
-        """Run what was taken in to its end."""
-        finished = []
+    def finish(self, seconds: float = math.inf) -> list[ComputeSample]:
+        """Run what was taken in to its end, or for somewhat longer than so many seconds; the samples that this finished."""
+        finished, until = [], time.monotonic() + seconds
         while self._active:
             finished += self._round()
+            if time.monotonic() > until and self._active:
+                return finished
         if self._control and len(self._control.times_ms) >= self.config.min_repeats:
             finished.append(self._sample(self._control))
         return finished

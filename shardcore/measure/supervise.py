@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from shardcore import dataset
+from shardcore.measure import gang
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.types import ComputeRequest, ComputeSample, Setting, ShardCoreError
 
@@ -110,6 +111,9 @@ class SupervisedBench:
                     if sample.request in unfinished:
                         unfinished.remove(sample.request)
                     yield sample
+                if not (more or unanswered) and unfinished:
+                    self._send(None)
+                    unanswered += 1
         except _Ended as error:
             self._reason = str(error)
             self._end()
@@ -182,9 +186,11 @@ class SupervisedBench:
 
 def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig, control: ComputeRequest | None,
            control_ms: float | None, beat_s: float) -> None:
-    """The process: answers a request with the samples that finished meanwhile, None with all others, requests and seconds
-    to calibrate by with control_ms. Between answers it says every beat_s that it lives."""
+    """The process: answers a request with the samples that finished meanwhile, None (no more requests come) with
+    those that finish within beat_s, requests and seconds to calibrate by with control_ms. Between answers it says every beat_s
+    that it lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
+    gang.end_with_parent()
     torch.set_num_threads(1)  # a device of a CPU is one core
     try:
         bench = KernelBench(setting, device, config, control, control_ms)
@@ -212,7 +218,7 @@ def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig
         while True:
             command = pipe.recv()
             if command is None:
-                say("answer", bench.finish())
+                say("answer", bench.finish(beat_s))
             elif isinstance(command, tuple):
                 bench.control_ms = bench.calibrate(*command)
                 say("answer", bench.control_ms)

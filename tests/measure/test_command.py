@@ -2,6 +2,7 @@
 loses nothing."""
 
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -211,7 +212,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
 
 
 def test_killed_and_resumed_it_has_every_sample_once(started, command, live, folder):
-    """SIGKILL while it measures (bench/kills.py does it at random moments, against an undisturbed run)."""
+    """SIGKILL while it measures (bench/resumed.py does it at random moments, against an undisturbed run)."""
     run = started("--samples", "30", "--chunk", "8")
     wait_for(run, "^(8|9|1[0-9]) samples")  # a part was written
     run.kill()
@@ -228,3 +229,42 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     assert not list(folder.glob(".*.tmp"))
     control = sampling.control_request(live, SETTING, SHAPE)
     assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, control)}  # no other was measured twice
+
+
+def test_what_has_finished_is_written_though_no_part_is_full(monkeypatch):
+    monkeypatch.setattr(measuring, "_KEEP_EVERY_S", 0.01)
+    written, wrote = [], threading.Event()
+
+    def write(some):
+        written.append(list(some))
+        wrote.set()
+
+    def samples():
+        yield from (1, 2)
+        assert wrote.wait(60)
+        yield 3
+
+    told = []
+    measuring._keep(samples(), 100, write, told.append)
+    assert sum(written, []) == told == [1, 2, 3] and len(written) >= 2
+    written.clear()
+    monkeypatch.setattr(measuring, "_KEEP_EVERY_S", 60)
+    measuring._keep(iter(range(5)), 2, write, told.append)
+    assert written == [[0, 1], [2, 3], [4]]
+
+
+def test_a_part_that_cannot_be_written_ends_the_measuring(monkeypatch):
+    monkeypatch.setattr(measuring, "_KEEP_EVERY_S", 0.01)
+    tried = threading.Event()
+
+    def write(some):
+        tried.set()
+        raise OSError("no space left")
+
+    def samples():
+        yield 1
+        assert tried.wait(60)
+        yield from itertools.count()
+
+    with pytest.raises(OSError, match="no space left"):
+        measuring._keep(samples(), 10**9, write, lambda sample: None)

@@ -9,8 +9,18 @@ from shardcore.measure.collectives import CommConfig
 from shardcore.measure.kernels import KernelConfig
 from shardcore.sampling import GroupConfig
 from shardcore.types import Setting, ShardCoreError
-from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute, with_room
+from tasks.measure import (
+    MeasureConfig,
+    actor_count,
+    cluster_device,
+    next_part,
+    rank_count,
+    wanted_comm,
+    wanted_compute,
+    with_room,
+)
 from tasks.replay import devices_of_a_host, step_devices
+from tasks.workers import PART_S
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -105,3 +115,9 @@ def test_each_part_of_the_config_goes_where_it_belongs():
     assert config.comm() == CommConfig(repeats=4)
     steps = config.steps()
     assert (steps.arena_bytes, steps.timeout_s, steps.repeats) == (1 << 25, 22.0, 6)
+
+
+@pytest.mark.parametrize("done, took_s, most, found", [
+    (1, 0.1, 16, 2), (8, 0.1, 16, 16), (16, 0.1, 16, 16), (16, 10.0, 16, 8), (4, 100.0, 16, 1), (1, 1e-9, 1, 1)])
+def test_exchanges_are_kept_before_much_is_lost_whatever_the_chunk(done, took_s, most, found):
+    assert PART_S == 5.0 and next_part(done, took_s, most) == found

@@ -40,8 +40,8 @@ class Sleep(Poison):
     call = (time.sleep, (10_000,))
 
 
-def workers(requests, hang_s=60.0, count=2):
-    return Workers(count, "cpu", SETTING, CONFIG, requests[0], control_ms=1.0, chunk=4, hang_s=hang_s)
+def workers(requests, hang_s=60.0, count=2, chunk=4):
+    return Workers(count, "cpu", SETTING, CONFIG, requests[0], control_ms=1.0, chunk=chunk, hang_s=hang_s)
 
 
 def measure(fleet, requests, disturb=lambda: None):
@@ -105,6 +105,14 @@ def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(re
         finished, samples = measure(fleet, requests, lose_it)
     assert len({f.device for f in finished if f.settled}) >= 2  # those that live had a chunk each
     assert not any(s.error for s in samples.values()) and caplog.text.count("measured again one by one") == 1
+
+
+def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(requests, monkeypatch):
+    monkeypatch.setattr("tasks.workers.PART_S", 0.0)
+    with workers(requests, count=1, chunk=100) as fleet:
+        finished, samples = measure(fleet, requests)
+    assert not any(s.error for s in samples.values())
+    assert len(finished) >= len(requests) > max(f.settled for f in finished) + 10
 
 
 def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
