@@ -34,6 +34,7 @@ from shardcore.types import ShardCoreError
 from tasks import daemons, params, paths
 from tasks.daemons import Daemon
 from tasks.services import LOOPBACK, get, reach_directly
+from tasks.stack_config import StackConfig, require_usable
 
 USER = "shardcore"
 POOL = "local"
@@ -53,42 +54,6 @@ export no_proxy NO_PROXY="$no_proxy"
 """reach_directly for a shell."""
 _KEPT_SESSIONS = 3
 """Of Ray, whose logs stay."""
-
-
-@dataclass(frozen=True)
-class StackConfig:
-    """folder: of data, logs and the token; host: what the services listen at (0.0.0.0: all of this machine's addresses);
-    the ports; object_store_mib: of Ray; prefect_database, mlflow_database: SQLAlchemy URLs (empty: SQLite in the folder),
-    artifacts: where MLflow keeps files (empty: in the folder)."""
-
-    folder: str = ".stack"
-    host: str = "127.0.0.1"
-    prefect_port: int = 4200
-    mlflow_port: int = 5000
-    ray_port: int = 6379
-    ray_client_port: int = 10001
-    dashboard_port: int = 8265
-    metrics_port: int = 8080
-    object_store_mib: int = 256
-    prefect_database: str = ""
-    mlflow_database: str = ""
-    artifacts: str = ""
-
-    def __post_init__(self) -> None:
-        ports = {k: v for k, v in vars(self).items() if k.endswith("_port")}
-        for name, port in ports.items():
-            if not 0 < port < 65536 or list(ports.values()).count(port) > 1:
-                raise ShardCoreError(f"stack.{name} is {port}; each port is between 1 and 65535, and one of its own")
-        if self.object_store_mib < 80:
-            raise ShardCoreError(f"stack.object_store_mib is {self.object_store_mib}; Ray needs 80 at least")
-
-    @property
-    def client_host(self) -> str:
-        """The host's name to clients on this machine."""
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
-
-    def url(self, port: int) -> str:
-        return f"http://{self.client_host}:{port}"
 
 
 @dataclass(frozen=True)
@@ -123,14 +88,14 @@ def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
            "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
            "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
     # Ray's switch for clusters of more than one machine: with it, which is Linux's default, it listens at all addresses
-    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.host in LOOPBACK else "1"}
+    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
 
 
 def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service]:
     """All services by name, in the order in which they start."""
     client = client_env(config, folder, token)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    base = {**os.environ, **client, "PATH": path}
+    base = {**os.environ, **client, "PATH": path, "TMPDIR": str(temporary_folder(folder))}
     reach_directly(base, config.client_host)
     python = (sys.executable, "-m")
 
@@ -183,9 +148,14 @@ def ray_folder(folder: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"ray-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
 
 
+def temporary_folder(folder: Path) -> Path:
+    """TMPDIR of the services; short, because sockets are there too."""
+    return ray_folder(folder) / "tmp"
+
+
 def write_settings(config: StackConfig, folder: Path) -> str:
     """The files that services and clients read, made anew; returns the token, which the first call makes."""
-    for made in (folder / "logs", ray_folder(folder)):
+    for made in (folder / "logs", ray_folder(folder), temporary_folder(folder)):
         made.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (folder / "token").exists():
         (folder / "mlflow-auth.db").unlink(missing_ok=True)  # it keeps the password that it was made with
@@ -224,10 +194,13 @@ def logging_config(lines: Path) -> str:
 def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
     """Start what does not run, and wait until all is healthy. Raises ShardCoreError where a port is taken or a service ends."""
     folder = Path(config.folder).resolve()
+    require_usable(config, folder)
     with _alone(folder):
         began = time.monotonic()
         stack = services(config, folder, write_settings(config, folder))
         missing = [n for n, s in stack.items() if not s.daemon.runs_as_told()]
+        if len(missing) == len(stack):
+            _empty(temporary_folder(folder))
         for name in missing:
             _make_way(stack[name], config)
         _forget_sessions(ray_folder(folder))
@@ -246,6 +219,7 @@ def down(config: StackConfig) -> None:
     if folder.exists():
         with _alone(folder):
             daemons.stop([s.daemon for s in reversed(services(config, folder, "").values())])
+            _empty(temporary_folder(folder))
 
 
 def status(config: StackConfig) -> tuple[str, bool]:
@@ -267,6 +241,12 @@ def status(config: StackConfig) -> tuple[str, bool]:
              "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
              "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs")}
     return "\n".join([text, *ends, "", *(f"{k:<12} {v}" for k, v in where.items() if token)]), healthy
+
+
+def _empty(folder: Path) -> None:
+    """Delete what is in a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def _forget_sessions(ray: Path) -> None:

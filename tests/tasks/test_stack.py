@@ -187,11 +187,54 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
 
 @pytest.mark.parametrize("wrong, said", [
     ({"mlflow_port": 4200}, "prefect_port is 4200; each port"), ({"ray_port": 65536}, "ray_port is 65536"),
-    ({"metrics_port": 0}, "metrics_port is 0"), ({"object_store_mib": 79}, "needs 80")])
+    ({"metrics_port": 0}, "metrics_port is 0"), ({"object_store_mib": 79}, "needs 80"),
+    ({"folder": ""}, "stack.folder is empty; it needs a value such as .stack"), ({"folder": " "}, "stack.folder is empty"),
+    ({"folder": "."}, "'.'; the project is in it; it needs a folder of its own"), ({"folder": ".."}, "the project is in it"),
+    ({"folder": "/"}, "the project is in it"), ({"folder": "x" * 300}, r"'x{77}\.\.\.'; a path may have 1000 bytes, and each"),
+    ({"folder": "x/" * 600}, "a path may have 1000 bytes"), ({"folder": "a\0b"}, "becomes part of URLs"),
+    ({"folder": "100%"}, "becomes part of URLs"),
+    ({"host": ""}, "stack.host is empty; it needs a value such as 127.0.0.1"),
+    ({"prefect_database": "somewhere"}, "stack.prefect_database is 'somewhere'; it needs a URL that begins with postgresql"),
+    ({"prefect_database": "postgresql://me:secret@db/p"}, r"is 'postgresql://…@db/p'; it needs a URL that begins with "
+                                                          r"postgresql\+asyncpg:// or sqlite\+aiosqlite://"),
+    ({"mlflow_database": "mlflow.db"}, "mlflow_database is 'mlflow.db'"),
+    ({"mlflow_database": "oracle://x"}, "stack.mlflow_database is 'oracle://x'"), ({"mlflow_database": "mysql://"}, "mysql://'")])
 def test_a_config_that_cannot_work_is_refused(wrong, said):
     with pytest.raises(ShardCoreError, match=said):
         StackConfig(**wrong)
     assert StackConfig(object_store_mib=80, ray_port=65535).object_store_mib == 80
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"host": "192.0.2.1"}, r"stack.host is '192.0.2.1', which is no IPv4 address of this machine \(.+\); 127.0.0.1 serves"),
+    ({"host": "::1"}, "stack.host is '::1', which is no IPv4 address"), ({"host": "no such host"}, "'no such host', which is no"),
+    ({"host": "0"}, "stack.host is '0', which means all addresses; write 0.0.0.0 for that"),
+    ({"object_store_mib": 10**9}, r"stack.object_store_mib is 1000000000; this machine has \d+$"),
+    ({"folder": "docs"}, "stack.folder is 'docs', which holds other things")])
+def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(tmp_path, monkeypatch, wrong, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/page.md").touch()
+    with pytest.raises(ShardCoreError, match=said):
+        stack.up(StackConfig(**wrong))
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "docs", tmp_path / "docs/page.md"]
+
+
+@pytest.mark.parametrize("host, closed", [("127.0.0.1", "0"), ("127.0.0.2", "0"), ("localhost", "0"), ("0.0.0.0", "1")])
+def test_at_any_loopback_address_ray_listens_there_only(tmp_path, host, closed):
+    assert stack.client_env(StackConfig(host=host), tmp_path, "t")["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == closed
+
+
+def test_temporary_files_of_the_services_go_with_the_stack(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, folder = StackConfig(), tmp_path / ".stack"
+    stack.write_settings(config, folder)
+    for service in stack.services(config, folder, "t").values():
+        left = Path(service.daemon.env["TMPDIR"]) / "left"
+        assert left.is_relative_to(ray_folder(folder))
+    left.write_text("by a service that was killed")
+    stack.down(config)
+    assert left.parent.is_dir() and not left.exists()
 
 
 def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
@@ -364,5 +407,5 @@ def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch
                    lambda: (tmp_path / "flows/new.py").write_text("new"), lambda: None):
         change()
         stack._deploy(StackConfig(), folder, {})
-    stack._deploy(StackConfig(prefect_database="postgresql://p"), folder, {})
+    stack._deploy(StackConfig(prefect_database="postgresql+asyncpg://p"), folder, {})
     assert len(asked.read_text().splitlines()) == 5
