@@ -1,121 +1,391 @@
-"""A run of `python -m shardcore measure` killed with SIGKILL at random moments and resumed, against an undisturbed one.
+"""Kills at random instants: of a random process of a run with SIGTERM, SIGINT or SIGKILL, and what is left of the run then.
 
-The undisturbed run measures the first N draws into OUT/undisturbed. Runs into OUT/killed are killed one after the other, at
-moments drawn evenly from their start to somewhat after the first part was written; a last one ends by itself. Both folders must
-then hold the same samples, each once (the control group aside, which is measured all the time), the killed one no unfinished
-file, and no process of a killed run may live on. What a kill leaves half written is given the age of two hours before the last
-run, which removes only what no other machine can still be writing. Exit code 1 where anything differs.
+The runs are those of a scratch project at toy size: `make run` (without its setup), `flows.measure` and `flows.publish` alone,
+and a publish on a stack, of which any process is killed, or the watch. A kill is one row:
 
-  python bench/kills.py --out /tmp/kills
-  python bench/kills.py --out /tmp/kills --kills 2 --samples 24 -- --device cuda
+- ended: the run's exit code and how long after the kill it ended; a run that a kill does not end goes on, and is waited for
+- processes: of the run, or of what it started, alive 15 s after the kill (where the run goes on: after its end)
+- folders: left in the temporary directory then
+- lock: whether DVC's is free then
+- open: which of its processes listened at more than loopback before
+- next: whether the next run went on: it came to its own kill, or ended well. The last run of each kind is not killed
+
+Of the stack: what `make down` left, and whether `make up` brought all back. Rows are kept in --out, so a bench that was stopped
+goes on. Exit code 1 where something was left, or a next run failed.
+
+  python -m bench.kills --out kills.jsonl                     100 kills
+  python -m bench.kills --out kills.jsonl --kills run=5       some of them
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import pyarrow.parquet as pq
+import psutil
+import yaml
 
-from shardcore import report
+from shardcore import files, report, sampling
+from shardcore.types import Setting
+from tasks import services
+from tasks.tables import TablesConfig, make_pool
 
-TOY = ["--batch", "64", "--max-shards", "6", "--arena-gib", "0.03125", "--chunk", "8", "--minutes", "60", "--tolerance", "0.9"]
-"""A tolerance so wide that no sample counts as disturbed, which a rerun would measure once more."""
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests/flows"))
+from scratch import TOY, copy_project  # noqa: E402
+
+KILLS = {"run": 40, "measure": 25, "publish": 15, "stack": 10, "watch": 10}
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+PATIENCE_S = 15.0
+LONGEST_S = 600.0
+"""Of a run that goes on after a kill, and of one that is not killed."""
+MARK = "SHARDCORE_KILLS"
+SMALLER = {"measure": {"compute_samples": 60, "comm_samples": 24, "step_samples": 1}, "train": {"epochs": 4},
+           "evaluate": {"problems": 1}}
+"""Than the toy sizes of the tests."""
+HEADERS = ("killed", "kills", "ended by it", "slowest end s", "went on", "processes left", "folders left", "locks held",
+           "open to others", "next run went on")
 
 
-def start(folder: Path, samples: int, options: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "shardcore", "measure", "--samples", str(samples), "--out", str(folder), *TOY, *options]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+@dataclass
+class Run:
+    """One run of a kind, followed: every process that was ever seen of it."""
+
+    process: subprocess.Popen
+    mark: str
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+    others: set[psutil.Process] = field(default_factory=set)
+
+    def look(self) -> list[psutil.Process]:
+        """Its living processes now: those that it started, those of theirs, and those that carry its mark."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process in self.others or self.seen.get(process.pid) == process:
+                    continue
+                if process.pid == self.process.pid or process.ppid() in self.seen or process.environ().get(MARK) == self.mark:
+                    self.seen[process.pid] = process
+                else:
+                    self.others.add(process)
+        return [p for p in self.seen.values() if living(p)]
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
 
 
-def run(folder: Path, samples: int, options: list[str]) -> tuple[float, float]:
-    """Measure to the end; the seconds until the first part was written, and in all. Ends this program where it fails."""
-    began, process, first_s = time.monotonic(), start(folder, samples, options), None
-    while process.poll() is None:
-        if first_s is None and ids(folder):
-            first_s = time.monotonic() - began
-        time.sleep(0.05)
-    if process.returncode:
-        sys.exit(f"measuring into {folder} ended with exit code {process.returncode}")
-    return first_s or 0.0, time.monotonic() - began
+def living(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
-def kill(process: subprocess.Popen, after_s: float) -> tuple[bool, float]:
-    """SIGKILL it after a while. Whether it still ran, and the seconds after which the last process it had started was gone
-    (infinite: 10 s later it still was there)."""
-    time.sleep(after_s)
-    ran = process.poll() is None
-    process.kill()
-    process.wait()
-    killed = time.monotonic()
-    while time.monotonic() < killed + 10:
+def open_to_others(processes: list[psutil.Process]) -> list[str]:
+    """Those that listen at more than loopback, and where."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found += [f"{name_of(process)} at {c.laddr.ip}:{c.laddr.port}" for c in process.net_connections("inet")
+                      if c.status == psutil.CONN_LISTEN and not c.laddr.ip.removeprefix("::ffff:").startswith("127.")]
+    return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """What a process is, in a word or two."""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return "?"
+    said = " ".join(command)
+    for word, name in (("owned.py", "guardian"), ("tasks.services", "tasks.services"), ("prefect server", "prefect server"),
+                       ("mlflow", "mlflow"), ("tasks.watch", "watch"), ("worker start", "worker"), ("flow-run", "flow run"),
+                       ("-m dvc", "dvc"), ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet"), ("ray::", "ray worker"),
+                       ("default_worker.py", "ray worker"), ("dashboard", "ray dashboard"), ("agent", "ray agent"),
+                       ("ray.scripts", "ray start"), ("ray/", "ray process"), ("multiprocessing", "multiprocessing")):
+        if word in said:
+            return name
+    return next((part for part in command if part.startswith("flows.")), os.path.basename(command[0]) if command else "?")
+
+
+@dataclass
+class Bench:
+    """project: the scratch copy; temporary: its temporary directory; out: of the rows."""
+
+    folder: Path
+    temporary: Path
+    out: Path
+    env: dict[str, str]
+    rows: list[dict[str, Any]]
+    of_before: int
+    """Rows of another scratch project."""
+    run_s: float = 0.0
+    """Of an undisturbed `make run`."""
+
+    def start(self, *command: str) -> Run:
+        mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        with open(self.folder / "said.log", "w") as said:
+            process = subprocess.Popen([sys.executable, "-m", *command], cwd=self.folder, env={**self.env, MARK: mark},
+                                       stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        return Run(process, mark)
+
+    def to_the_end(self, *command: str) -> float:
+        """Run a command; the seconds it took. Ends this program where it fails."""
+        began, run = time.monotonic(), self.start(*command)
+        code = run.process.wait(LONGEST_S)
+        if code:
+            sys.exit(f"{' '.join(command)} ended with exit code {code}:\n{self.said()}")
+        print(f"{time.monotonic() - began:.0f} s undisturbed: {' '.join(command)}", flush=True)
+        return time.monotonic() - began
+
+    def said(self) -> str:
+        return (self.folder / "said.log").read_text()[-2000:]
+
+    def left(self) -> list[str]:
+        return sorted(os.listdir(self.temporary))
+
+    def lock(self) -> str:
+        """Who holds DVC's lock: nobody ("free"), or living processes."""
+        path = self.folder / ".dvc/tmp"
+        holders = []
+        if (path / "lock").exists():
+            with open(path / "lock") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    holders.append(lock.read().strip())
+        if (path / "rwlock").exists():
+            kept = json.loads((path / "rwlock").read_text() or "{}")
+            found = [*kept.get("write", {}).values(), *(info for infos in kept.get("read", {}).values() for info in infos)]
+            holders += [str(info["pid"]) for info in found if psutil.pid_exists(info["pid"])]
+        return ", ".join(sorted(set(holders))) or "free"
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with open(self.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    # --- a kill ---------------------------------------------------------------------------------------------------------
+
+    def kill(self, kind: str, command: tuple[str, ...], longest_s: float, seed: str) -> tuple[bool, bool]:
+        """Start a command, kill one of its processes at a random instant, and keep what came of it. Whether it was killed (it may
+        have ended by itself before), and whether it did all that it had to."""
+        rng = random.Random(seed)
+        at_s, run = rng.uniform(0.2, longest_s), self.start(*command)
+        began = time.monotonic()
+        while time.monotonic() - began < at_s and not run.ended():
+            run.look()
+            time.sleep(min(0.3, max(0.0, at_s - (time.monotonic() - began))))
+        if run.ended():
+            self.went_on(kind, run.process.returncode == 0)
+            self.wait_until_gone(run)
+            return False, True
+        self.went_on(kind, True)
+        tree = run.look()
+        listening = open_to_others(tree)
+        victim, number = rng.choice(sorted(tree, key=lambda p: p.pid)), rng.choice(SIGNALS)
+        name = name_of(victim)
+        with contextlib.suppress(psutil.Error):
+            victim.send_signal(number)
+        struck = time.monotonic()
+        while not run.ended() and time.monotonic() < struck + LONGEST_S:
+            run.look()
+            time.sleep(0.2)
+        ended_s = time.monotonic() - struck
+        gone_s = self.wait_until_gone(run, max(0.0, PATIENCE_S - ended_s) if ended_s < PATIENCE_S else PATIENCE_S)
+        alive = [name_of(p) for p in run.look()]
+        self.keep({"kind": kind, "seed": seed, "at_s": round(at_s, 1), "victim": name, "signal": signal.Signals(number).name,
+                   "code": run.process.poll(), "ended_s": round(ended_s, 1), "gone_s": round(gone_s, 1), "processes": alive,
+                   "folders": self.left(), "lock": self.lock(), "open": listening, "next": None,
+                   "said": self.said().strip().splitlines()[-1:]})
+        for process in run.look():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for left in self.left():
+            shutil.rmtree(self.temporary / left, ignore_errors=True)
+        return True, run.process.poll() == 0
+
+    def wait_until_gone(self, run: Run, patience_s: float = PATIENCE_S) -> float:
+        began = time.monotonic()
+        while (run.look() or self.left() or self.lock() != "free") and time.monotonic() < began + patience_s:
+            time.sleep(0.2)
+        return time.monotonic() - began
+
+    def went_on(self, kind: str, well: bool) -> None:
+        """What the run after a kill came to, for the row of the kill."""
+        before = [row for row in self.rows[self.of_before:] if row["kind"] == kind]
+        if before and before[-1]["next"] is None:
+            before[-1]["next"] = well
+            self.write_all()
+            if not well:
+                print(f"the run after {before[-1]['seed']} failed:\n{self.said()}", flush=True)
+
+    def write_all(self) -> None:
+        temporary = self.out.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        temporary.replace(self.out)
+
+    # --- the kinds --------------------------------------------------------------------------------------------------------
+
+    def forget(self, *names: str) -> None:
+        for name in names:
+            path = self.folder / name
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def kills_of(self, kind: str, count: int, seed: int) -> None:
+        """Kills of a kind until there are `count`; what a run finished is forgotten where there is nothing left to do."""
+        command = {"run": ("tasks.services", sys.executable, "-m", "flows.refresh"), "measure": ("flows.measure",),
+                   "publish": ("flows.publish",)}[kind]
+        everything = {"run": ("data/pool.json", "data/measurements", "data/model", "dvc.lock", "plans", ".dvc/cache"),
+                      "measure": ("data/measurements",), "publish": ("plans",)}[kind]
+        before = [row for row in self.rows if row["kind"] == kind]
+        if len(before) >= count:
+            return
+        self.forget(*everything)
+        longest_s = self.run_s if kind == "run" else self.to_the_end(*command)
+        number, times = len(before), 0
+        self.forget(*everything)
+        while number < count:
+            times += 1
+            killed, done = self.kill(kind, command, longest_s, f"{kind}-{seed}-{number}-{times}")
+            number += killed
+            if done:
+                self.forget(*everything)
+        code = self.start(*command).process.wait(LONGEST_S)
+        self.went_on(kind, code == 0)
+
+    def kills_of_the_stack(self, kind: str, count: int, seed: int) -> None:
+        """Kills of any process of a stack on which plans are published, or of the watch."""
+        done = len([row for row in self.rows if row["kind"] == kind])
+        if done >= count:
+            return
+        self.to_the_end("tasks.stack", "up")
+        client = {"RAY_ADDRESS": "", **self.client_env()}
+        self.env.update(client)
+        self.to_the_end("flows.promote")
+        for number in range(done, count):
+            rng = random.Random(f"{kind}-{seed}-{number}")
+            plans = self.start("flows.publish")
+            time.sleep(at_s := rng.uniform(0.2, 12))
+            tree = [p for p in psutil.process_iter() if self.is_of_the_stack(p)]
+            if kind == "watch":
+                tree = [p for p in tree if name_of(p) == "watch"]
+            listening = open_to_others(tree)
+            victim, signal_ = rng.choice(sorted(tree, key=lambda p: p.pid)), rng.choice(SIGNALS)
+            name = name_of(victim)
+            victim.send_signal(signal_)
+            struck = time.monotonic()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                plans.process.wait(LONGEST_S)
+            ended_s, said = time.monotonic() - struck, self.said()
+            gone_s = self.wait_until_gone(plans)
+            alive = [name_of(p) for p in plans.look()]
+            up = self.start("tasks.stack", "up").process.wait(LONGEST_S)
+            again = self.start("flows.publish").process.wait(LONGEST_S)
+            last = self.said().strip().splitlines()[-1:]
+            if number % 5 == 4 or number == count - 1:
+                self.to_the_end("tasks.stack", "down")
+                alive += [name_of(p) for p in psutil.process_iter() if self.is_of_the_stack(p)]
+                if number < count - 1:
+                    self.to_the_end("tasks.stack", "up")
+            self.keep({"kind": kind, "seed": f"{kind}-{seed}-{number}", "at_s": round(at_s, 1), "victim": name,
+                       "signal": signal.Signals(signal_).name, "code": plans.process.poll(), "ended_s": round(ended_s, 1),
+                       "gone_s": round(gone_s, 1), "processes": alive, "folders": self.left(), "lock": self.lock(),
+                       "open": listening, "next": up == 0 and again == 0, "up": up, "again": again,
+                       "said": [*said.strip().splitlines()[-1:], *last]})
+        for name in client:
+            self.env.pop(name)
+
+    def is_of_the_stack(self, process: psutil.Process) -> bool:
         try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return ran, time.monotonic() - killed
-        time.sleep(0.05)
-    return ran, float("inf")
+            return process.environ().get("SHARDCORE_DAEMON", "").startswith(str(self.folder))
+        except (psutil.Error, OSError):
+            return False
+
+    def client_env(self) -> dict[str, str]:
+        said = subprocess.check_output(["sh", "-c", ". .stack/env.sh; env -0"], cwd=self.folder, env=self.env, text=True)
+        found = dict(entry.split("=", 1) for entry in said.split("\0") if "=" in entry)
+        return {k: v for k, v in found.items() if self.env.get(k) != v}
 
 
-def ids(folder: Path) -> Counter:
-    """How often a folder's parts hold each sample."""
-    parts = folder.glob("compute-*.parquet")
-    return Counter(key for part in parts for key in pq.read_table(part, columns=["id"])["id"].to_pylist())
+@contextlib.contextmanager
+def scratch_bench(out: Path) -> Iterator[Bench]:
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    with contextlib.ExitStack() as stack:
+        folder, temporary, home = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"k{c}", dir="/tmp")))
+                                   for c in "pth")
+        made = copy_project(folder, "", home)
+        env = {k: v for k, v in made.env.items() if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MAKELEVEL")}
+        env |= {"TMPDIR": str(temporary), "GIT_CONFIG_GLOBAL": str(home / "gitconfig"), "DO_NOT_TRACK": "1",
+                "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+                "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        held = [stack.enter_context(services.reserve_port()) for _ in range(6)]
+        names = ("prefect_port", "mlflow_port", "ray_port", "ray_client_port", "dashboard_port", "metrics_port")
+        params = yaml.safe_load((folder / "params.yaml").read_text())
+        for section, values in SMALLER.items():
+            params[section] |= values
+        params["stack"] = {name: taken.getsockname()[1] for name, taken in zip(names, held, strict=True)}
+        (folder / "params.yaml").write_text(yaml.safe_dump(params))
+        bench = Bench(folder, temporary, out, env, rows, len(rows))
+        try:
+            yield bench
+        finally:
+            if (folder / ".stack").exists():
+                subprocess.run([sys.executable, "-m", "tasks.stack", "down"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
 
 
-def unfinished(folder: Path) -> list[Path]:
-    return list(folder.glob(".*.tmp"))
+def table(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    found = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        mine = [row for row in rows if row["kind"] == kind]
+        ended = [row for row in mine if row["ended_s"] <= PATIENCE_S]
+        found.append((kind, len(mine), len(ended), f"{max((r['ended_s'] + r['gone_s'] for r in ended), default=0):.1f}",
+                      len(mine) - len(ended), *(sum(wrong(row) for row in mine) for wrong in WRONG.values()),
+                      f"{sum(bool(row['next']) for row in mine)} of {sum(row['next'] is not None for row in mine)}"))
+    return found
 
 
-def differences(undisturbed: Counter, killed: Counter) -> list[str]:
-    """What is wrong with the samples of the killed runs, in words."""
-    [(control, _)] = (undisturbed + killed).most_common(1)
-    found = {
-        "samples of the undisturbed run are missing": undisturbed.keys() - killed.keys(),
-        "samples are there that the undisturbed run lacks": killed.keys() - undisturbed.keys(),
-        "samples are there more than once": {key for key, n in killed.items() if n > 1} - {control},
-    }
-    return [f"{len(keys)} {what}" for what, keys in found.items() if keys]
+WRONG: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "processes": lambda row: bool(row["processes"]), "folders": lambda row: bool(row["folders"]),
+    "lock": lambda row: row["lock"] != "free", "open": lambda row: bool(row["open"])}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="new folder for both datasets")
-    parser.add_argument("--kills", type=int, default=20, help="(20)")
-    parser.add_argument("--samples", type=int, default=4000, help="draws to measure, the N above (4000)")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the moments (from the time)")
-    parser.add_argument("options", nargs="*", help="after --: options of measure, over this bench's toy sizes")
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each kill; those there are not repeated")
+    parser.add_argument("--kills", nargs="*", default=[f"{k}={n}" for k, n in KILLS.items()], metavar="KIND=COUNT")
+    parser.add_argument("--seed", type=int, default=0, help="of instants, processes and signals (0)")
     args = parser.parse_args()
-    if args.out.exists():
-        sys.exit(f"{args.out} exists; give a new folder")
-    undisturbed, killed = args.out / "undisturbed", args.out / "killed"
-    first_s, whole_s = run(undisturbed, args.samples, args.options)
-    until_s = 1.3 * first_s + (whole_s - first_s) / max(1, args.kills)
-    print(f"seed {args.seed}; undisturbed: {whole_s:.0f} s, the first part after {first_s:.0f} s; kills within "
-          f"{until_s:.0f} s\n", flush=True)
-    rng, rows, wrong, hits = random.Random(args.seed), [], [], 0
-    for number in range(1, args.kills + 1):
-        after_s = rng.uniform(0, until_s)
-        ran, gone_s = kill(start(killed, args.samples, args.options), after_s)
-        rows.append((number, f"{after_s:.1f}", f"{gone_s:.1f}", len(ids(killed)), len(unfinished(killed))))
-        hits += ran
-        wrong += [f"10 s after kill {number} its measuring process lived"] if gone_s > 10 else []
-    for path in unfinished(killed):
-        os.utime(path, (time.time() - 7200,) * 2)
-    run(killed, args.samples, args.options)
-    rows.append(("last", "", "", len(ids(killed)), len(unfinished(killed))))
-    print(report.text_table(("kill", "after s", "children gone s", "samples there", "half-written files"), rows))
-    wrong += differences(ids(undisturbed), ids(killed))
-    wrong += [f"{len(unfinished(killed))} half-written files are left"] if unfinished(killed) else []
-    print(f"\nundisturbed: {len(ids(undisturbed))} samples; killed {args.kills} times, {hits} while it ran, and resumed: "
-          f"{len(ids(killed))}; {'; '.join(wrong) or 'the same, each once'}")
-    return 1 if wrong else 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.monotonic()
+    with scratch_bench(args.out) as bench:
+        wanted = {kind: int(count) for kind, count in (text.split("=") for text in args.kills)}
+        pool = make_pool.fn(TablesConfig(**TOY["tables"]))
+        for number in range(2):
+            problem = sampling.problem(pool, number, Setting("any", 64), 0, sampling.ProblemConfig(devices=2, max_dim=32))
+            files.write_problem(bench.folder / f"problems/draw-{number}.json", problem)
+        bench.run_s = bench.to_the_end("tasks.services", sys.executable, "-m", "flows.refresh")
+        for kind, count in wanted.items():
+            (bench.kills_of_the_stack if kind in ("stack", "watch") else bench.kills_of)(kind, count, args.seed)
+    print(report.text_table(HEADERS, table(bench.rows)))
+    bad = [row for row in bench.rows if row["next"] is False or any(wrong(row) for wrong in WRONG.values())]
+    for row in bad:
+        print(json.dumps(row))
+    print(f"\n{len(bench.rows)} kills, {len(bad)} with something wrong; seed {args.seed}; {time.monotonic() - began:.0f} s now")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
