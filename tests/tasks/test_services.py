@@ -236,4 +236,4 @@ def test_a_command_ends_with_its_run_that_is_asked_to():
 def test_a_server_that_ends_before_its_command_is_told():
     with subprocess.Popen(["false"]) as server:
         with owned.owned(), pytest.raises(ShardCoreError, match="^the Prefect server of this run ended with exit code 1; "):
-            services._run(["sleep", "600"], server)
+            services._run(["sleep", "20"], server)
