@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import stat
 import zipfile
 
 import numpy as np
@@ -264,3 +265,15 @@ def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):
     files.write_json(tmp_path / "a.json", 2)
     assert (tmp_path / "precious").read_text() == "1"
     assert (tmp_path / "a.json").read_text() == "2\n" and not (tmp_path / "a.json").is_symlink()
+
+
+def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):
+    """As root, a file renamed over /dev/null takes it from the whole machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        files.write_json(pipe, {"a": 1})
+        assert json.loads(os.read(reader, 100)) == {"a": 1} and stat.S_ISFIFO(os.stat(pipe).st_mode)
+    finally:
+        os.close(reader)
