@@ -392,8 +392,9 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
         raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {', '.join(schema.names)}")
-    for field in schema:
-        if (found := table.schema.field(field.name).type) != field.type:
+    for field in schema:  # (a part from before there was busy_ms has none)
+        found = file.schema_arrow.field(field.name).type if field.name in file.schema_arrow.names else field.type
+        if found != field.type:
             raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")
     nulls = [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]
     if nulls:

@@ -51,8 +51,8 @@ UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that cannot be done. A device or
-    pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would take it from everybody."""
+    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that cannot be done. A device
+    or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would take it from everybody."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(content)

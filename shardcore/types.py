@@ -38,7 +38,7 @@ MOST_PATH_NAME = 100
 MOST_TABLES, MOST_DEVICES = 1_000_000, 1 << 16
 MOST_ROWS, MOST_DIM, MOST_POOLING = 1 << 40, 1 << 16, 1e6
 MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
-MOST_SPEED, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9
+MOST_SPEED, MOST_PACE, MOST_GBPS, MOST_MS = 1e3, 1e6, 1e9, 1e9
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
 MOST_PINS = 1 << 22
@@ -619,9 +619,9 @@ class ComputeSample:
 
     def __post_init__(self) -> None:
         _require_sample(self, self.forward is not None and self.backward is not None)
-        _require(1 / MOST_SPEED <= self.pace <= MOST_SPEED and (self.known_to is None or self.known_to >= 0),
-                 f"sample {self.id} has pace {self.pace} and known_to {self.known_to}; it needs a pace of {1 / MOST_SPEED:g} to "
-                 f"{MOST_SPEED:g}, and 0 or more")
+        _require(1 / MOST_PACE <= self.pace <= MOST_PACE and (self.known_to is None or self.known_to >= 0),
+                 f"sample {self.id} has pace {self.pace} and known_to {self.known_to}; it needs a pace of {1 / MOST_PACE:g} to "
+                 f"{MOST_PACE:g}, and 0 or more")
         _require(self.forward is None or self.backward is None or self.total_ms > 0, f"sample {self.id} took 0 ms; no op does")
         _require(self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at least 1")
 
