@@ -38,7 +38,7 @@ MOST_PATH_NAME = 100
 MOST_TABLES, MOST_DEVICES = 1_000_000, 1 << 16
 MOST_ROWS, MOST_DIM, MOST_POOLING = 1 << 40, 1 << 16, 1e6
 MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
-MOST_SPEED, MOST_PACE, MOST_GBPS, MOST_MS = 1e3, 1e6, 1e9, 1e9
+MOST_SPEED, MOST_PACE, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
 MOST_PINS = 1 << 22
@@ -52,11 +52,13 @@ MIN_WIDTH = 4
 class ShardCoreError(ValueError):
     """What a user can mend: the message names the thing, its value and what would be right.
 
-    It is one line of printable characters, at most MOST_CHARACTERS: values in it come from files that anybody may have written.
+    It is one line of printable characters, at most `most`: values in it come from files that anybody may have written.
     """
 
+    most = MOST_CHARACTERS
+
     def __init__(self, message: str = ""):
-        super().__init__(shortened(escaped(shortened(message, 1 << 12)), MOST_CHARACTERS))
+        super().__init__(shortened(escaped(shortened(message, 1 << 12)), self.most))
 
 
 def escaped(text: str) -> str:
@@ -75,7 +77,9 @@ def shortened(text: str, most: int) -> str:
 
 
 class Infeasible(ShardCoreError):
-    """No plan fits; the message says what does not fit and by how much."""
+    """No plan fits; the message says what does not fit and by how much, and what would make it fit: so it may be longer."""
+
+    most = 3 * MOST_CHARACTERS
 
 
 class SettingMismatch(ShardCoreError):

@@ -96,7 +96,7 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     reports = sorted(p for p in path.iterdir() if REPORT.fullmatch(p.name)) if path.is_dir() else [path]
     if not reports:
         raise ShardCoreError(f"folder {str(path)!r} has no reports of FBGEMM (tbe-OP-config-estimation-STEP.json); run the job "
-                             f"with FBGEMM_TBE_REPORT_INPUT_PARAMS=1 FBGEMM_REPORT_INPUT_PARAMS_BUCKET={path}")
+                             "with FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET naming it")
     steps: dict[tuple[str, int], list[PartLookups]] = defaultdict(list)
     for report in reports:
         named = REPORT.fullmatch(report.name)

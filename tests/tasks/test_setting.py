@@ -1,6 +1,7 @@
 """Which of a dataset's settings the stages work in."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from laws import SETTING, compute_samples, linear_law, pool
@@ -20,12 +21,13 @@ def measured(folder, *settings):
     return folder
 
 
-def test_auto_is_this_machine_and_where_it_was_not_measured_the_only_one_that_was(tmp_path):
+def test_auto_is_this_machine_and_where_it_was_not_measured_the_only_one_that_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     auto = SettingConfig(batch=SETTING.batch)
     assert auto.setting() == auto.of_dataset_or_local(tmp_path / "nothing") == HERE
     assert auto.of_dataset(measured(tmp_path / "elsewhere", SETTING, OTHER)) == SETTING
     assert auto.of_dataset(measured(tmp_path / "both", SETTING, HERE)) == HERE
-    two = measured(tmp_path / "two", SETTING, dataclasses.replace(SETTING, hardware="law-2"))
+    two = measured(Path("two"), SETTING, dataclasses.replace(SETTING, hardware="law-2"))
     with pytest.raises(ShardCoreError, match=r"two holds samples for \[law, batch 256.*; law-2, batch 256.*ask for \("):
         auto.of_dataset(two)
 
