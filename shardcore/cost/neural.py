@@ -156,7 +156,7 @@ def load(folder: str | Path) -> NeuralModel:
         required.require(weights)
     except ShardCoreError as error:
         raise ShardCoreError(f"model in {folder}: {error}") from None
-    return NeuralModel(setting, weights, meta)
+    return NeuralModel(setting, weights, {"provenance": {}, **meta})
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ class _Meta:
     """What model.json has beside the setting and the names of what it was trained on."""
 
     ranges: Mapping[str, tuple[float, float]]
-    samples: Mapping[str, int]
-    config: Mapping[str, Any]
-    metrics: Mapping[str, float]
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    samples: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     steps: int = 0
 
 
