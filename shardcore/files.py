@@ -54,11 +54,11 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that cannot be done. A device
     or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would take it from everybody."""
     path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
-        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(content)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # of another process that had this number; or a link, which leads anywhere
         with open(temporary, "xb") as f:
