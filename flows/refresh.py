@@ -85,7 +85,10 @@ def setting_of(text: str) -> tuple[str, str, Any]:
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):
         raise ShardCoreError(f"--set {text!r} needs the form SECTION.KEY=VALUE")
-    return section, key, yaml.safe_load(value)
+    try:
+        return section, key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ShardCoreError(f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true or [a, b]") from None
 
 
 def main() -> None:

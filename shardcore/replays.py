@@ -96,20 +96,25 @@ def remove(folder: Path) -> None:
 def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
     """Whether `folder` has the replays of just these plans, made in this way; one that cannot be read has not."""
     try:
-        body, known = _read(folder), files.read_problem(folder / PROBLEM_JSON)
+        body = _read(folder)
+        known = _kept(folder, body)
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
     if not body.is_current or any(_is_disturbed(r.cost()) for r in body.replays):
         return False
-    return (known == problem and body.setting == setting
-            and body.config == dataclasses.asdict(config) and [(r.algorithm, r.plan) for r in body.replays] == names
-            and all((folder / f"{name}.json").exists() for _, name in names))
+    return (known.problem == problem and known.setting == setting
+            and body.config == dataclasses.asdict(config) and list(known.made) == names)
 
 
 def read(folder: Path) -> Kept:
     """Raises ShardCoreError naming the file that is missing, cut short, edited, or of a version that is not known."""
-    body, problem = _read(folder), files.read_problem(folder / PROBLEM_JSON)
+    return _kept(folder, _read(folder))
+
+
+def _kept(folder: Path, body: _Body) -> Kept:
+    """What `body`, from the folder's replays.json, says of the problem and plans beside it."""
+    problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
         if len(row.waiting_ms) != len(problem.topology):
             raise ShardCoreError(f"{folder / REPLAYS_JSON}: plan {row.plan} has times of {len(row.waiting_ms)} devices; problem "
@@ -130,7 +135,7 @@ def read_all(folder: Path, setting: Setting) -> list[Kept]:
 def _read_current(folder: Path) -> list[Kept]:
     """Those in the folders of `folder` whose timings mean what they mean today."""
     there = [path.parent for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
-    return [read(one) for one in there if _read(one).is_current]
+    return [_kept(one, body) for one in there if (body := _read(one)).is_current]
 
 
 def missing(folder: Path, made: Sequence[tuple[Problem, Made]], setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:

@@ -1,8 +1,8 @@
-"""The door of every format: bytes from a disk become plain values, and plain values become records, strictly.
+"""Strict reading of files that anybody may have written.
 
-`read_json` and `read_yaml` bound what a file may hold: its size, its depth, its numbers. `build` makes a dataclass of what they
-read; the annotations of its fields are the schema. Whatever is wrong is a ShardCoreError that names the file, the thing and its
-value; nothing else is raised.
+`read_json` and `read_yaml` parse a file, and limit its size, its depth and its numbers. `build` makes a dataclass of what they
+return: the annotations of its fields are the schema. Whatever is wrong raises a ShardCoreError that names the file, the thing
+and its value. Nothing else is raised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_DEPTH = 24
 MOST_INT = 1 << 53
 """Beyond it floats do not keep whole numbers apart, nor do most readers of JSON."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""An escape may make half a character, which no file can hold."""
+"""An escape that may make a lone surrogate, which UTF-8 cannot encode."""
 _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 40
 
 

@@ -30,7 +30,11 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
     if not LOCK.exists():
         return
     outs = results()
-    cache = Path(subprocess.check_output([sys.executable, "-m", "dvc", "cache", "dir"], text=True).strip()) / "files" / "md5"
+    asked = subprocess.run([sys.executable, "-m", "dvc", "cache", "dir"], capture_output=True, text=True)
+    if asked.returncode:
+        said = asked.stderr.strip() or asked.stdout.strip()
+        raise ShardCoreError(f"DVC does not say where its cache is: {said}; see .dvc/config")
+    cache = Path(asked.stdout.strip()) / "files" / "md5"
     for path, md5 in outs:
         for copy, entry, right in _entries(cache, path, md5):
             if not entry.is_file() or entry.is_symlink() or (found := _md5(entry)) == right:

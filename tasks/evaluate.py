@@ -31,7 +31,7 @@ from shardcore.types import (
 )
 from tasks import console
 from tasks.measure import cluster_setting
-from tasks.replay import EachProblem, devices_of_a_host, replaying
+from tasks.replay import EachProblem, Run, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
@@ -172,10 +172,16 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
         for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
             where = out / problem.name
             again = "as kept" if replays.is_kept(where, problem, plans, model.setting, steps) else "replayed"
-            if not gang.run(problem.name, lambda run, w=where, p=problem, made=plans: kept.append(
-                    replays.keep(w, p, made, model.setting, steps, run))):
+            found: dict[str, float] = {}
+
+            def one(run: Run, where: Path = where, problem: Problem = problem, plans: replays.Made = plans,
+                    found: dict[str, float] = found) -> None:
+                made_now = replays.keep(where, problem, plans, model.setting, steps, run)
+                found.update(reality.figures(replays.judge([made_now], model)))
+                kept.append(made_now)
+
+            if not gang.run(problem.name, one):
                 continue
-            found = reality.figures(replays.judge(kept[-1:], model))
             get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%", i + 1,
                                   len(problems), again, found["plans"], len(problem.tables), len(problem.topology),
                                   found["mape"], found["regret"])

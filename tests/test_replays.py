@@ -63,6 +63,15 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert "backward_compute_ms" in parts and all(ratio == pytest.approx(1.5) for ratio in parts.values())
 
 
+def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_path):
+    folder = tmp_path / problem.name
+    kept = replays.keep(folder, problem, made, SETTING, CONFIG, clock)
+    damaged = folder / f"{kept.made[0][1]}.json"
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    assert not replays.is_kept(folder, problem, made, SETTING, CONFIG)
+    assert replays.keep(folder, problem, made, SETTING, CONFIG, clock) == kept and len(clock.ran) == 2
+
+
 def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, clock, tmp_path):
     def disturbed(workloads):
         return [dataclasses.replace(cost, pace=replays.MOST_PACE + 0.1) for cost in clock(workloads)]

@@ -18,7 +18,7 @@ _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
 _ANY = (-1e6, 1e6)
 _CONTENTION, _BAND = 50.0, 300.0
-"""Largest exponents of factors: of both together e is finite, and far beyond all that was ever measured."""
+"""Largest exponents of the contention's and the quantiles' factors. Their product is finite, and far beyond any measurement."""
 _MOST_LAYERS = 8
 """Of the network: of more, products of weights within _ANY are infinite."""
 

@@ -143,3 +143,9 @@ def test_a_result_behind_links_in_a_circle_costs_nothing(copy):
     before = cached(copy)
     cache.remove_damaged(logging.getLogger())
     assert cached(copy) == before and (copy / "loop").is_symlink()
+
+
+def test_a_config_that_dvc_refuses_is_named(copy):
+    (copy / ".dvc/config").write_text("[cache\n")
+    with pytest.raises(ShardCoreError, match="DVC does not say where its cache is: .*; see .dvc/config"):
+        cache.remove_damaged(logging.getLogger())
