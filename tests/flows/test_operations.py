@@ -134,7 +134,7 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
     state, said = publication.Publication("m", "7", "6", 12.5), []
     for crashed in range(watch.ATTEMPTS):
         for _ in range(2):
-            assert watch.publish_once(state, LATER).endswith("is Scheduled")
+            assert watch.publish_once(state, LATER).endswith(("is Scheduled", "is Late"))  # no worker takes it
         [run] = [r for r in runs(api, "publish") if not r.state.is_final()]
         assert "watch" in run.tags and len(runs(api, "publish")) == crashed + 1
         api.set_flow_run_state(run.id, Crashed(), force=True)
