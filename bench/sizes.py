@@ -1,6 +1,6 @@
 """Cost against size: the local search beside NeuroShard's and the best greedy one, from tens of tables to ten thousand.
 
-    python -m bench.sizes MODEL --out docs/search-sizes.png
+    python -m bench.sizes MODEL --out docs/benchmarks/search-sizes.png
 
 MODEL is a folder as `python -m shardcore train` writes it. Tables are those of the calibrated pool, repeated beyond its size,
 at dims 16 to 128, the devices in hosts of 8 with explicit links (1 and 0.5 GB/s), with 1.5 times the memory that the tables need.
