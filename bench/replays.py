@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import dataset, files, model_report, replays, report, sampling, tables
+from shardcore import dataset, files, replays, report, sampling, tables
 from shardcore.cost import neural, reality
 from shardcore.cost.model import at_confidence, price
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.report import model_report
 from shardcore.search import SHARDERS, choose, greedy
 from shardcore.search.local import local
 from shardcore.types import Plan, Problem

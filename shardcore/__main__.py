@@ -67,22 +67,23 @@ def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
 def report(args: argparse.Namespace) -> None:
     from shardcore import dataset, replays
     from shardcore import report as reports
+    from shardcore.report import dataset_report
 
     found = dataset.settings(args.dataset)
     if not found:
         raise ShardCoreError(f"{args.dataset} holds no compute samples")
     for setting in found:
         samples, repeats = dataset.read_compute(args.dataset, setting), dataset.read_repeats(args.dataset, setting)
-        rows = reports.dataset_summary(samples, repeats)
+        rows = dataset_report.dataset_summary(samples, repeats)
         if comm := dataset.read_comm(args.dataset, setting):
-            rows += reports.exchange_summary(comm)
+            rows += dataset_report.exchange_summary(comm)
         if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
-            rows += reports.step_summary(kept)
+            rows += dataset_report.step_summary(kept)
         print(f"{setting}\n\n{reports.text_table(('quantity', 'value'), rows)}\n")
         if args.out:
             path = args.out / f"{setting.hardware}-{setting.batch}-{setting.precision}-{setting.optimizer}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            reports.dataset_figure(samples, repeats, str(setting)).savefig(path, dpi=120)
+            dataset_report.dataset_figure(samples, repeats, str(setting)).savefig(path, dpi=120)
             print(path)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from shardcore import files, plan_report, schema, store
+from shardcore import files, schema, store
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, at_confidence
 from shardcore.cost.model import price as predicted
@@ -20,6 +20,7 @@ from shardcore.diff import diff as moves_of
 from shardcore.diff import in_order, nearest
 from shardcore.drift import drift as drift_of
 from shardcore.drift import refreshed
+from shardcore.report import plan_report
 from shardcore.search import SHARDERS, choose, compare
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain

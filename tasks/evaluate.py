@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, model_report, replays, sampling
+from shardcore import dataset, files, replays, sampling
 from shardcore.cost import accuracy, neural, reality, settle
 from shardcore.measure.replay import ReplayConfig
+from shardcore.report import model_report
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import (

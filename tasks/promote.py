@@ -12,8 +12,9 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, model_report, replays
+from shardcore import files, replays
 from shardcore.cost import accuracy, neural, reality, settle
+from shardcore.report import model_report
 from shardcore.types import MOST_COUNT, ShardCoreError, require_within
 from tasks import console, paths, publication, registry
 

@@ -15,11 +15,12 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, plan_page, plan_report, report, store
+from shardcore import files, report, store
 from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.diff import carried, diff, in_order, nearest
 from shardcore.memory import require_fits
+from shardcore.report import plan_page, plan_report
 from shardcore.search import BASELINES, compare
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain

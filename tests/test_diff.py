@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardcore import plan_report
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.diff import carried, diff, in_order, nearest
+from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.types import Constraints, Device, Placement, Plan, Setting, Shard, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import lower

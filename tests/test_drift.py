@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files, plan_report, store
+from shardcore import files, store
 from shardcore.__main__ import main
 from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.diff import carried, diff
 from shardcore.drift import drift, refreshed
+from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.store import Decision
 from shardcore.types import Device, Infeasible, Problem, ShardCoreError, Table, Topology, Zipf

@@ -9,11 +9,12 @@ import pytest
 from conformance import BATCH, MIB, draw_problem, model_for
 from test_bound import contended
 
-from shardcore import files, plan_report
+from shardcore import files
 from shardcore.__main__ import main
 from shardcore.cost import neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
+from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.explain import explain
 from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Table, Topology

@@ -15,7 +15,7 @@ from shardcore.cost import exchange, neural, reality
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
-from shardcore.report import markdown_table
+from shardcore.report.text import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,10 @@ from http.server import BaseHTTPRequestHandler
 import numpy as np
 import pytest
 
-from shardcore import files, plan_page, store
+from shardcore import files, store
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.diff import diff
+from shardcore.report import plan_page
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
 from shardcore.store import Decision

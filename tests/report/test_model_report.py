@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples
 
-from shardcore import model_report
 from shardcore.cost import fit, reality
 from shardcore.cost.study import LearningCurve
+from shardcore.report import model_report
 
 CURVE = LearningCurve(((100, 11.0), (200, 8.0), (400, 6.0)), 1.0, 100.0, 0.5)
 RNG = np.random.default_rng(0)

@@ -1,6 +1,7 @@
 import dataclasses
 
 from shardcore import dataset, report, sampling
+from shardcore.report import dataset_report
 from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
 SETTING = Setting("test", 256)
@@ -17,15 +18,15 @@ def test_a_dataset_report_says_coverage_noise_drift_and_repeatability(tables, tm
     samples = [sample(tables, i, float(i)) for i in range(5)] + [sample(tables, 5, 9.0, error="out of memory")]
     repeats = [[sample(tables, 0, float(t), 1 + t / 100) for t in range(21)],
                [sample(tables, 1, 0.0), sample(tables, 1, 600.0, 1.05)], [sample(tables, 2, 0.0), sample(tables, 2, 600.0, 1.09)]]
-    rows = dict(report.dataset_summary(samples, repeats))
+    rows = dict(dataset_report.dataset_summary(samples, repeats))
     assert rows["samples"] == "5 timed, 1 failed"
     assert rows["control group: timings"] == "21" and rows["control group: drift as the clock showed it"] == "20%"
     assert rows["agree within √2 × what they are known to"] == "50%"  # 5% and 9%, each known to 5%
     assert rows["spread of one sample's repeats"].startswith("20.0%")
     assert rows["samples timed again"] == "2, 10 minutes apart (median)"
-    report.dataset_figure(samples, repeats, "title").savefig(tmp_path / "f.png")
+    dataset_report.dataset_figure(samples, repeats, "title").savefig(tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
-    assert dict(report.dataset_summary([samples[-1]], [])) == {"samples": "0 timed, 1 failed"}
+    assert dict(dataset_report.dataset_summary([samples[-1]], [])) == {"samples": "0 timed, 1 failed"}
 
 
 def test_exchanges_are_summed_up_by_kind():
@@ -33,7 +34,7 @@ def test_exchanges_are_summed_up_by_kind():
     requests = [sampling.comm_request(i, 2, 256) for i in range(20)]
     samples = [CommSample(str(i), SETTING, r, None if r.collective == "all_reduce" else (spread,) * 2, (spread,) * 2, (0.0, 0.0),
                           1.0, None, i, False) for i, r in enumerate(requests)]
-    rows = dict(report.exchange_summary([*samples, dataclasses.replace(samples[0], error="a rank died")]))
+    rows = dict(dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0], error="a rank died")]))
     assert rows["exchanges"] == "20 timed, 1 failed" and rows["of them"].count("all_to_all fp32") == 1
     assert rows["spread of one transfer's repeats"].startswith("10.0%") and rows["ranks"] == "2 to 2, median 2"
 

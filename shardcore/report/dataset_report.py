@@ -1,45 +1,22 @@
-"""Tables and figures for people; pure: data in, text or a matplotlib figure out."""
+"""What a dataset of measurements covers, how noisy it is, and how well it repeats: rows and a figure."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.dataset import has_control
 from shardcore.memory import gib
-from shardcore.types import CommSample, ComputeSample, escaped
+from shardcore.types import CommSample, ComputeSample
 from shardcore.workload import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from shardcore.replays import Kept
-
-_NUMBER = re.compile(r"[+-]?\d")
-
-
-def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns: numbers right; the first, and words, left."""
-    cells = [[escaped(str(c)) for c in row] for row in [headers, *rows]]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    words = [i == 0 or not any(_NUMBER.match(c) for c in column[1:]) for i, column in enumerate(columns)]
-    lines = ["  ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, words, strict=True)).rstrip()
-             for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
-
-
-def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |" for line in lines)
-
-
-def percent_change(new: float, old: float) -> str:
-    return f"{100 * (new - old) / old:+.1f}%" if old > 0 else "-"
 
 
 def dataset_summary(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]]) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from shardcore.diff import Diff
 from shardcore.drift import Drift
 from shardcore.memory import gib
-from shardcore.report import percent_change, text_table
+from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.store import Decision
 from shardcore.types import Placement
