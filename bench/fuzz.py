@@ -45,11 +45,12 @@ import yaml
 from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS
-from shardcore import dataset, files, replays, report, sampling, schema, store
+from shardcore import dataset, files, replays, report, sampling, schema
 from shardcore.cost import accuracy, fit, neural
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
+from shardcore.publish import store
 from shardcore.search import SHARDERS
 from shardcore.types import MOST_CHARACTERS, Placement, Plan, Problem, Replayed, Shard, ShardCoreError, Spread
 from shardcore.workload import lower

@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from shardcore import files, report, sampling, store, tables
+from shardcore import files, report, sampling, tables
 from shardcore.cost import neural
+from shardcore.publish import store
 from shardcore.types import Problem, Setting
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ The nouns are here; the verbs live in their modules and load when asked for:
   load_model(folder)         a trained cost model                           shardcore.cost.neural
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
   replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
-  load_plan(root, name)      a published plan and its problem               shardcore.store
+  load_plan(root, name)      a published plan and its problem               shardcore.publish.store
 """
 
 from importlib import import_module
@@ -36,7 +36,7 @@ _VERBS = {
     "load_model": ("shardcore.cost.neural", "load"),
     "SHARDERS": ("shardcore.search", "SHARDERS"),
     "replay": ("shardcore.measure.replay", "replay"),
-    "load_plan": ("shardcore.store", "load_plan"),
+    "load_plan": ("shardcore.publish.store", "load_plan"),
 }
 
 __all__ = [

@@ -11,20 +11,21 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from shardcore import files, schema, store
+from shardcore import files, schema
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, at_confidence
 from shardcore.cost.model import price as predicted
 from shardcore.cost.neural import NeuralModel
-from shardcore.diff import diff as moves_of
-from shardcore.diff import in_order, nearest
-from shardcore.drift import drift as drift_of
-from shardcore.drift import refreshed
+from shardcore.publish import store
+from shardcore.publish.diff import diff as moves_of
+from shardcore.publish.drift import drift as drift_of
+from shardcore.publish.drift import refreshed
+from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, choose, compare
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
-from shardcore.search.local import SPACE_OF, local
+from shardcore.search.local import SPACE_OF
 from shardcore.types import Plan, Problem, Setting, ShardCoreError
 from shardcore.workload import lower
 
@@ -48,7 +49,7 @@ def plan(args: argparse.Namespace) -> None:
         found, why = _chosen(args, problem, model, budget)
         provenance |= found.provenance
     elif args.start:
-        found, why = _resharded(args, problem, cautious, budget)
+        found, why = _replanned(args, problem, cautious, budget)
     else:
         found, why = SHARDERS[args.algorithm](problem, cautious, seed=args.seed, budget=budget), ""
     found = Plan(found.placements, {**found.provenance, **provenance})
@@ -81,16 +82,13 @@ def _chosen(args: argparse.Namespace, problem: Problem, model: NeuralModel, budg
     return Plan(choice.plan.placements, provenance), why
 
 
-def _resharded(args: argparse.Namespace, problem: Problem, model: CostModel, budget: Budget | None) -> tuple[Plan, str]:
+def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel, budget: Budget | None) -> tuple[Plan, str]:
     """The plan improved from the one to start from, and by how much, in words."""
-    from shardcore.search.space import Reshard  # compiled code, late
-
     old_problem = files.read_problem(args.start_problem) if args.start_problem else problem
     old = files.read_plan(args.start, old_problem)
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    found = local(problem, model, seed=args.seed, budget=budget, space=SPACE_OF[args.algorithm],
-                  reshard=Reshard(old, args.max_moved_tables, most_bytes))
-    found = nearest(found, old, problem) if args.max_moved_tables is None and most_bytes is None else in_order(found, old)
+    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed, budget=budget)
+    found = replan(old, problem, model, config)
     before = "" if args.start_problem else f", which cost {predicted(lower(old, problem), model).total_ms:.3f} ms"
     return found, f", starting from {args.start}{before}; {plan_report.moves_text(moves_of(old, found))}"
 
@@ -170,7 +168,8 @@ def drift(args: argparse.Namespace) -> None:
     now, model = _with_statistics_of(args.fresh, problem), neural.load(args.model)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
-    found = drift_of(plan, problem, now, model, args.max_moved_tables, args.threshold, args.seed, budget)
+    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)
+    found = drift_of(plan, problem, now, model, config, args.threshold)
     print(plan_report.drift_text(found))
     if args.out:
         files.write_problem(args.out / "problem.json", now)

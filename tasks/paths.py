@@ -11,4 +11,3 @@ MODEL = Path("data/model")
 EVALUATION = Path("data/evaluation")
 REPLAYS = EVALUATION / "replays"
 PROBLEMS = Path("problems")
-PLANS = Path("plans")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +11,15 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, report, store
+from shardcore import files, report
 from shardcore.cost import neural
-from shardcore.cost.model import price
-from shardcore.diff import carried, diff, in_order, nearest
-from shardcore.memory import require_fits
-from shardcore.report import plan_page, plan_report
-from shardcore.search import BASELINES, compare
-from shardcore.search.budget import Budget
-from shardcore.search.explain import explain
-from shardcore.search.local import SPACE_OF, local
-from shardcore.store import Decision
-from shardcore.types import MOST_COUNT, MOST_SEED, Infeasible, Plan, Problem, ShardCoreError, StepCost, require_within
-from shardcore.workload import lower
+from shardcore.publish import store
+from shardcore.publish.publisher import HEADERS, PublishConfig, Publisher
+from shardcore.types import ShardCoreError
 from tasks import console, links, paths, publication, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.setting import SettingConfig
 from tasks.train import git_commit
-
-HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random", "balance",
-           "extrapolated", "decision")
-_EXPLAIN = Budget(evals=10_000)
-"""Of each search for a report page's alternatives."""
-
-
-@dataclass(frozen=True)
-class PublishConfig:
-    """algorithm: of the published plans; the others are its baselines. budget_evals: see search.Budget. threshold: by what share
-    a new plan has to be cheaper to take the place of the published one. keep_versions: of so many decisions on a problem the
-    versions are kept. max_moved_tables: so many tables may move from a published plan that still fits (null: any number; an
-    algorithm of local search needed). plans: the folder or object-store URL to publish in."""
-
-    algorithm: str = "local_columns"
-    seed: int = 0
-    budget_evals: int = 200_000
-    threshold: float = 0.02
-    keep_versions: int = 20
-    max_moved_tables: int | None = None
-    plans: str = str(paths.PLANS)
-
-    def __post_init__(self) -> None:
-        compare.require_known([self.algorithm])
-        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED))
-        if not self.plans or not self.plans.isprintable():
-            raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'")
-        if not 0 <= self.threshold < 1:
-            raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
-        if self.keep_versions < store.FEWEST_KEPT:
-            raise ShardCoreError(f"publish config has keep_versions {self.keep_versions}; it needs {store.FEWEST_KEPT} or more")
-        if self.max_moved_tables is not None and (self.max_moved_tables < 0 or self.algorithm not in SPACE_OF):
-            raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; "
-                                 f"it needs 0 or more, and one of {', '.join(SPACE_OF)}")
 
 
 @task(task_run_name="publish-plans")
@@ -152,181 +106,3 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
             if page:
                 mlflow.log_text(page.decode(errors="replace"), f"plans/{name}.html")
     return run
-
-
-@dataclass(frozen=True)
-class Published:
-    """A problem's plan that is current after a decision, and its cost under the model of now. baselines: total ms of others, or
-    why they found no plan."""
-
-    problem: Problem
-    decision: Decision
-    cost: StepCost
-    baselines: Mapping[str, float | str]
-    extrapolated: bool
-
-    def row(self) -> tuple[Any, ...]:
-        total, found = self.cost.total_ms, {k: v for k, v in self.baselines.items() if isinstance(v, float)}
-        best = min(found, key=found.get, default=None)
-        return (self.problem.name, len(self.problem.tables), len(self.problem.topology), f"{total:.2f}",
-                f"{found[best]:.2f} {best}" if best else "none found one",
-                report.percent_change(total, found[best]) if best else "-",
-                report.percent_change(total, found["random"]) if "random" in found else "-",
-                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.extrapolated else "no", self.decision.outcome)
-
-
-@dataclass(frozen=True)
-class Before:
-    """What was published of a problem: the last decision on it; its plan with the problem's tables as they are now; what that
-    costs under the model of now, None where it is none of the problem any more, for which why_not says why."""
-
-    decision: Decision
-    plan: Plan
-    cost: StepCost | None
-    why_not: str = ""
-
-    @property
-    def total_ms(self) -> float | None:
-        return self.cost.total_ms if self.cost else None
-
-
-@dataclass(frozen=True)
-class Publisher:
-    """Decides on one problem's plan after the other, under one model."""
-
-    model: neural.NeuralModel
-    plans: str | Path
-    config: PublishConfig
-    provenance: Mapping[str, Any]
-
-    def publish(self, problem: Problem) -> Published:
-        """Raises Infeasible where no plan is found."""
-        with store.turn(self.plans, problem.name):
-            before = self._before(problem)
-            published = self._restored(problem, before) or self._searched(problem, before)
-            if not published.decision.repeats(before and before.decision):
-                store.record(self.plans, published.decision)
-            store.prune(self.plans, problem.name, self.config.keep_versions)
-        return published
-
-    def _before(self, problem: Problem) -> Before | None:
-        decision = store.last(self.plans, problem.name)
-        if decision is None:
-            return None
-        plan = carried(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
-        try:
-            return Before(decision, plan, price(lower(plan, problem), self.model))
-        except ShardCoreError as error:
-            return Before(decision, plan, None, str(error))
-
-    def _decision(self, problem: Problem, before: Before | None, outcome: str, reason: str, current: str, candidate: str,
-                  candidate_ms: float) -> Decision:
-        return Decision(
-            problem=problem.name, outcome=outcome, reason=reason, current=current, candidate=candidate,
-            problem_digest=files.problem_digest(problem), candidate_ms=candidate_ms, previous_ms=before and before.total_ms,
-            threshold=self.config.threshold, decided_at=time.time(), parent=before and before.decision.id,
-            provenance=dict(self.provenance))
-
-    # --- the plan that there was under this model ----------------------------------------------------------------------
-
-    def _restored(self, problem: Problem, before: Before | None) -> Published | None:
-        """Where the champion has become what it was before: the plan of this very problem that was current under it then."""
-        def model_of(x: Decision) -> tuple[Any, Any]:
-            return x.provenance.get("model"), x.provenance.get("model_version")
-
-        mine = self.provenance["model"], self.provenance["model_version"]
-        if before is None or model_of(before.decision) == mine:
-            return None
-        then = next((x for x in islice(store.history(self.plans, problem.name), self.config.keep_versions)
-                     if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)), None)
-        if then is None or not store.has(self.plans, problem.name, then.current):
-            return None
-        plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
-        try:
-            workload = lower(carried(plan, problem), problem)
-        except ShardCoreError:
-            return None
-        cost = price(workload, self.model)
-        reason = (f"the model is version {mine[1]} again, under which this plan was current on "
-                  f"{plan_report.when(then.decided_at)}")
-        decision = self._decision(problem, before, "restored", reason, then.current, then.current, cost.total_ms)
-        return Published(problem, decision, cost, _totals(self._others(problem)), bool(neural.out_of_range(self.model, workload)))
-
-    # --- a new plan ----------------------------------------------------------------------------------------------------
-
-    def _searched(self, problem: Problem, before: Before | None) -> Published:
-        others, found = self._others(problem), self._search(problem, before)
-        if before:
-            limited = self.config.max_moved_tables is not None
-            found = in_order(found, before.plan) if limited else nearest(found, before.plan, problem)
-        if before and before.cost and set(found.placements) == set(before.plan.placements):
-            plan, cost = before.plan, before.cost
-        else:
-            plan = Plan(found.placements, {**found.provenance, **self.provenance})
-            cost = price(lower(plan, problem), self.model)
-        outcome, reason = self._judged(plan, cost, before)
-        candidate = store.version_of(plan, problem)
-        current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
-        decision = self._decision(problem, before, outcome, reason, current, candidate, cost.total_ms)
-        self._add(problem, plan, cost, decision, before, others)
-        if outcome == "kept":  # the old plan, for the problem as it is now: the same version where that has not changed
-            plan, cost = before.plan, before.cost
-            self._add(problem, plan, cost, decision, before, others)
-        return Published(problem, decision, cost, _totals(others), bool(neural.out_of_range(self.model, lower(plan, problem))))
-
-    def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
-        return {name: compare.run(name, problem, self.model, self.config.seed) for name in BASELINES
-                if name != self.config.algorithm}
-
-    def _search(self, problem: Problem, before: Before | None) -> Plan:
-        """Also from what of the published plan is still possible, so that luck alone never makes another one look better, and few
-        tables have to move where some are new."""
-        space, limit = SPACE_OF.get(self.config.algorithm), self.config.max_moved_tables
-        budget = Budget(evals=self.config.budget_evals)
-        if before and space:
-            from shardcore.search.space import Reshard  # compiled code, late
-
-            tables, devices = set(problem.tables), len(problem.topology)
-            old = Plan(tuple(p for p in before.plan.placements if p.shard.table in tables and max(p.devices) < devices))
-            try:
-                require_fits(old, problem)
-                return local(problem, self.model, seed=self.config.seed, budget=budget, space=space, reshard=Reshard(old, limit))
-            except ShardCoreError:  # nothing that the local search can start from
-                if limit is not None and before.cost:
-                    raise
-        outcome = compare.run(self.config.algorithm, problem, self.model, self.config.seed, budget)
-        if outcome.plan is None:
-            raise Infeasible(outcome.error)
-        return outcome.plan
-
-    def _judged(self, plan: Plan, cost: StepCost, before: Before | None) -> tuple[str, str]:
-        """Which outcome a candidate has, and why."""
-        if before is None:
-            return "first", "no plan was published for this problem"
-        if before.cost is None:
-            return "no longer fits", f"of the plan before: {before.why_not}"
-        if plan is before.plan:
-            return "kept", "the search finds no other plan"
-        better = store.worth_it(cost.total_ms, before.total_ms, self.config.threshold)
-        return "better" if better else "kept", (
-            f"{cost.total_ms:.3f} ms instead of {before.total_ms:.3f} ms "
-            f"({report.percent_change(cost.total_ms, before.total_ms)}, threshold {self.config.threshold:.1%}), moving "
-            f"{plan_report.moved_words(diff(before.plan, plan))}")
-
-    def _add(self, problem: Problem, plan: Plan, cost: StepCost, decision: Decision, before: Before | None,
-             others: Mapping[str, compare.Outcome]) -> None:
-        """Keep a plan as a version with its page, unless it is one."""
-        if store.has(self.plans, problem.name, store.version_of(plan, problem)):
-            return
-        workload = lower(plan, problem)
-        beyond = neural.out_of_range(self.model, workload)
-        decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
-        explained = explain(plan, problem, self.model, _EXPLAIN, others)
-        page = plan_page.page(plan, problem, explained, decisions, diff(before.plan, plan) if before else None, beyond)
-        store.add(self.plans, problem, plan, {
-            "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms, "memory_bytes": list(workload.memory_bytes),
-            "baselines": _totals(others), "extrapolated": beyond}, page)
-
-
-def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:
-    return {name: o.cost.total_ms if o.cost else o.error for name, o in outcomes.items()}

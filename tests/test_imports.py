@@ -118,7 +118,7 @@ def data_named(stage: str) -> set[Path]:
     """The places paths.NAME that are data; datasets too, where a task reads which of them a model was trained on."""
     nodes = [node for tree in trees(stage) for node in ast.walk(tree)]
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"}
-    found = {getattr(paths, name) for name in names} - {paths.PARAMS, paths.PROBLEMS, paths.PLANS}
+    found = {getattr(paths, name) for name in names} - {paths.PARAMS, paths.PROBLEMS}
     joined = any(isinstance(node, ast.Constant) and node.value == "datasets" for node in nodes)
     return found | ({paths.DATASETS} if joined else set())
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.diff import Diff
 from shardcore.memory import gib
+from shardcore.publish.decisions import Decision
+from shardcore.publish.diff import Diff
 from shardcore.report import plan_report
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.store import Decision
 from shardcore.types import Plan, Problem, StepCost
 
 if TYPE_CHECKING:

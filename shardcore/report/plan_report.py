@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
-from shardcore.diff import Diff
-from shardcore.drift import Drift
 from shardcore.memory import gib
+from shardcore.publish.decisions import Decision
+from shardcore.publish.diff import Diff
+from shardcore.publish.drift import Drift
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.store import Decision
 from shardcore.types import Placement
 from shardcore.workload import device_names
 

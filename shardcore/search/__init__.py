@@ -20,13 +20,14 @@ from shardcore.search.budget import Budget
 from shardcore.search.peers import embark, milp, torchrec
 from shardcore.types import Plan, Problem
 
-__all__ = ["BASELINES", "SHARDERS", "Budget", "Sharder"]
+__all__ = ["BASELINES", "DEFAULT_SHARDER", "SHARDERS", "Budget", "Sharder"]
 
 
 class Sharder(Protocol):
     def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
 
 
+DEFAULT_SHARDER = "local_columns"
 BASELINES = ("random", *greedy.ORDERS)
 """What people use without a search: published plans are shown against these."""
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from scratch import TOY, with_logs
 
-from shardcore import dataset, files, replays, sampling, store
+from shardcore import dataset, files, replays, sampling
+from shardcore.publish import store
 from shardcore.types import Setting
 from tasks.tables import TablesConfig, make_pool
 

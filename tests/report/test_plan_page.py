@@ -12,13 +12,14 @@ from http.server import BaseHTTPRequestHandler
 import numpy as np
 import pytest
 
-from shardcore import files, store
+from shardcore import files
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.diff import diff
+from shardcore.publish import store
+from shardcore.publish.decisions import Decision
+from shardcore.publish.diff import diff
 from shardcore.report import plan_page
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
-from shardcore.store import Decision
 from shardcore.types import Device, Setting, Topology
 
 MODEL = AnalyticModel(Setting("made-up", 256))

@@ -1,180 +1,29 @@
-"""What publishing decides about a plan that is published already, under the models and problems of now."""
+"""What a published plan says that it comes from."""
 
-import uuid
-from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING
 
-from shardcore import files, store
-from shardcore.cost import fit
-from shardcore.cost.model import price
-from shardcore.diff import diff
-from shardcore.search import BASELINES, SHARDERS, Budget
-from shardcore.types import Device, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
-from shardcore.workload import lower
-from tasks.publish import PublishConfig, Publisher, _provenance
+from shardcore.publish.publisher import PublishConfig
+from shardcore.search import DEFAULT_SHARDER
+from tasks.publish import _provenance
 
-CONFIG = PublishConfig(budget_evals=2_000)
+VERSION = SimpleNamespace(name="shardcore-cost-law", version=3)
 
 
-@pytest.fixture(scope="module")
-def model():
-    made = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)).model
-    return replace(made, meta={**made.meta, "provenance": {"data_version": "d1", "git_commit": "c1", "seed": 5}})
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_plan_names_its_model_the_data_and_the_search(limit):
+    model = SimpleNamespace(setting=SETTING, meta={"provenance": {
+        "data_version": "d1", "git_commit": "c1", "seed": 5, "datasets": {"datasets/x": "digest"}}})
+    found = _provenance(model, VERSION, PublishConfig(budget_evals=2_000, max_moved_tables=limit))
+    assert len(found.pop("git_commit")) >= 40
+    assert found == {"model": "shardcore-cost-law", "model_version": "3", "setting": str(SETTING), "data_version": "d1",
+                     "model_git_commit": "c1", "model_seed": 5, "datasets": {"datasets/x": "digest"},
+                     "algorithm": DEFAULT_SHARDER, "budget_evals": 2_000, "seed": 0,
+                     **({} if limit is None else {"max_moved_tables": limit})}
 
 
-@pytest.fixture
-def problem():
-    rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0)) for i in range(12))
-    return Problem("published", tables, Topology((Device(2 << 20),) * 4), SETTING.batch)
-
-
-def publish(root, problem, model, version=1, config=CONFIG):
-    name = SimpleNamespace(name="shardcore-cost-law", version=version)
-    return Publisher(model, root, config, _provenance(model, name, config)).publish(problem)
-
-
-def slow(model):
-    """Another model: lookups are what costs, so that other plans are good."""
-    rates = model.weights["rates"].copy()
-    rates[1:] *= np.linspace(0.2, 6, len(rates) - 1)[:, None]
-    return replace(model, weights={**model.weights, "rates": rates})
-
-
-def worse(problem):
-    return Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables), {"algorithm": "by hand"})
-
-
-def put(root, problem, plan, version=1):
-    """A plan made elsewhere becomes current."""
-    last = store.last(root, problem.name)
-    added = store.add(root, problem, plan, {"baselines": {}})
-    store.record(root, store.Decision(problem.name, "first", "put", added, added, files.problem_digest(problem), parent=last and
-                                      last.id, provenance={"model": "shardcore-cost-law", "model_version": str(version)}))
-
-
-def test_a_first_plan_names_all_that_it_comes_from_and_has_a_page(problem, model, tmp_path):
-    published = publish(tmp_path, problem, model)
-    plan, its_problem = store.load_plan(tmp_path, "published")
-    assert published.decision.outcome == "first" and its_problem == problem
-    assert {k: plan.provenance[k] for k in ("model", "model_version", "data_version", "model_git_commit", "seed", "algorithm",
-                                            "budget_evals", "setting")} == {
-        "model": "shardcore-cost-law", "model_version": "1", "data_version": "d1", "model_git_commit": "c1", "seed": 0,
-        "algorithm": "local_columns", "budget_evals": 2_000, "setting": str(SETTING)}
-    assert len(plan.provenance["git_commit"]) >= 40
-    assert dict(plan.provenance) | dict(published.decision.provenance) == plan.provenance
-    page = store.load_page(tmp_path, "published", published.decision.current).decode()
-    assert "<svg" in page and "no plan was published" in page and f"{published.cost.total_ms:.2f} ms" in page
-    cost = store.load_cost(tmp_path, "published", published.decision.current)
-    assert cost["total_ms"] == published.cost.total_ms == price(lower(plan, problem), model).total_ms
-    assert set(cost["baselines"]) == set(BASELINES) and published.row()[0] == "published"
-
-
-def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not(problem, model, tmp_path):
-    put(tmp_path, problem, worse(problem))
-    better = publish(tmp_path, problem, model).decision
-    assert better.outcome == "better" and better.candidate_ms < 0.98 * better.previous_ms and better.current == better.candidate
-    assert "threshold 2.0%" in better.reason and "moving" in better.reason
-    kept = publish(tmp_path, problem, model).decision
-    assert kept.outcome == "kept" and kept.current == better.current
-    before = store.last(tmp_path, "published")
-    assert publish(tmp_path, problem, model).decision.repeats(kept) and store.last(tmp_path, "published") == before
-    put(tmp_path, problem, worse(problem))
-    stubborn = publish(tmp_path, problem, model, config=replace(CONFIG, threshold=0.9)).decision
-    assert stubborn.outcome == "kept" and stubborn.candidate_ms < stubborn.previous_ms == stubborn.total_ms
-    assert store.load_plan(tmp_path, "published")[0] == worse(problem)
-    assert store.load_plan(tmp_path, "published", stubborn.candidate)[0] != worse(problem)
-
-
-def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tmp_path):
-    publish(tmp_path, problem, model)
-    grown = replace(problem, tables=(replace(problem.tables[0], rows=9_000), *problem.tables[1:], Table("new", 900, 16, 2.0)))
-    decision = publish(tmp_path, grown, model).decision
-    assert decision.outcome == "no longer fits" and decision.previous_ms is None and "'t0'" in decision.reason
-    tight = replace(grown, topology=Topology((Device(100_000),) + (Device(4 << 20),) * 3))
-    decision = publish(tmp_path, tight, model).decision
-    assert decision.outcome == "no longer fits" and "device 0" in decision.reason
-    with pytest.raises(Infeasible):
-        publish(tmp_path, replace(grown, topology=Topology((Device(9_000),) * 4)), model)
-    assert store.last(tmp_path, "published") == decision
-
-
-def test_a_new_table_finds_room_beside_the_others(problem, model, tmp_path):
-    publish(tmp_path, problem, model)
-    old, _ = store.load_plan(tmp_path, "published")
-    more = replace(problem, tables=(*problem.tables, Table("new", 900, 16, 2.0)))
-    decision = publish(tmp_path, more, model, config=replace(CONFIG, max_moved_tables=0)).decision
-    found = diff(old, store.load_plan(tmp_path, "published")[0])
-    assert decision.outcome == "no longer fits" and found.added == ("new",) and not found.moves
-
-
-def test_an_object_store_gets_what_a_folder_gets(problem, model, tmp_path):
-    where = f"memory://{uuid.uuid4()}"
-    for version in (1, 2, 1):
-        there, here = publish(where, problem, model, version).decision, publish(tmp_path, problem, model, version).decision
-        assert (there.outcome, there.current, there.candidate_ms) == (here.outcome, here.current, here.candidate_ms)
-    assert here.outcome == "restored" and store.load_plan(where, "published") == store.load_plan(tmp_path, "published")
-
-
-def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothing_moves(problem, model, tmp_path):
-    first = publish(tmp_path, problem, model).decision
-    plan, _ = store.load_plan(tmp_path, "published")
-    livelier = replace(problem, tables=tuple(replace(t, pooling=1.01 * t.pooling) for t in problem.tables))
-    kept = publish(tmp_path, livelier, model).decision
-    assert kept.outcome == "kept" and kept.current != first.current and kept.previous_ms > first.candidate_ms
-    now, its_problem = store.load_plan(tmp_path, "published")
-    assert its_problem == livelier and not diff(plan, now) and now.provenance == plan.provenance
-    skewed = replace(problem, tables=tuple(replace(t, pooling=t.pooling * (9 if p.devices == (0,) else 1))
-                                           for t, p in ((t, next(p for p in plan.placements if p.shard.table == t))
-                                                        for t in problem.tables)))
-    drifted = publish(tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2)).decision
-    assert drifted.outcome == "better" and drifted.candidate_ms < drifted.previous_ms
-    assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
-
-
-def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path):
-    first = publish(tmp_path, problem, model, 1).decision
-    put(tmp_path, problem, worse(problem), 2)
-    back = publish(tmp_path, problem, model, 1)
-    assert back.decision.outcome == "restored" and back.decision.current == first.current
-    assert back.row()[4:] == publish(tmp_path / "other", problem, model, 1).row()[4:9] + ("restored",)
-    assert store.load_plan(tmp_path, "published")[0] == store.load_plan(tmp_path, "published", first.current)[0]
-    livelier = replace(problem, tables=tuple(replace(t, pooling=2 * t.pooling) for t in problem.tables))
-    assert publish(tmp_path, livelier, model, 2).decision.outcome != "restored"  # another problem than then
-    third = publish(tmp_path, livelier, slow(model), 3).decision
-    assert third.outcome in ("better", "kept") and third.previous_ms != back.decision.total_ms
-
-
-def test_old_versions_go_and_the_page_tells_the_history(problem, model, tmp_path):
-    few = replace(CONFIG, keep_versions=2)
-    for version in (1, 2):
-        put(tmp_path, problem, Plan(worse(problem).placements, {"algorithm": f"by hand {version}"}), version)
-    newest = publish(tmp_path, problem, model, 3, few).decision
-    assert len(list((tmp_path / "published/versions").iterdir())) == 2
-    page = store.load_page(tmp_path, "published", newest.current).decode()
-    assert page.count(">put<") == 2 and "version 3" in page and "to move" in page
-
-
-def test_any_algorithm_can_publish(problem, model, tmp_path):
-    for algorithm in ("size_greedy", "neuroshard"):
-        published = publish(tmp_path / algorithm, problem, model, config=PublishConfig(algorithm, budget_evals=300))
-        assert algorithm not in published.baselines
-        assert store.load_plan(tmp_path / algorithm, "published")[0] == SHARDERS[algorithm](problem, model,
-                                                                                            budget=Budget(evals=300))
-
-
-def test_bad_settings_are_named():
-    for fields, named in (({"threshold": 1.5}, "threshold 1.5"), ({"keep_versions": 1}, "keep_versions 1"),
-                          ({"algorithm": "magic"}, "'magic'"), ({"algorithm": "milp", "max_moved_tables": 3}, "'milp'")):
-        with pytest.raises(ShardCoreError, match=named):
-            PublishConfig(**fields)
-
-
-@pytest.mark.parametrize("plans", ["", "a\0b"])
-def test_plans_need_a_folder(plans):
-    with pytest.raises(ShardCoreError, match="publish config has plans"):
-        PublishConfig(plans=plans)
+def test_a_model_without_provenance_says_so():
+    found = _provenance(SimpleNamespace(setting=SETTING, meta={"provenance": {}}), VERSION, PublishConfig())
+    assert found["data_version"] == "unversioned" and found["model_git_commit"] == "no git" and "datasets" not in found

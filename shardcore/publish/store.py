@@ -4,119 +4,43 @@
   PLANS/<problem>/decisions/<id>.json     which version to use from then on, and why; each names its parent, as commits do
   PLANS/<problem>/current                 the id of the last decision
 
-PLANS is a folder, or a URL that fsspec knows: s3://bucket/plans, with the package for it installed and configured as fsspec's
-documentation says. The pointer alone is ever written twice, and always last: a publisher that is killed leaves the old state or
-the new one, and at worst files that nothing names. A reader meanwhile gets one of the two, whole. Publishers that share a folder
-take turns (`turn`); on an object store, which has no locks, let one run at a time. tests/test_store.py checks all of this at each
-single operation.
+PLANS is a folder or a URL such as s3://bucket/plans (see `places`). Only the pointer is ever written twice, and always last. So a
+publisher that is killed leaves the old state or the new one, and at worst files that nothing names. A reader meanwhile gets one
+of the two, whole. Publishers that share a folder take turns (`turn`). An object store has no locks: let one run there at a time.
+tests/publish/test_store.py checks all of this at each single operation.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
-import shutil
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files, schema
+from shardcore.publish import decisions, places
+from shardcore.publish.decisions import Decision, require_id
+from shardcore.publish.places import Place
 from shardcore.types import Plan, Problem, ShardCoreError, is_path_name
 
-OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 FEWEST_KEPT = 2
 """A reader may still be at the version before."""
 PATIENCE_S = 600.0
 """Of a publisher that waits for its turn: more than any search takes that publishes one plan."""
 PAGE, REPORT = "report.html", "report.md"
 """Of a version; and of all plans, beside them (see `write`)."""
-_POINTER, _SCHEMA, _SCHEMA_VERSION = "current", "shardcore/decision", 1
+_POINTER = "current"
 _LOOK_S = 0.02
 """Between two looks whether it is one's turn."""
-_LAST_S = 253402300799.0
-"""The end of the year 9999, after which nothing is decided."""
 _LEFT_S = 3600.0
 """A temporary file older than this was left by a publisher that was killed."""
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Which version of a problem's plan is current from `decided_at` (Unix s; 0: not known) on, and why.
-
-    outcome: one of OUTCOMES; "first", "better" and "no longer fits" (what the previous plan does not) take the candidate, "kept"
-    does not, and "restored" takes the version that was current under the same model before. reason: in a sentence. current,
-    candidate: the version chosen, and the one considered. candidate_ms, previous_ms: what the candidate, and the plan that was
-    current until then, cost under the model of now; None: there is no such plan, or it is none of the problem as it is now.
-    threshold: by what share of previous_ms a candidate has to be cheaper. problem_digest: of the problem as it is now.
-    provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed. parent: id of the
-    decision before.
-    """
-
-    problem: str
-    outcome: str
-    reason: str
-    current: str
-    candidate: str
-    problem_digest: str
-    candidate_ms: float | None = None
-    previous_ms: float | None = None
-    threshold: float = 0.0
-    decided_at: float = 0.0
-    parent: str | None = None
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.outcome not in OUTCOMES:
-            raise ShardCoreError(f"decision has outcome {self.outcome!r}; known are {', '.join(OUTCOMES)}")
-        if not is_path_name(self.problem):
-            raise ShardCoreError(f"decision has problem {self.problem!r}; it needs the name of one")
-        for name in ("current", "candidate", "problem_digest"):
-            _require_id(getattr(self, name), f"decision has {name}")
-        if self.parent is not None:
-            _require_id(self.parent, "decision has parent")
-        for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
-        if self.decided_at > _LAST_S:
-            raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to {_LAST_S:.0f}")
-
-    @property
-    def id(self) -> str:
-        return files.digest(self._document())
-
-    @property
-    def total_ms(self) -> float | None:
-        """What the version that it chose costs under the model of that time."""
-        return self.candidate_ms if self.current == self.candidate else self.previous_ms
-
-    def repeats(self, other: Decision | None) -> bool:
-        """Whether it says nothing that the other one does not."""
-        return other is not None and dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
-
-    def _document(self) -> dict[str, Any]:
-        return {"schema": _SCHEMA, "version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
-
-
-def _require_id(found: str, what: str) -> str:
-    """Versions and decisions are files and folders named after their content: what has another name is none of ours."""
-    if not files.DIGEST.fullmatch(found):
-        raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
-    return found
-
-
-def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
-    """Whether a candidate takes the place of the previous plan, None of which is possible any more."""
-    return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------
@@ -143,19 +67,13 @@ def _load(folder: Place, name: str, fits: bool) -> tuple[Plan, Problem]:
 
 
 def _version(home: Place, version: str) -> Place:
-    return home / "versions" / _require_id(version, "plans have version")
+    return home / "versions" / require_id(version, "plans have version")
 
 
 def _versions(home: Place) -> list[str]:
     """The names of a problem's versions. A link is none: what it leads to may be another's, or live."""
     folder = home / "versions"
-    return [name for name in _names(folder) if files.DIGEST.fullmatch(name) and not _is_link(folder / name)]
-
-
-def load_cost(root: str | Path, name: str, version: str) -> dict[str, Any]:
-    """What a version cost under the model that it was searched with, and what others did."""
-    path = _version(_home(root, name), version) / "cost.json"
-    return dict(schema.read(schema.read_json(path), Mapping[str, Any], str(path)))
+    return [name for name in places.listed(folder) if files.DIGEST.fullmatch(name) and not places.is_link(folder / name)]
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
@@ -191,8 +109,8 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
 
 def names(root: str | Path) -> list[str]:
     """The problems that have a plan."""
-    place = _place(root)
-    return [name for name in _names(place) if is_path_name(name) and _exists(place / name / _POINTER)]
+    home = places.place(root)
+    return [name for name in places.listed(home) if is_path_name(name) and places.exists(home / name / _POINTER)]
 
 
 def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
@@ -210,26 +128,22 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
 def _pointer(home: Place) -> str | None:
     """What the pointer says; None where there is none."""
     try:
-        with _plainly(home / _POINTER, _ABSENT):
+        with places.plain_errors(home / _POINTER, places.ABSENT):
             path = home / _POINTER
             content = schema.content_of(path) if isinstance(path, Path) else path.read_bytes()
             found = content[:100].decode(errors="replace").strip()
-    except _ABSENT:
+    except places.ABSENT:
         return None
     if not found:
         raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
-    return _require_id(found, f"{home / _POINTER} names decision")
+    return require_id(found, f"{home / _POINTER} names decision")
 
 
 def _read(home: Place, name: str, found: str) -> Decision:
     path = home / "decisions" / f"{found}.json"
-    if not _exists(path) and _exists(home / "versions" / found / "plan.json"):
+    if not places.exists(path) and places.exists(home / "versions" / found / "plan.json"):
         return _migrated(home, name, found)
-    data = schema.read_json(path)
-    if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != (_SCHEMA, _SCHEMA_VERSION):
-        raise ShardCoreError(f"{path} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})")
-    decision = schema.build(Decision, data, str(path))
-    files.read_provenance(decision.provenance, f"{path}: provenance")
+    decision = decisions.from_document(schema.read_json(path), str(path))
     if decision.id != found:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
     if decision.problem != name:
@@ -259,11 +173,11 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     import fcntl
 
     path, until = home / ".turn", time.monotonic() + patience_s
-    with _plainly(path):
+    with places.plain_errors(path):
         home.mkdir(parents=True, exist_ok=True)
         f = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")  # it is emptied below
     with f:
-        with _plainly(path):
+        with places.plain_errors(path):
             while True:
                 try:
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,7 +206,7 @@ def version_of(plan: Plan, problem: Problem) -> str:
 
 
 def has(root: str | Path, name: str, version: str) -> bool:
-    return _exists(_version(_home(root, name), version) / "plan.json")
+    return places.exists(_version(_home(root, name), version) / "plan.json")
 
 
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
@@ -304,7 +218,7 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
         contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)), "cost.json": files.json_bytes(dict(cost)),
                     **({PAGE: page.encode()} if page else {}), "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
         for name, content in contents.items():  # the plan last: with it the version is whole
-            _write(folder / name, content)
+            places.write(folder / name, content)
     return version
 
 
@@ -319,10 +233,10 @@ def record(root: str | Path, decision: Decision) -> None:
         raise ShardCoreError(f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is "
                              f"the last one in {root}; another publisher was faster, so publish again")
     folder = _own(home / "decisions")
-    if before and not _exists(folder / f"{before.id}.json"):
-        _write(folder / f"{before.id}.json", files.json_bytes(before._document()))
-    _write(folder / f"{decision.id}.json", files.json_bytes(decision._document()))
-    _write(home / _POINTER, f"{decision.id}\n".encode())
+    if before and not places.exists(folder / f"{before.id}.json"):
+        places.write(folder / f"{before.id}.json", files.json_bytes(before.document()))
+    places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
+    places.write(home / _POINTER, f"{decision.id}\n".encode())
 
 
 def prune(root: str | Path, name: str, keep: int) -> list[str]:
@@ -334,22 +248,22 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
     if isinstance(home, Path):
-        with _plainly(home):
+        with places.plain_errors(home):
             _sweep(home.rglob(".*.tmp"))  # which follows no links
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
-        _remove(_version(home, version) / "plan.json")  # first: without it there is no version
-        _remove(_version(home, version))
+        places.remove(_version(home, version) / "plan.json")  # first: without it there is no version
+        places.remove(_version(home, version))
     return gone
 
 
 def write(root: str | Path, name: str, content: bytes) -> None:
     """A file for people beside the plans, whole or not at all. (It takes no turn: what others are writing now stays.)"""
-    place = _place(root)
-    if isinstance(place, Path):
-        with _plainly(place):
-            _sweep(place.glob(f".{name}.*.tmp"), _LEFT_S)
-    _write(place / name, content)
+    home = places.place(root)
+    if isinstance(home, Path):
+        with places.plain_errors(home):
+            _sweep(home.glob(f".{name}.*.tmp"), _LEFT_S)
+    places.write(home / name, content)
 
 
 def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
@@ -360,64 +274,7 @@ def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
                 path.unlink()
 
 
-# --- folders and URLs --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Remote:
-    """A file or folder of a file system of fsspec: what of Path is used here."""
-
-    fs: Any
-    path: str
-
-    def __truediv__(self, name: str) -> _Remote:
-        return _Remote(self.fs, f"{self.path.rstrip('/')}/{name}")
-
-    def __str__(self) -> str:
-        return str(self.fs.unstrip_protocol(self.path))
-
-    def read_bytes(self) -> bytes:
-        return self.call("cat_file")
-
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """What the file system answers for this path. Raises FileNotFoundError where it does, and ShardCoreError whatever else
-        goes wrong there."""
-        try:
-            return getattr(self.fs, method)(self.path, *args, **options)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # each kind of storage has its own
-            raise ShardCoreError(f"cannot use {self}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
-
-
-Place = Path | _Remote
-
-
-@contextmanager
-def _plainly(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Raise what the system says of a folder as `_Remote.call` does for other storage; of `but`, as it is."""
-    try:
-        yield
-    except but:
-        raise
-    except OSError as error:
-        raise ShardCoreError(f"cannot use {error.filename or place}: {error.strerror or error}") from None
-
-
-def _place(root: str | Path) -> Place:
-    """Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and for what is no name of a folder."""
-    if "\0" in str(root):
-        raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
-    if isinstance(root, Path) or "://" not in root:
-        return Path(root)
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-
-    try:
-        fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
-    except Exception as error:  # each kind of storage has its own
-        raise ShardCoreError(f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}") from None
-    return Path(path) if isinstance(fs, LocalFileSystem) else _Remote(fs, path)
+# --- folders of a problem -----------------------------------------------------------------------------------------------
 
 
 def _home(root: str | Path, name: str) -> Place:
@@ -426,7 +283,7 @@ def _home(root: str | Path, name: str) -> Place:
         raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -")
     if name == REPORT:
         raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it needs another")
-    home = _own(_place(root) / name)
+    home = _own(places.place(root) / name)
     for folder in ("versions", "decisions"):
         _own(home / folder)
     return home
@@ -434,51 +291,6 @@ def _home(root: str | Path, name: str) -> Place:
 
 def _own(folder: Place) -> Place:
     """A folder of a problem's; raises ShardCoreError for a link."""
-    if _is_link(folder):
+    if places.is_link(folder):
         raise ShardCoreError(f"{folder} is a symbolic link; a problem's plans are kept in folders of its own")
     return folder
-
-
-def _is_link(place: Place) -> bool:
-    with _plainly(place):
-        return isinstance(place, Path) and place.is_symlink()
-
-
-def _exists(place: Place) -> bool:
-    try:
-        with _plainly(place, _ABSENT):
-            place.stat() if isinstance(place, Path) else place.call("info")  # fsspec's `exists` takes any failure for a no
-    except _ABSENT:
-        return False
-    return True
-
-
-def _names(place: Place) -> list[str]:
-    """Names of what is in a folder, sorted; none where there is no folder."""
-    try:
-        with _plainly(place, _ABSENT):
-            found = os.listdir(place) if isinstance(place, Path) else place.call("ls", detail=False)
-    except _ABSENT:
-        return []
-    return sorted(n for n in {path.rstrip("/").rsplit("/", 1)[-1] for path in found} if not n.startswith("."))
-
-
-def _write(place: Place, content: bytes) -> None:
-    if isinstance(place, Path):
-        files.write_atomic(place, content)
-        return
-    try:
-        place.call("pipe_file", content)
-    except FileNotFoundError as error:  # no such bucket, say
-        raise ShardCoreError(f"cannot write {place}: {error}") from None
-
-
-def _remove(place: Place) -> None:
-    """A file, or a folder with all in it; what is not there is gone already."""
-    with suppress(FileNotFoundError), _plainly(place, _ABSENT):
-        if not isinstance(place, Path):
-            place.call("rm", recursive=True)
-        elif place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)
-        else:
-            place.unlink()

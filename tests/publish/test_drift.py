@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files, store
+from shardcore import files
 from shardcore.__main__ import main
 from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.diff import carried, diff
-from shardcore.drift import drift, refreshed
+from shardcore.publish import store
+from shardcore.publish.decisions import Decision
+from shardcore.publish.diff import diff, rebind_tables
+from shardcore.publish.drift import drift, refreshed
+from shardcore.publish.replan import ReplanConfig
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.store import Decision
 from shardcore.types import Device, Infeasible, Problem, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import lower
 
@@ -37,13 +39,13 @@ def shifted():
 
 def test_a_plan_falls_behind_and_a_few_moves_bring_most_of_it_back(shifted):
     plan, problem, now = shifted
-    found = drift(plan, problem, now, MODEL, most_tables=3, budget=BUDGET)
+    found = drift(plan, problem, now, MODEL, ReplanConfig(3, budget=BUDGET))
     assert found.planned_ms == pytest.approx(plan.provenance["predicted_ms"])
     assert found.best_ms <= found.replan_ms < found.now_ms and found.behind == found.now_ms / found.best_ms - 1 > 0.1
     assert 1 <= len(found.moves.moves) <= 3 and found.pays
     assert price(lower(found.replan, now), MODEL).total_ms == found.replan_ms
     assert found.now_ms - found.replan_ms > 0.5 * (found.now_ms - found.best_ms)
-    assert found.moves == diff(carried(plan, now), found.replan)
+    assert found.moves == diff(rebind_tables(plan, now), found.replan)
     text = plan_report.drift_text(found)
     dearer = 100 * (found.now_ms / found.planned_ms - 1)
     assert dearer > 0 and f"costs {found.now_ms:.3f} ms now, +{dearer:.1f}% against the {found.planned_ms:.3f} ms" in text
@@ -52,19 +54,19 @@ def test_a_plan_falls_behind_and_a_few_moves_bring_most_of_it_back(shifted):
 
 def test_nothing_has_to_move_where_nothing_changed_or_nothing_may(shifted):
     plan, problem, now = shifted
-    same = drift(plan, problem, problem, MODEL, budget=BUDGET)
+    same = drift(plan, problem, problem, MODEL, ReplanConfig(budget=BUDGET))
     assert same.now_ms == same.planned_ms and same.behind < 0.02 and not same.pays
-    none = drift(plan, problem, now, MODEL, most_tables=0, budget=BUDGET)
+    none = drift(plan, problem, now, MODEL, ReplanConfig(0, budget=BUDGET))
     assert not none.moves and none.replan_ms == none.now_ms and not none.pays
     assert "No better plan was found within that limit" in plan_report.drift_text(none)
-    dear = drift(plan, problem, now, MODEL, most_tables=3, threshold=0.9, budget=BUDGET)
+    dear = drift(plan, problem, now, MODEL, ReplanConfig(3, budget=BUDGET), threshold=0.9)
     assert dear.moves and not dear.pays and "does not pay (threshold 90.0%)" in plan_report.drift_text(dear)
 
 
 @pytest.mark.parametrize("evals", [1, 30, 100, 300])
 def test_the_best_is_never_dearer_than_the_replan_nor_this_than_the_plan(shifted, evals):
     """However little of the search there is."""
-    found = drift(*shifted, MODEL, most_tables=4, budget=Budget(evals=evals))
+    found = drift(*shifted, MODEL, ReplanConfig(4, budget=Budget(evals=evals)))
     assert found.best_ms <= found.replan_ms <= found.now_ms and found.behind >= 0
     for costs, plan in ((found.best_ms, found.best), (found.replan_ms, found.replan)):
         assert price(lower(plan, shifted[2]), MODEL).total_ms == costs
@@ -73,7 +75,7 @@ def test_the_best_is_never_dearer_than_the_replan_nor_this_than_the_plan(shifted
 def test_a_plan_that_is_none_any_more_is_refused(shifted):
     plan, problem, now = shifted
     with pytest.raises(Infeasible):
-        drift(plan, problem, replace(now, topology=Topology((Device(20_000),) * 4)), MODEL, budget=BUDGET)
+        drift(plan, problem, replace(now, topology=Topology((Device(20_000),) * 4)), MODEL, ReplanConfig(budget=BUDGET))
 
 
 def test_fresh_statistics_replace_those_of_the_same_tables_alone(shifted):

@@ -7,7 +7,7 @@ import pytest
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.diff import carried, diff, in_order, nearest
+from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.types import Constraints, Device, Placement, Plan, Setting, Shard, ShardCoreError, Table, Topology, Zipf
@@ -84,19 +84,19 @@ def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem)
     old, new = (Plan((*(at(device, (0, wide.rows), half, wide) for device, half in zip(order, halves, strict=True)),
                       Placement(Shard.whole(small), (0,)))) for order in ((0, 1), (1, 0)))
     assert wide.bytes > small.bytes and diff(old, new).bytes == wide.bytes
-    assert not diff(old, nearest(new, old, replace(problem, tables=(wide, small))))
+    assert not diff(old, relabel_devices(new, old, replace(problem, tables=(wide, small))))
 
 
 def test_statistics_do_not_move_tables_and_shapes_make_others_of_them(problem):
     old = random_plan(problem, 1)
     livelier = replace(problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5)) for t in problem.tables))
-    assert not diff(old, carried(old, livelier)) and lower(carried(old, livelier), livelier)
+    assert not diff(old, rebind_tables(old, livelier)) and lower(rebind_tables(old, livelier), livelier)
     grown = replace(problem, tables=(replace(problem.tables[0], rows=60_000), *problem.tables[1:], Table("new", 10, 4, 1.0)))
     found = diff(old, random_plan(grown, 1))
     assert found.added == ("cold", "new") and found.removed == ("cold",) and "cold" not in {m.table for m in found.moves}
     assert "2 tables new: cold, new; 1 table gone: cold" in plan_report.moves_text(found)
     with pytest.raises(ShardCoreError, match="'cold', which problem 'small' does not have"):
-        lower(carried(old, grown), grown)
+        lower(rebind_tables(old, grown), grown)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -106,13 +106,13 @@ def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(proble
     topology = Topology(devices, within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.01)
     problem = replace(problem, topology=topology)
     old, new = random_plan(problem, seed, rows=False), random_plan(problem, seed + 50, rows=False)
-    near = nearest(new, old, problem)
+    near = relabel_devices(new, old, problem)
     assert price(lower(near, problem), model).total_ms == pytest.approx(price(lower(new, problem), model).total_ms)
-    assert diff(old, near).bytes <= diff(old, in_order(new, old)).bytes
+    assert diff(old, near).bytes <= diff(old, reorder_columns(new, old)).bytes
     swapped = Plan(tuple(replace(p, devices=tuple((d + 2) % 4 for d in p.devices)) for p in old.placements))
-    assert diff(old, swapped).bytes > 0 and not diff(old, nearest(swapped, old, problem))
+    assert diff(old, swapped).bytes > 0 and not diff(old, relabel_devices(swapped, old, problem))
     moved_on = Plan(tuple(replace(p, devices=tuple((d + 1) % 4 for d in p.devices)) for p in old.placements))
-    back = nearest(moved_on, old, problem)  # hosts are not exchanged
+    back = relabel_devices(moved_on, old, problem)  # hosts are not exchanged
     hosts = [{(p.shard.table.name, p.shard.width, d % 2) for p in x.placements for d in p.devices} for x in (moved_on, back)]
     assert hosts[0] == hosts[1]
 
@@ -121,11 +121,11 @@ def test_pinned_tables_and_row_ranges_stay_where_they_are(problem):
     old = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables))
     there = Plan(tuple(Placement(Shard.whole(t), (1,)) for t in problem.tables))
     pinned = replace(problem, constraints=Constraints(pinned=(("hot", (1,)),)))
-    assert nearest(there, old, problem) == old and nearest(there, old, pinned) == there
+    assert relabel_devices(there, old, problem) == old and relabel_devices(there, old, pinned) == there
     t = problem.tables[0]
     by_rows = Plan((*(Placement(Shard(t, lo, lo + 12_500, 0, t.dim), (lo // 12_500,)) for lo in range(0, 50_000, 12_500)),
                     *there.placements[1:]))
-    assert nearest(by_rows, old, problem) == by_rows
+    assert relabel_devices(by_rows, old, problem) == by_rows
 
 
 def test_columns_come_in_the_old_order_of_devices(problem):
@@ -137,18 +137,18 @@ def test_columns_come_in_the_old_order_of_devices(problem):
                           for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)))
 
     old = cut((24, 3), (16, 1), (24, 0))
-    assert not diff(old, in_order(cut((24, 0), (16, 1), (24, 3)), old))
-    fewer = in_order(cut((32, 0), (32, 3)), old)
+    assert not diff(old, reorder_columns(cut((24, 0), (16, 1), (24, 3)), old))
+    fewer = reorder_columns(cut((32, 0), (32, 3)), old)
     assert diff(old, fewer).bytes == 4 * wide.rows * (8 + 8)
     old, new = cut((8, 0), (32, 1), (24, 2)), cut((32, 1), (32, 0))
-    assert in_order(new, old) == new  # the old order would move more
+    assert reorder_columns(new, old) == new  # the old order would move more
 
 
 def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
     """The devices of two searches have other numbers, their plans are much the same."""
     model = AnalyticModel(Setting("made-up", 256), lookup_ns=30)
     first, second = (SHARDERS["local"](problem, model, seed=seed, budget=Budget(evals=20_000)) for seed in (0, 1))
-    near = nearest(second, first, problem)
+    near = relabel_devices(second, first, problem)
     assert diff(first, near).bytes <= diff(first, second).bytes
     assert price(lower(near, problem), model).total_ms == pytest.approx(second.provenance["predicted_ms"])
 

@@ -21,8 +21,9 @@ from unittest import mock
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardcore import files, store
-from shardcore.store import Decision
+from shardcore import files
+from shardcore.publish import decisions, places, store
+from shardcore.publish.decisions import Decision
 from shardcore.types import Placement, Plan, Shard, ShardCoreError
 
 
@@ -42,6 +43,10 @@ def publish(root, problem, device, outcome="better", **fields):
     return decision
 
 
+def read_cost(root, version):
+    return json.loads((places.place(root) / "small" / "versions" / version / "cost.json").read_bytes())
+
+
 @pytest.fixture(params=["folder", "file URL", "object store"])
 def root(request, tmp_path):
     return {"folder": tmp_path, "file URL": f"file://{tmp_path}/plans",
@@ -53,7 +58,7 @@ def test_versions_are_kept_and_the_pointer_moves(problem, root):
     assert first.current != second.current == store.current(root, "small") and store.names(root) == ["small"]
     assert store.load_plan(root, "small") == (plan(problem, 1), problem)
     assert store.load_plan(root, "small", first.current) == (plan(problem, 0), problem)
-    assert store.load_cost(root, "small", first.current) == {"total_ms": 0.0}
+    assert read_cost(root, first.current) == {"total_ms": 0.0}
     assert store.load_page(root, "small", second.current) == b"<html>1</html>"
     assert list(store.history(root, "small")) == [second, first] and second.parent == first.id
     with pytest.raises(ShardCoreError, match=f"no version 'other'.*{first.current}"):
@@ -63,7 +68,7 @@ def test_versions_are_kept_and_the_pointer_moves(problem, root):
 def test_the_same_plan_is_one_version_and_a_version_never_changes(problem, root):
     version = store.add(root, problem, plan(problem, 0), {"total_ms": 1.0})
     assert store.add(root, problem, plan(problem, 0), {"total_ms": 2.0}, "<html>") == version
-    assert store.load_cost(root, "small", version) == {"total_ms": 1.0} and store.load_page(root, "small", version) is None
+    assert read_cost(root, version) == {"total_ms": 1.0} and store.load_page(root, "small", version) is None
 
 
 def test_a_version_that_no_decision_names_is_not_used(problem, root):
@@ -159,9 +164,9 @@ def test_a_repeated_decision_says_so(problem, tmp_path):
 
 
 def test_a_plan_has_to_be_cheaper_by_more_than_the_threshold():
-    assert store.worth_it(97.9, 100.0, 0.02) and not store.worth_it(98.1, 100.0, 0.02)
-    assert store.worth_it(99.9, 100.0, 0.0) and not store.worth_it(100.0, 100.0, 0.0)
-    assert store.worth_it(100.0, None, 0.02)  # of what is no plan any more nothing is kept
+    assert decisions.worth_it(97.9, 100.0, 0.02) and not decisions.worth_it(98.1, 100.0, 0.02)
+    assert decisions.worth_it(99.9, 100.0, 0.0) and not decisions.worth_it(100.0, 100.0, 0.0)
+    assert decisions.worth_it(100.0, None, 0.02)  # of what is no plan any more nothing is kept
 
 
 def test_a_decision_tells_what_the_version_that_it_chose_costs():
@@ -211,7 +216,7 @@ def test_two_publishers_at_once_lose_no_decision(problem, tmp_path):
 
 HOLDER = """
 import sys, time
-from shardcore import store
+from shardcore.publish import store
 with store.turn(sys.argv[1], "small"):
     print("mine", flush=True)
     time.sleep(600)
@@ -292,7 +297,7 @@ def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path,
 
 def sealed_decision(root, name, decision, **changes):
     """Make a changed decision the last one, under the name of its own digest, as an attacker can."""
-    document = {**decision._document(), **changes}
+    document = {**decision.document(), **changes}
     found = files.digest(document)
     files.write_json(root / name / "decisions" / f"{found}.json", document)
     (root / name / "current").write_text(f"{found}\n")
@@ -587,7 +592,7 @@ def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_c
             publish_all(begun, two, now, 10 * at + 1)
         reader()
         assert reader.number == 10 * at + 1 and store.load_plan(begun, "small") == (plan(two, now), two)
-        assert store._names(store._home(begun, "small") / "versions") == sorted(
+        assert places.listed(store._home(begun, "small") / "versions") == sorted(
             store.version_of(plan(two, device), two) for device in (before, now))
         assert not isinstance(begun, Path) or not list((begun / "small").rglob(".*.tmp"))
         if at > len(unhindered) and not any(ended[-3:]):  # (some failures hinder nothing)

@@ -1,4 +1,4 @@
-"""What moves when one plan of a problem takes the place of another, and how to have less of it move; pure.
+"""What moves when one plan of a problem takes the place of another, and how to have less of it move. Pure.
 
 Shapes: D devices.
 """
@@ -16,7 +16,12 @@ from shardcore.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Ta
 
 @dataclass(frozen=True)
 class Move:
-    """A table of which a device gets cells that it did not have. bytes: of the weights of those cells, over all devices."""
+    """A table of which a device gets cells that it did not have.
+
+    table: its name.
+    bytes: weights of those cells, over all devices.
+    old, new: its placements before and after.
+    """
 
     table: str
     bytes: int
@@ -26,8 +31,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Diff:
-    """moves: by falling bytes. added, removed: tables that the new plan alone has, or the old; one whose shape has changed is in
-    both. They count for no bytes."""
+    """What differs between two plans.
+
+    moves: tables that move, by falling bytes.
+    added: tables that only the new plan has.
+    removed: tables that only the old plan has. A table whose shape changed is in both; neither counts for bytes.
+    """
 
     moves: tuple[Move, ...]
     added: tuple[str, ...]
@@ -52,21 +61,23 @@ def diff(old: Plan, new: Plan) -> Diff:
     return Diff(tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))), added, removed)
 
 
-def carried(plan: Plan, problem: Problem) -> Plan:
-    """The plan with the problem's statistics of its tables. A table that the problem does not have in that shape stays as it is,
-    and `lower` refuses the plan for it."""
+def rebind_tables(plan: Plan, problem: Problem) -> Plan:
+    """The plan with the tables of the problem, whose statistics may be other ones. A table that the problem does not have in that
+    shape stays as it is; `lower` then refuses the plan."""
     tables = {_key(t): t for t in problem.tables}
     return Plan(tuple(replace(p, shard=replace(p.shard, table=tables.get(_key(p.shard.table), p.shard.table)))
                       for p in plan.placements), plan.provenance)
 
 
-def nearest(new: Plan, old: Plan, problem: Problem) -> Plan:
-    """The new plan, equal devices exchanged and columns `in_order`, so that most of it stays where the old plan has it (which
-    devices to exchange is an assignment problem). It costs the same. No devices are exchanged where tables are pinned, or rows
-    divided, which is done in the order of devices."""
+def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
+    """The new plan with its equal devices renumbered, so that most weights stay where the old plan has them. It costs the same.
+
+    Which devices to exchange is an assignment problem. Columns are reordered too. Devices keep their numbers where tables are
+    pinned, and where rows are divided: that is done in the order of devices.
+    """
     from scipy.optimize import linear_sum_assignment
 
-    as_it_is = in_order(new, old)
+    as_it_is = reorder_columns(new, old)
     if problem.pinned or not all(p.shard.full_rows for p in new.placements):
         return as_it_is
     stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
@@ -76,12 +87,12 @@ def nearest(new: Plan, old: Plan, problem: Problem) -> Plan:
         given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
         place[equal[given]] = equal[taken]
     exchanged = tuple(replace(p, devices=tuple(sorted(int(place[d]) for d in p.devices))) for p in new.placements)
-    return min(as_it_is, in_order(Plan(exchanged, new.provenance), old), key=lambda plan: diff(old, plan).bytes)
+    return min(as_it_is, reorder_columns(Plan(exchanged, new.provenance), old), key=lambda plan: diff(old, plan).bytes)
 
 
-def in_order(new: Plan, old: Plan) -> Plan:
-    """The new plan, the columns of tables that are cut by columns alone given to their devices in the old plan's order where that
-    moves less: who keeps as many then keeps those. It costs the same."""
+def reorder_columns(new: Plan, old: Plan) -> Plan:
+    """The new plan with the columns of each table dealt to its devices in the old plan's order, where that moves less. It costs
+    the same: every device keeps as many columns. Tables that are cut by rows, or copied, stay as they are."""
     before, placements = _by_table(old), []
     for key, own in _by_table(new).items():
         if key in before and len(own) > 1 and all(p.shard.full_rows and len(p.devices) == 1 for p in own):

@@ -1,0 +1,1 @@
+"""Published plans: where they are kept, what is decided about them, and how they are planned again."""

@@ -1,0 +1,106 @@
+"""Decisions: which version of a problem's plan is current, since when and why; and whether a new plan is worth its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardcore import files, schema
+from shardcore.types import ShardCoreError, is_path_name
+
+OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
+DEFAULT_THRESHOLD = 0.02
+"""By what share of the current plan's cost a new plan has to be cheaper."""
+_SCHEMA, _SCHEMA_VERSION = "shardcore/decision", 1
+_LAST_S = 253402300799.0
+"""The end of the year 9999, after which nothing is decided."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which version of a problem's plan is current, and why.
+
+    problem: the problem's name.
+    outcome: one of OUTCOMES. "first", "better" and "no longer fits" (the previous plan does not) take the candidate. "kept" does
+      not. "restored" takes the version that was current under the same model before.
+    reason: why, in a sentence.
+    current: the version that was chosen.
+    candidate: the version that was considered.
+    problem_digest: of the problem as it is now.
+    candidate_ms: what the candidate costs under the model of now; None: not known.
+    previous_ms: what the plan that was current until then costs under that model; None: there was none, or it is no longer valid
+      for this problem.
+    threshold: by what share of previous_ms a candidate has to be cheaper.
+    decided_at: Unix s; 0: not known.
+    parent: id of the decision before.
+    provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed.
+    """
+
+    problem: str
+    outcome: str
+    reason: str
+    current: str
+    candidate: str
+    problem_digest: str
+    candidate_ms: float | None = None
+    previous_ms: float | None = None
+    threshold: float = 0.0
+    decided_at: float = 0.0
+    parent: str | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.outcome not in OUTCOMES:
+            raise ShardCoreError(f"decision has outcome {self.outcome!r}; known are {', '.join(OUTCOMES)}")
+        if not is_path_name(self.problem):
+            raise ShardCoreError(f"decision has problem {self.problem!r}; it needs the name of one")
+        for name in ("current", "candidate", "problem_digest"):
+            require_id(getattr(self, name), f"decision has {name}")
+        if self.parent is not None:
+            require_id(self.parent, "decision has parent")
+        for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
+        if self.decided_at > _LAST_S:
+            raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to {_LAST_S:.0f}")
+
+    @property
+    def id(self) -> str:
+        return files.digest(self.document())
+
+    @property
+    def total_ms(self) -> float | None:
+        """What the version that it chose costs under the model of that time."""
+        return self.candidate_ms if self.current == self.candidate else self.previous_ms
+
+    def repeats(self, other: Decision | None) -> bool:
+        """Whether it says nothing that the other one does not."""
+        return other is not None and dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
+
+    def document(self) -> dict[str, Any]:
+        """As it stands in a file."""
+        return {"schema": _SCHEMA, "version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+
+def from_document(data: Any, where: str) -> Decision:
+    """The decision that a file holds; raises ShardCoreError, naming the file (`where`), for one of another form."""
+    if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != (_SCHEMA, _SCHEMA_VERSION):
+        raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})")
+    decision = schema.build(Decision, data, where)
+    files.read_provenance(decision.provenance, f"{where}: provenance")
+    return decision
+
+
+def require_id(found: str, what: str) -> str:
+    """Versions and decisions are named after their content; raises ShardCoreError for any other name."""
+    if not files.DIGEST.fullmatch(found):
+        raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
+    return found
+
+
+def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
+    """Whether a candidate takes the place of the previous plan. None: that one is no longer possible."""
+    return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)

@@ -1,0 +1,88 @@
+"""Drift: how far a plan is from the best now that its tables are looked up differently, and what a re-plan would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shardcore.cost.model import CostModel, price
+from shardcore.publish.decisions import DEFAULT_THRESHOLD, worth_it
+from shardcore.publish.diff import Diff, diff, rebind_tables
+from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.types import Plan, Problem, ShardCoreError, Table
+from shardcore.workload import lower
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A plan's cost under one model, then and now.
+
+    planned_ms: with the statistics that it was made for.
+    now_ms: with those of now.
+    best_ms, best: the best plan found for those of now, any number of tables moving.
+    replan_ms, replan: the best plan found with at most `most_tables` tables moving.
+    moves: what moves for that re-plan.
+    most_tables: so many may move; None: any number.
+    threshold: by what share of now_ms a re-plan has to be cheaper to pay.
+    """
+
+    planned_ms: float
+    now_ms: float
+    best_ms: float
+    best: Plan
+    replan_ms: float
+    replan: Plan
+    moves: Diff
+    most_tables: int | None
+    threshold: float
+
+    @property
+    def behind(self) -> float:
+        """How much more than the best plan this one costs now, as a share of the best one's cost."""
+        return self.now_ms / self.best_ms - 1 if self.best_ms > 0 else 0.0
+
+    @property
+    def pays(self) -> bool:
+        return worth_it(self.replan_ms, self.now_ms, self.threshold)
+
+
+def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig,
+          threshold: float = DEFAULT_THRESHOLD) -> Drift:
+    """How far a plan of `problem` is from the best plan of the problem as it is `now`, and what a re-plan brings.
+
+    The tables of both have the same shapes. The best plan and the re-plan are each searched with the config's budget. Neither is
+    dearer than the plan itself. Raises what `lower` raises where the plan is no longer valid: a new plan is needed then, whatever
+    it costs.
+    """
+    old = rebind_tables(plan, now)
+    planned_ms, now_ms = (price(lower(p, of), model).total_ms for p, of in ((plan, problem), (old, now)))
+
+    def searched(limit: ReplanConfig) -> tuple[float, Plan]:
+        found = replan(old, now, model, limit)
+        return min(((price(lower(found, now), model).total_ms, found), (now_ms, old)), key=lambda x: x[0])
+
+    best_ms, best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
+    replan_ms, replanned = searched(config) if config.limited else (best_ms, best)
+    if replan_ms < best_ms:
+        best_ms, best = replan_ms, replanned
+    return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms, replan=replanned,
+                 moves=diff(old, replanned), most_tables=config.max_moved_tables, threshold=threshold)
+
+
+def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
+    """The problem with the pooling and access statistics of fresh `tables`; those of other names do not matter.
+
+    Raises ShardCoreError for a table of another shape, or where none is one of the problem's.
+    """
+    fresh = {t.name: t for t in tables}
+    known = [t for t in problem.tables if t.name in fresh]
+    if not known:
+        raise ShardCoreError(f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which "
+                             f"has {', '.join(t.name for t in problem.tables[:3])}, ...")
+    for table in known:
+        new = fresh[table.name]
+        if (new.rows, new.dim) != (table.rows, table.dim):
+            raise ShardCoreError(f"table {table.name!r} is {new.rows} × {new.dim} with fresh statistics, {table.rows} × "
+                                 f"{table.dim} in problem {problem.name!r}; a table of another shape needs a new plan")
+    return replace(problem, tables=tuple(
+        replace(t, pooling=fresh[t.name].pooling, access=fresh[t.name].access) if t.name in fresh else t for t in problem.tables))

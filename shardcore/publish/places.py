@@ -1,0 +1,120 @@
+"""Places: folders, and URLs that fsspec knows, read and written alike. What goes wrong there is a ShardCoreError."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardcore import files, schema
+from shardcore.types import ShardCoreError
+
+ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file or folder of a file system of fsspec: what of Path is used here."""
+
+    fs: Any
+    path: str
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(self.fs, f"{self.path.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def read_bytes(self) -> bytes:
+        return self.call("cat_file")
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """What the file system answers for this path. Raises FileNotFoundError as the file system does, and ShardCoreError for
+        whatever else goes wrong there."""
+        try:
+            return getattr(self.fs, method)(self.path, *args, **options)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each kind of storage has its own
+            raise ShardCoreError(f"cannot use {self}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
+
+
+Place = Path | Remote
+
+
+@contextmanager
+def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Raise what the system says of a folder as `Remote.call` does for other storage; of `but`, as it is."""
+    try:
+        yield
+    except but:
+        raise
+    except OSError as error:
+        raise ShardCoreError(f"cannot use {error.filename or place}: {error.strerror or error}") from None
+
+
+def place(root: str | Path) -> Place:
+    """Where plans are. Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and for what is no name
+    of a folder."""
+    if "\0" in str(root):
+        raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
+    if isinstance(root, Path) or "://" not in root:
+        return Path(root)
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
+    except Exception as error:  # each kind of storage has its own
+        raise ShardCoreError(f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}") from None
+    return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
+
+
+def is_link(at: Place) -> bool:
+    with plain_errors(at):
+        return isinstance(at, Path) and at.is_symlink()
+
+
+def exists(at: Place) -> bool:
+    try:
+        with plain_errors(at, ABSENT):
+            at.stat() if isinstance(at, Path) else at.call("info")  # fsspec's `exists` takes any failure for a no
+    except ABSENT:
+        return False
+    return True
+
+
+def listed(folder: Place) -> list[str]:
+    """Names of what is in a folder, sorted, without those that begin with a dot; none where there is no folder."""
+    try:
+        with plain_errors(folder, ABSENT):
+            found = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
+    except ABSENT:
+        return []
+    return sorted(n for n in {path.rstrip("/").rsplit("/", 1)[-1] for path in found} if not n.startswith("."))
+
+
+def write(at: Place, content: bytes) -> None:
+    """Whole or not at all."""
+    if isinstance(at, Path):
+        files.write_atomic(at, content)
+        return
+    try:
+        at.call("pipe_file", content)
+    except FileNotFoundError as error:  # no such bucket, say
+        raise ShardCoreError(f"cannot write {at}: {error}") from None
+
+
+def remove(at: Place) -> None:
+    """A file, or a folder with all in it; what is not there is gone already."""
+    with suppress(FileNotFoundError), plain_errors(at, ABSENT):
+        if not isinstance(at, Path):
+            at.call("rm", recursive=True)
+        elif at.is_dir() and not at.is_symlink():
+            shutil.rmtree(at)
+        else:
+            at.unlink()

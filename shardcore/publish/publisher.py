@@ -1,0 +1,248 @@
+"""Publishing: search a plan for a problem, decide whether it takes the place of the published one, and keep both on record."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shardcore import files
+from shardcore.cost import neural
+from shardcore.cost.model import price
+from shardcore.publish import store
+from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
+from shardcore.publish.diff import diff, rebind_tables, relabel_devices
+from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.report import plan_page, plan_report
+from shardcore.report.text import percent_change
+from shardcore.search import BASELINES, DEFAULT_SHARDER, compare
+from shardcore.search.budget import Budget
+from shardcore.search.explain import explain
+from shardcore.search.local import SPACE_OF
+from shardcore.types import MOST_COUNT, MOST_SEED, Infeasible, Plan, Problem, ShardCoreError, StepCost, require_within
+from shardcore.workload import lower
+
+HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random", "balance",
+           "extrapolated", "decision")
+"""Of a table of `Published.row`."""
+_EXPLAIN = Budget(evals=10_000)
+"""Of each search for a report page's alternatives."""
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """What is searched, and what is published of it.
+
+    algorithm: of the published plans; the baselines are the others.
+    seed, budget_evals: of the search (see search.Budget).
+    threshold: by what share a new plan has to be cheaper to take the place of the published one.
+    keep_versions: of so many decisions on a problem the versions are kept.
+    max_moved_tables: so many tables may move from a published plan that still fits; null: any number. It needs an algorithm of
+      local search.
+    plans: the folder or object-store URL to publish in.
+    """
+
+    algorithm: str = DEFAULT_SHARDER
+    seed: int = 0
+    budget_evals: int = 200_000
+    threshold: float = DEFAULT_THRESHOLD
+    keep_versions: int = 20
+    max_moved_tables: int | None = None
+    plans: str = "plans"
+
+    def __post_init__(self) -> None:
+        compare.require_known([self.algorithm])
+        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED))
+        if not self.plans or not self.plans.isprintable():
+            raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'")
+        if not 0 <= self.threshold < 1:
+            raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
+        if self.keep_versions < store.FEWEST_KEPT:
+            raise ShardCoreError(f"publish config has keep_versions {self.keep_versions}; it needs {store.FEWEST_KEPT} or more")
+        if self.max_moved_tables is not None and (self.max_moved_tables < 0 or self.algorithm not in SPACE_OF):
+            raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; "
+                                 f"it needs 0 or more, and one of {', '.join(SPACE_OF)}")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A problem's plan that is current after a decision.
+
+    cost: what it costs under the model of now.
+    baselines: total ms of other sharders' plans, or why they found none.
+    extrapolated: whether the plan goes beyond what was measured.
+    """
+
+    problem: Problem
+    decision: Decision
+    cost: StepCost
+    baselines: Mapping[str, float | str]
+    extrapolated: bool
+
+    def row(self) -> tuple[Any, ...]:
+        total, found = self.cost.total_ms, {k: v for k, v in self.baselines.items() if isinstance(v, float)}
+        best = min(found, key=found.get, default=None)
+        return (self.problem.name, len(self.problem.tables), len(self.problem.topology), f"{total:.2f}",
+                f"{found[best]:.2f} {best}" if best else "none found one",
+                percent_change(total, found[best]) if best else "-",
+                percent_change(total, found["random"]) if "random" in found else "-",
+                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.extrapolated else "no", self.decision.outcome)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was published for a problem before.
+
+    decision: the last one.
+    plan: the current plan, with the problem's tables as they are now.
+    cost: what it costs under the model of now; None: it is no longer valid for the problem.
+    why_not: why it is not.
+    """
+
+    decision: Decision
+    plan: Plan
+    cost: StepCost | None
+    why_not: str = ""
+
+    @property
+    def total_ms(self) -> float | None:
+        return self.cost.total_ms if self.cost else None
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Decides on one problem's plan after the other, under one model."""
+
+    model: neural.NeuralModel
+    plans: str | Path
+    config: PublishConfig
+    provenance: Mapping[str, Any]
+
+    def publish(self, problem: Problem) -> Published:
+        """Raises Infeasible where no plan is found."""
+        with store.turn(self.plans, problem.name):
+            before = self._before(problem)
+            published = self._restored(problem, before) or self._searched(problem, before)
+            if not published.decision.repeats(before and before.decision):
+                store.record(self.plans, published.decision)
+            store.prune(self.plans, problem.name, self.config.keep_versions)
+        return published
+
+    def _before(self, problem: Problem) -> Before | None:
+        decision = store.last(self.plans, problem.name)
+        if decision is None:
+            return None
+        plan = rebind_tables(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
+        try:
+            return Before(decision, plan, price(lower(plan, problem), self.model))
+        except ShardCoreError as error:
+            return Before(decision, plan, None, str(error))
+
+    def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
+        """The decision with what is `made` of the candidate: outcome, reason, current, candidate and candidate_ms."""
+        return Decision(
+            problem=problem.name, problem_digest=files.problem_digest(problem), previous_ms=before and before.total_ms,
+            threshold=self.config.threshold, decided_at=time.time(), parent=before and before.decision.id,
+            provenance=dict(self.provenance), **made)
+
+    # --- the plan that there was under this model ----------------------------------------------------------------------
+
+    def _restored(self, problem: Problem, before: Before | None) -> Published | None:
+        """Where the champion has become what it was before: the plan of this very problem that was current under it then."""
+        def model_of(x: Decision) -> tuple[Any, Any]:
+            return x.provenance.get("model"), x.provenance.get("model_version")
+
+        mine = self.provenance["model"], self.provenance["model_version"]
+        if before is None or model_of(before.decision) == mine:
+            return None
+        then = next((x for x in islice(store.history(self.plans, problem.name), self.config.keep_versions)
+                     if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)), None)
+        if then is None or not store.has(self.plans, problem.name, then.current):
+            return None
+        plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
+        try:
+            workload = lower(rebind_tables(plan, problem), problem)
+        except ShardCoreError:
+            return None
+        cost = price(workload, self.model)
+        reason = (f"the model is version {mine[1]} again, under which this plan was current on "
+                  f"{plan_report.when(then.decided_at)}")
+        decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
+                                  candidate=then.current, candidate_ms=cost.total_ms)
+        return Published(problem, decision, cost, _totals(self._others(problem)), bool(neural.out_of_range(self.model, workload)))
+
+    # --- a new plan ----------------------------------------------------------------------------------------------------
+
+    def _searched(self, problem: Problem, before: Before | None) -> Published:
+        others, found = self._others(problem), self._search(problem, before)
+        if before and before.cost and set(found.placements) == set(before.plan.placements):
+            plan, cost = before.plan, before.cost
+        else:
+            plan = Plan(found.placements, {**found.provenance, **self.provenance})
+            cost = price(lower(plan, problem), self.model)
+        outcome, reason = self._judged(plan, cost, before)
+        candidate = store.version_of(plan, problem)
+        current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
+        decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current, candidate=candidate,
+                                  candidate_ms=cost.total_ms)
+        self._add(problem, plan, decision, before, others)
+        if outcome == "kept":  # the old plan, for the problem as it is now: the same version where that has not changed
+            plan, cost = before.plan, before.cost
+            self._add(problem, plan, decision, before, others)
+        return Published(problem, decision, cost, _totals(others), bool(neural.out_of_range(self.model, lower(plan, problem))))
+
+    def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
+        return {name: compare.run(name, problem, self.model, self.config.seed) for name in BASELINES
+                if name != self.config.algorithm}
+
+    def _search(self, problem: Problem, before: Before | None) -> Plan:
+        """A plan by the config's algorithm. A local search starts from the published plan too: so luck alone makes no other plan
+        look better, and few tables have to move where some are new."""
+        config, budget = self.config, Budget(evals=self.config.budget_evals)
+        if before and (space := SPACE_OF.get(config.algorithm)):
+            try:
+                return replan(before.plan, problem, self.model,
+                              ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget))
+            except ShardCoreError:
+                if before.cost or config.max_moved_tables is None:  # what no longer fits gives way to any plan
+                    raise
+        outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget)
+        if outcome.plan is None:
+            raise Infeasible(outcome.error)
+        return relabel_devices(outcome.plan, before.plan, problem) if before else outcome.plan
+
+    def _judged(self, plan: Plan, cost: StepCost, before: Before | None) -> tuple[str, str]:
+        """Which outcome a candidate has, and why."""
+        if before is None:
+            return "first", "no plan was published for this problem"
+        if before.cost is None:
+            return "no longer fits", f"of the plan before: {before.why_not}"
+        if plan is before.plan:
+            return "kept", "the search finds no other plan"
+        better = worth_it(cost.total_ms, before.total_ms, self.config.threshold)
+        return "better" if better else "kept", (
+            f"{cost.total_ms:.3f} ms instead of {before.total_ms:.3f} ms "
+            f"({percent_change(cost.total_ms, before.total_ms)}, threshold {self.config.threshold:.1%}), moving "
+            f"{plan_report.moved_words(diff(before.plan, plan))}")
+
+    def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
+             others: Mapping[str, compare.Outcome]) -> None:
+        """Keep a plan as a version with its page, unless it is one."""
+        if store.has(self.plans, problem.name, store.version_of(plan, problem)):
+            return
+        workload = lower(plan, problem)
+        cost, beyond = price(workload, self.model), neural.out_of_range(self.model, workload)
+        decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
+        explained = explain(plan, problem, self.model, _EXPLAIN, others)
+        page = plan_page.page(plan, problem, explained, decisions, diff(before.plan, plan) if before else None, beyond)
+        store.add(self.plans, problem, plan, {
+            "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms, "memory_bytes": list(workload.memory_bytes),
+            "baselines": _totals(others), "extrapolated": beyond}, page)
+
+
+def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:
+    return {name: o.cost.total_ms if o.cost else o.error for name, o in outcomes.items()}

@@ -1,0 +1,76 @@
+"""The one way to improve a plan that there is: what is left of it is the start, and little of it moves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.publish.diff import diff
+from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.search import SHARDERS, Budget
+from shardcore.types import Device, Infeasible, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology
+from shardcore.workload import lower
+
+MODEL = AnalyticModel(Setting("made-up", 240), lookup_ns=20)
+BUDGET = Budget(evals=3_000)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def problem() -> Problem:
+    rng = np.random.default_rng(0)
+    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10))) for i in range(12))
+    return Problem("again", tables, Topology((Device(2 * MIB),) * 4), 240)
+
+
+@pytest.fixture
+def old(problem) -> Plan:
+    return SHARDERS["size_greedy"](problem, MODEL)
+
+
+def cost(plan: Plan, problem: Problem) -> float:
+    return price(lower(plan, problem), MODEL).total_ms
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, None])
+def test_no_more_tables_move_than_may_and_the_plan_is_no_dearer(problem, old, most):
+    found = replan(old, problem, MODEL, ReplanConfig(most, budget=BUDGET))
+    assert len(diff(old, found).moves) <= (12 if most is None else most) and cost(found, problem) <= cost(old, problem)
+
+
+def test_no_more_bytes_move_than_may(problem, old):
+    found = replan(old, problem, MODEL, ReplanConfig(max_moved_bytes=100_000, budget=BUDGET))
+    assert 0 < diff(old, found).bytes <= 100_000
+
+
+@pytest.mark.parametrize("space, kept", [(None, "halves"), ("columns", "columns")])
+def test_it_is_searched_where_the_old_plan_was_unless_told(problem, old, space, kept):
+    by_halves = Plan(old.placements, {"space": "halves"})
+    found = replan(by_halves, problem, MODEL, ReplanConfig(space=space, seed=5, budget=BUDGET))
+    assert found.provenance["space"] == kept and found.provenance["seed"] == 5 and found.provenance["evals"] <= 4_000
+
+
+def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_count(problem, old):
+    tables = (*problem.tables, Table("new", 200, 16, 3.0))
+    fewer = replace(problem, topology=Topology(problem.topology.devices[:3]), tables=tables)
+    found = replan(old, fewer, MODEL, ReplanConfig(0, budget=BUDGET))
+    homes = {p.shard.table.name: p.devices for p in found.placements}
+    stay = [p for p in old.placements if p.devices != (3,)]
+    assert 0 < len(stay) < 12 and all(homes[p.shard.table.name] == p.devices for p in stay) and lower(found, fewer)
+
+
+def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_moves_are_limited(problem, old):
+    alone = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables))
+    half = Device(sum(t.bytes for t in problem.tables) // 2)
+    small = replace(problem, topology=Topology((half, *problem.topology.devices[1:])))
+    with pytest.raises(Infeasible, match="device 0 of problem 'again'"):
+        replan(alone, small, MODEL, ReplanConfig(12, budget=BUDGET))
+    assert lower(replan(alone, small, MODEL, ReplanConfig(budget=BUDGET)), small)
+    on_two = Plan((replace(old.placements[0], devices=(0, 1)), *old.placements[1:]))
+    with pytest.raises(ShardCoreError, match="a shard lives on one"):
+        replan(on_two, problem, MODEL, ReplanConfig(3, budget=BUDGET))
+    assert lower(replan(on_two, problem, MODEL, ReplanConfig(budget=BUDGET)), problem)
+    with pytest.raises(Infeasible):
+        replan(old, replace(problem, topology=Topology((Device(1000),) * 4)), MODEL, ReplanConfig(budget=BUDGET))
