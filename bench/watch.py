@@ -24,7 +24,7 @@ import mlflow
 
 from bench.toy_stack import ToyStack, toy_stack
 from shardcore import report
-from tasks import publication, registry
+from tasks import publish_claim, registry
 
 WANTED_S = {"noticed": 10.0, "published": 60.0}
 PATIENCE_S = 300.0
@@ -42,7 +42,7 @@ def asked_at(log: Path, version: str, since: float) -> float:
 def until_published(client: mlflow.MlflowClient, model: str, version: str) -> float:
     """When plans were published under a version, in Unix s."""
     deadline = time.monotonic() + PATIENCE_S
-    while (state := publication.read(client, model)).published != version:
+    while (state := publish_claim.read(client, model)).published != version:
         if time.monotonic() > deadline:
             sys.exit(f"{model}: nothing published under version {version} within {PATIENCE_S:.0f} s: {state}")
         time.sleep(0.5)
@@ -54,7 +54,7 @@ def measure(stack: ToyStack, changes: int, rng: random.Random) -> dict[str, list
     client, log = mlflow.MlflowClient(), stack.project / stack.config.folder / "logs/watch.log"
     [model] = [m.name for m in client.search_registered_models()]
     versions = sorted({str(v.version) for v in client.search_model_versions(f"name = '{model}'")})
-    champion = publication.read(client, model).champion
+    champion = publish_claim.read(client, model).champion
     until_published(client, model, champion)
     found = {name: [] for name in WANTED_S}
     for _ in range(changes):

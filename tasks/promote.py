@@ -16,7 +16,7 @@ from shardcore import files, replays
 from shardcore.cost import accuracy, neural, reality, settle
 from shardcore.report import model_report
 from shardcore.types import MOST_COUNT, ShardCoreError, require_within
-from tasks import console, paths, publication, registry
+from tasks import console, paths, publish_claim, registry
 
 _REPLAYS_TAG = "shardcore.replays_digest"
 
@@ -82,7 +82,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     if config.approval and not approve:
         return end(champion, f"challenger {version} awaits approval; {reason}")
     if will_publish:
-        publication.claim(client, name, version)
+        publish_claim.claim(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
     return end(version, f"version {version} is champion, {reason}")
 

@@ -16,7 +16,7 @@ from shardcore.cost import neural
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Publisher
 from shardcore.types import ShardCoreError
-from tasks import console, links, paths, publication, registry
+from tasks import console, links, paths, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.setting import SettingConfig
 from tasks.train import git_commit
@@ -29,7 +29,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     """Search a plan for each problem file and publish it where it is worth it; a table of the plans that are published then.
     Raises ShardCoreError at the end where a problem could not be planned, the others being published. plans: a folder or URL, see
     store. everything: these are all problems, so that afterwards plans are published under this champion (see
-    tasks.publication)."""
+    tasks.publish_claim)."""
     logger = get_run_logger()
     client = registry.connect()
     model, version = registry.champion(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
@@ -37,7 +37,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names = [], [], [], []
     work = console.Work("problems", len(problems))
-    with publication.publishing(client, version, everything) as renew:
+    with publish_claim.publishing(client, version, everything) as renew:
         for i, path in enumerate(problems):
             renew()
             work.done(i)

@@ -1,8 +1,8 @@
 """`python -m tasks.watch`: whenever another version becomes champion in the MLflow registry, run the deployment that publishes.
 
 It does not matter who set the alias: the gate, or a person in MLflow's page or API. The watch itself remembers nothing: what was
-published last is on record at the registered model (tasks/publication.py), and Prefect knows by its key a run that was asked for
-already. So it can be killed at any moment; and one started again does what is left to do, once.
+published last is on record at the registered model (tasks/publish_claim.py), and Prefect knows by its key a run that was asked
+for already. So it can be killed at any moment; and one started again does what is left to do, once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import mlflow
 
 from shardcore.types import ShardCoreError
-from tasks import params, paths, publication, registry, services
+from tasks import params, paths, publish_claim, registry, services
 from tasks.setting import SettingConfig
 
 DEPLOYMENT = "publish/local"
@@ -33,15 +33,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 logger = logging.getLogger("shardcore.watch")
 
 
-def watched() -> publication.Publication:
+def watched() -> publish_claim.PublishState:
     """The state of the model that this project publishes under."""
-    state = publication.read(mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
+    state = publish_claim.read(mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
     if not state.due(time.time()):
         return state
-    return publication.read(mlflow.MlflowClient(), state.model)  # a claim is made before the alias is set: now it would be seen
+    return publish_claim.read(mlflow.MlflowClient(), state.model)  # a claim is made before the alias is set: now it would be seen
 
 
-def publish_once(state: publication.Publication, now: float) -> str:
+def publish_once(state: publish_claim.PublishState, now: float) -> str:
     """Ask for the run that publishes under a champion, unless it was asked for already, and again where it failed; says how
     that stands."""
     key, run = f"{state.model} {state.champion} after {state.at}", None

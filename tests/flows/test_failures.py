@@ -29,7 +29,7 @@ from shardcore import dataset, files, schema
 from shardcore.cost import fit, neural
 from shardcore.publish import store
 from shardcore.types import Device, Problem, Topology
-from tasks import publication, registry
+from tasks import publish_claim, registry
 
 
 @pytest.fixture(scope="module")
@@ -339,8 +339,8 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(p
     name, plans = registry.model_name(SETTING.hardware), promoted.folder / "plans"
     client = mlflow.MlflowClient(tracking.url, tracking.url)
     beside = f"sqlite:///{tracking.folder}/mlflow.db"  # a person's change while the watch cannot reach the server
-    now = publication.read(client, name).champion
-    until(lambda: publication.read(client, name).published == now, every_s=0.5)
+    now = publish_claim.read(client, name).champion
+    until(lambda: publish_claim.read(client, name).published == now, every_s=0.5)
     until(lambda: watching().rstrip().endswith(f"version {now} are published"))
     ours = {str(v.version) for v in client.search_model_versions(f"name = '{name}'") if registry.DIGEST_TAG in v.tags}
     then = min(ours - {now})
@@ -349,13 +349,13 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(p
     if not meanwhile:
         client.set_registered_model_alias(name, registry.CHAMPION, then)
         time.sleep(rng.uniform(0, 20))  # before it is noticed, while it is asked for, while plans are published
-    outcome.hit = publication.read(client, name).published != then
+    outcome.hit = publish_claim.read(client, name).published != then
     tracking.kill()
     if meanwhile:
         mlflow.MlflowClient(beside, beside).set_registered_model_alias(name, registry.CHAMPION, then)
     [outcome.said] = until(lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[said:])[:1])
     tracking.start()
-    until(lambda: publication.read(client, name).published == then, timeout_s=240, every_s=0.5)
+    until(lambda: publish_claim.read(client, name).published == then, timeout_s=240, every_s=0.5)
     until(lambda: watching().rstrip().endswith(f"version {then} are published"))
     after = [d.id for d in store.history(plans, "small")]
     outcome.lost = len(set(before) - set(after))

@@ -37,7 +37,7 @@ from shardcore.cost import fit, neural
 from shardcore.publish import store
 from shardcore.search.explain import explain
 from shardcore.types import Device, Problem, ShardCoreError, Topology
-from tasks import publication, registry, watch
+from tasks import publish_claim, registry, watch
 from tasks.refresh import repro
 
 NAMES = ("one", "two")
@@ -113,7 +113,7 @@ def registered(project, client, law):
 
 def published(project, client, name, version):
     """Waits until plans are published under a version; the problems' current plans and the last decisions."""
-    until(lambda: publication.read(client, name).published == version, every_s=1.0)
+    until(lambda: publish_claim.read(client, name).published == version, every_s=1.0)
     return {n: (store.load_plan(project.folder / "plans", n)[0], store.last(project.folder / "plans", n)) for n in NAMES}
 
 
@@ -132,7 +132,7 @@ def test_deployments_run_once_at_a_time_with_checked_parameters(project, api):
 
 
 def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project, api):
-    state, said = publication.Publication("m", "7", "6", 12.5), []
+    state, said = publish_claim.PublishState("m", "7", "6", 12.5), []
     there = len(runs(api, "publish"))
     for crashed in range(watch.ATTEMPTS):
         for _ in range(2):
@@ -165,7 +165,7 @@ class Changes:
 
     def published(self, number):
         """As the run does it; what the watch says meanwhile."""
-        with publication.publishing(self.client, self.versions[number - 1]):
+        with publish_claim.publishing(self.client, self.versions[number - 1]):
             return watch.step()
 
 
@@ -207,7 +207,7 @@ def test_each_change_of_the_champion_is_published_once_whoever_made_it(api, chan
 def test_a_change_while_plans_are_published_is_published_after_them(api, changes):
     there = len(runs(api, "publish"))
     changes.champion(1)
-    with publication.publishing(changes.client, changes.versions[0]):
+    with publish_claim.publishing(changes.client, changes.versions[0]):
         assert watch.step().endswith("version 1 are being published")
         changes.champion(2)
         assert watch.step().endswith("version 2 follow those under version 1, which are being published")
@@ -217,7 +217,7 @@ def test_a_change_while_plans_are_published_is_published_after_them(api, changes
     changes.champion(3)
     for until_s, asked in ((time.time() + 60, there + 1), (time.time() - 1, there + 2)):  # by who was killed
         claim = json.dumps({"version": "3", "until": until_s})
-        changes.client.set_registered_model_tag(changes.name, publication.PUBLISHING, claim)
+        changes.client.set_registered_model_tag(changes.name, publish_claim.PUBLISHING, claim)
         watch.step()
         assert len(runs(api, "publish")) == asked
     for run in runs(api, "publish"):
@@ -249,7 +249,7 @@ def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_
     for version in (versions[0], versions[1], versions[0]):
         inside.set_registered_model_alias(name, registry.CHAMPION, version)
         publish()
-        state = publication.read(inside, name)
+        state = publish_claim.read(inside, name)
         assert state.published == state.champion == version and state.publishing is None
         assert abs(state.at - time.time()) < 600
         plans.append({n: store.load_plan(project.folder / "plans", n)[0] for n in NAMES})
@@ -287,7 +287,7 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
         made.append(project.folder / f"problems/z{file}.json")
         files.write_problem(made[-1], dataclasses.replace(good, name=name, **fields))
     name = registry.model_name(SETTING.hardware)
-    inside.delete_registered_model_tag(name, publication.PUBLISHED)
+    inside.delete_registered_model_tag(name, publish_claim.PUBLISHED)
     try:
         with pytest.raises(ShardCoreError) as error:
             publish()
@@ -303,19 +303,19 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
                    "ZeroDivisionError('of a defect in the code')"):
         assert reason in report
     assert "| one |" in report and "| two |" in report
-    assert publication.read(inside, name).published == champion  # every problem was gone through
+    assert publish_claim.read(inside, name).published == champion  # every problem was gone through
 
 
 def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, champion):
     name = registry.model_name(SETTING.hardware)
-    inside.set_registered_model_tag(name, publication.PUBLISHED, '{"version": "of before", "at": 1.0}')
-    before = publication.read(inside, name)
+    inside.set_registered_model_tag(name, publish_claim.PUBLISHED, '{"version": "of before", "at": 1.0}')
+    before = publish_claim.read(inside, name)
     with pytest.raises(ShardCoreError, match="1 of 2 problems have no new plan: none.json: cannot read none.json"):
         publish(problems=["problems/one.json", "none.json"], plans="elsewhere")
     assert store.load_plan(project.folder / "elsewhere", "one")[0].placements
     publish(problems=["problems/one.json"])
     publish(plans="elsewhere")
-    assert publication.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(NAMES)
+    assert publish_claim.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(NAMES)
 
 
 def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside):
@@ -336,7 +336,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     project.edit("README.md")  # somebody's, which stays theirs
     done = refresh(overrides={"promote": {"may_lose": 100.0}}, push=True)
     assert all(n in done for n in NAMES)
-    state = publication.read(inside, name)
+    state = publish_claim.read(inside, name)
     assert state.champion == state.published == str(registry.find(inside, name, registry.CHALLENGER).version)
     assert watch.step().endswith(f"version {state.champion} are published")
     assert len(runs(api, "publish")) == before  # the watch had nothing to do
@@ -377,7 +377,7 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
     ours, other = (registered(project, client, law) for law in (linear_law, cache_law))
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
-    client.set_registered_model_tag(name, publication.PUBLISHED, "{}")
+    client.set_registered_model_tag(name, publish_claim.PUBLISHED, "{}")
     shutil.rmtree(project.folder / "plans", ignore_errors=True)
     with project.started("tasks.watch") as killed:
         client.set_registered_model_alias(name, "champion", ours)

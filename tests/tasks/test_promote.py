@@ -16,7 +16,7 @@ from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
 from shardcore.types import Replayed, Spread
-from tasks import publication, registry
+from tasks import publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score
 
 
@@ -129,7 +129,7 @@ def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
     [version] = client.search_model_versions(f"name = '{name}'")
     assert float(version.tags["score"]) > 0 and version.tags["gate"].startswith("passed, score ")
     assert {k: str(v) for k, v in client.get_registered_model(name).aliases.items()} == {"challenger": "1", "champion": "1"}
-    assert publication.read(client, name).publishing is None  # nobody said that they would publish
+    assert publish_claim.read(client, name).publishing is None  # nobody said that they would publish
 
 
 def test_the_champion_is_scored_on_the_data_of_now(store, model):
@@ -200,10 +200,10 @@ def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_t
     client = registry.connect()
     waits = promote(store, trained, approval=True)
     assert waits.champion is None and "challenger 1 awaits approval; score 0." in waits.reason
-    assert publication.read(client, waits.model).champion is None
+    assert publish_claim.read(client, waits.model).champion is None
     assert client.get_model_version(waits.model, "1").tags["gate"].startswith("passed, score 0.")
     assert promote(store, trained, approve=True, will_publish=True, approval=True).champion == "1"
-    state = publication.read(client, waits.model)
+    state = publish_claim.read(client, waits.model)
     assert (state.champion, state.publishing) == ("1", "1")  # nobody else is to publish for now
     lost = promote(store, scaled(trained, 3), approve=True, approval=True)
     assert (lost.challenger, lost.champion) == ("2", "1")

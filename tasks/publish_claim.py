@@ -1,10 +1,10 @@
-"""Under which version of a cost model plans were last published: two tags of the registered model, beside the alias that they
-are about. They outlive every process, so whoever looks next knows what is left to do.
+"""Under which version of a cost model plans were last published, and who is at it now.
+
+Both are tags of the registered model, beside the alias that they are about. They outlive every process, so whoever looks next
+knows what is left to do. Times are in seconds since 1970.
 
   shardcore.published     {"version", "at"}       every problem was gone through under this version
-  shardcore.publishing    {"version", "until"}    somebody is at it, and says so anew before `until`
-
-Times are in seconds since 1970.
+  shardcore.publishing    {"version", "until"}    somebody claims to be at it, and renews the claim before `until`
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from tasks import registry
 
 PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
 CLAIM_S = 60.0
-"""How long a claim holds without being said anew: longer than one problem takes, short enough to wait for after a crash."""
+"""How long a claim holds without being renewed: longer than one problem takes, short enough to wait for after a crash."""
 
 
 @dataclass(frozen=True)
-class Publication:
-    """A registered model's champion, the version last published under and when, and the version somebody publishes under now
-    and until when that can be believed; None: there is none."""
+class PublishState:
+    """What is on record at a registered model; None: nothing.
+
+    model: its name.
+    champion: the version that is champion.
+    published: the version under which all plans were last published.
+    at: when that was.
+    publishing: the version under which somebody publishes now.
+    until: when that claim ends, unless it is renewed.
+    """
 
     model: str
     champion: str | None
@@ -39,24 +46,24 @@ class Publication:
     until: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether plans have to be published: the champion is another version than the last one, and nobody publishes, under
-        whichever version. (Asked for before those are done, a run would answer two changes: see watch.publish_once.)"""
+        """Whether plans have to be published: the champion is another version than the last one, and nobody is publishing, under
+        whichever version. A run that is asked for before those are done would answer two changes (see watch.publish_once)."""
         if self.champion is None or self.champion == self.published:
             return False
         return self.publishing is None or now > (self.until or 0.0)
 
 
-def read(client: mlflow.MlflowClient, model: str) -> Publication:
+def read(client: mlflow.MlflowClient, model: str) -> PublishState:
     """The state of a registered model; one that does not exist has no champion."""
     try:
         found = client.get_registered_model(model)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return Publication(model, None)
+            return PublishState(model, None)
         raise
     champion = found.aliases.get(registry.CHAMPION)
     published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
-    return Publication(model, None if champion is None else str(champion), published.get("version"), published.get("at"),
+    return PublishState(model, None if champion is None else str(champion), published.get("version"), published.get("at"),
                        publishing.get("version"), publishing.get("until"))
 
 
@@ -67,8 +74,8 @@ def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
 
 @contextmanager
 def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True) -> Iterator[Callable[[], None]]:
-    """Publish under a version, of all problems: claimed while it lasts, and on record at its end; after an exception it is
-    neither. Yields the function that says the claim anew. Without `everything` nothing is said."""
+    """Publish under a version, for all problems: claimed while it lasts, on record at its end, neither after an exception. Yields
+    the function that renews the claim. Without `everything` nothing is put on record."""
     if not everything:
         yield lambda: None
         return

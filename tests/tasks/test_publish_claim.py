@@ -1,0 +1,54 @@
+"""What is on record at a registered model about the publishing of plans, and what is due."""
+
+import time
+
+import mlflow
+import pytest
+from tracking import tracked
+
+from tasks import publish_claim
+from tasks.publish_claim import PublishState
+
+NOW = 1000.0
+
+
+@pytest.mark.parametrize("state, due", [
+    (PublishState("m", None), False),
+    (PublishState("m", "1"), True),
+    (PublishState("m", "1", "1", NOW), False),
+    (PublishState("m", "2", "1", NOW), True),
+    (PublishState("m", "2", "1", NOW, "2", NOW + 1), False),
+    (PublishState("m", "2", "1", NOW, "2", NOW - 1), True),  # whoever was at it was killed
+    (PublishState("m", "2", "1", NOW, "1", NOW + 1), False),  # it changed while the last one was being published
+    (PublishState("m", "2", "1", NOW, "1", NOW - 1), True),
+    (PublishState("m", "2", "1", NOW, "2", None), True),  # a claim that says no time
+    (PublishState("m", "1", "1", NOW, "2", NOW - 1), False),
+])
+def test_due_where_the_champion_is_another_version_and_nobody_is_at_it(state, due):
+    assert state.due(NOW) is due
+
+
+def test_publishing_is_claimed_while_it_lasts_and_on_record_only_at_its_end(tmp_path):
+    with tracked(tmp_path):
+        client = mlflow.MlflowClient()
+    assert publish_claim.read(client, "m") == PublishState("m", None)
+    client.create_registered_model("m")
+    version = client.create_model_version("m", str(tmp_path))
+    client.set_registered_model_alias("m", "champion", version.version)
+    with pytest.raises(KeyError), publish_claim.publishing(client, version):
+        claimed = publish_claim.read(client, "m")
+        assert (claimed.champion, claimed.publishing, claimed.published) == ("1", "1", None) and not claimed.due(time.time())
+        raise KeyError
+    assert publish_claim.read(client, "m") == PublishState("m", "1")
+    with publish_claim.publishing(client, version, everything=False) as renew:
+        renew()
+        assert publish_claim.read(client, "m") == PublishState("m", "1")
+    with publish_claim.publishing(client, version) as renew:
+        before = publish_claim.read(client, "m").until
+        renew()
+        assert publish_claim.read(client, "m").until > before
+        client.delete_registered_model_tag("m", publish_claim.PUBLISHING)  # by another publisher, which was faster
+    done = publish_claim.read(client, "m")
+    assert done.published == "1" and done.publishing is None and abs(done.at - time.time()) < 60
+    client.set_registered_model_tag("m", publish_claim.PUBLISHED, "by hand")
+    assert publish_claim.read(client, "m").due(time.time())
