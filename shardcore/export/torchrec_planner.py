@@ -20,7 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, Ranks, layout, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
-from shardcore.search import SHARDERS, Budget, compare
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, compare
 from shardcore.search.local import SPACE_OF
 from shardcore.tables import DEFAULT_ACCESS
 from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
@@ -69,7 +69,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 
 
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
-             algorithm: str = "local_columns", seed: int = 0, budget: Budget | None = None,
+             algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
              constraints: Constraints | None = None) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
     `problem_for` and all sharders do, and for an algorithm that is not known."""
@@ -96,7 +96,7 @@ class ShardCorePlanner:
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
                  constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel,
-                 algorithm: str = "local_columns", seed: int = 0, budget: Budget | None = None,
+                 algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
                  lookups: Lookups | None = None, reserved: float = RESERVED, uneven_rows: bool = False) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
