@@ -46,7 +46,7 @@ PARTS = {
     "final": [("shardcore.search.local", "priced"), ("shardcore.search.greedy", "to_plan"),
               ("shardcore.search.neuroshard", "priced")],
     "range": [("shardcore.cost.neural", "out_of_range")],
-    "explain": [("shardcore.plan_command", "explain")],
+    "explain": [("shardcore.search.explain", "explain")],
     "write": [("shardcore.files", "write_plan")],
 }
 """Parts of the command, and the functions of which each is made."""
@@ -56,7 +56,7 @@ def one(arguments: list[str]) -> None:
     """Run the command in this process; its last line is JSON: the seconds of each part and of the search."""
     import importlib
 
-    from shardcore.__main__ import main as command
+    from shardcore.cli import main as command
     from shardcore.search import SHARDERS, budget
 
     if arguments[0] == "--processor":

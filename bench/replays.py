@@ -6,9 +6,9 @@ search exploit the model's errors, and what is it worth?
 
 MODEL must be of this machine and for two processes, and know what exchanges take in steps (measure.step_samples in
 params.yaml; more samples make better models). Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at
-dims up to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `chosen` is of several plans of
-local the one that the physical model finds good too (search/choose.py); `torchrec` is TorchRec's planner swept and told the
-measured bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
+dims up to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `torchrec` is
+TorchRec's planner swept and told the measured bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the
+greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments goes on after the
 problems done; one with another MODEL or other arguments replays again where plans differ. What figures mean: cost/reality.py.
@@ -31,7 +31,7 @@ from shardcore.cost import neural, reality
 from shardcore.cost.model import at_confidence, price
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.report import model_report
-from shardcore.search import SHARDERS, choose, greedy
+from shardcore.search import SHARDERS, greedy
 from shardcore.search.local import local
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
@@ -48,11 +48,9 @@ def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) ->
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
-    models = [model, neural.physical(model)]
     sure = at_confidence(model, 0.9)
     found = {"local": local(problem, model), "local, 90% confidence": local(problem, sure),
-             "local_columns": local(problem, model, space="columns"),
-             "chosen": choose.choose(choose.candidates(problem, models, "local", range(3)), problem, models).plan}
+             "local_columns": local(problem, model, space="columns")}
     found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS) if n in SHARDERS}
     found["best greedy"] = min((found[n] for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]

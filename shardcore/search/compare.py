@@ -65,12 +65,6 @@ WORTH_REPLAYING = ("local", "local_columns", "neuroshard", *(n for n in BASELINE
                    *(n for n in SHARDERS if n == "torchrec"))
 
 
-def best_baseline(outcomes: Iterable[Outcome], algorithm: str) -> Outcome | None:
-    """The cheapest plan that another algorithm found, or None."""
-    others = [o for o in outcomes if o.algorithm != algorithm and o.cost]
-    return min(others, key=lambda o: o.cost.total_ms, default=None)
-
-
 @dataclass(frozen=True)
 class Standing:
     """One sharder over several problems. solved: the share that it found a plan for; cost: the mean of its cost over the

@@ -24,7 +24,7 @@ from torchrec.distributed.types import EnumerableShardingSpec  # noqa: E402
 from training import in_processes  # noqa: E402
 
 from shardcore import files, streams  # noqa: E402
-from shardcore.__main__ import main  # noqa: E402
+from shardcore.cli import main  # noqa: E402
 from shardcore.export import fbgemm_statistics  # noqa: E402
 from shardcore.export.fbgemm_statistics import (  # noqa: E402
     TablePart,

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 import training  # noqa: E402  (beside this file)
 
 from shardcore import files  # noqa: E402
-from shardcore.__main__ import main  # noqa: E402
+from shardcore.cli import main  # noqa: E402
 from shardcore.export.torchrec import Ranks, from_torchrec, layout, tables_of, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.types import Device, Placement, Plan, Shard, ShardCoreError, Table, Topology  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardcore import dataset, files, replays, sampling
-from shardcore.__main__ import main
+from shardcore.cli import main
 from shardcore.measure import command as measuring
 from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
@@ -163,7 +163,7 @@ def started(command):
         (
             "import sys; from shardcore.measure import command;"
             "command._CALIBRATE_S = 0.1; command._PROGRESS_S = -1;"
-            "from shardcore.__main__ import main; sys.exit(main(sys.argv[1:]))"
+            "from shardcore.cli import main; sys.exit(main(sys.argv[1:]))"
         ),
     )
 

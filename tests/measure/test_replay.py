@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardcore.measure.replay as module
 from shardcore import files
-from shardcore.__main__ import main
+from shardcore.cli import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.measure import gang

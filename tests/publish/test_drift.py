@@ -7,7 +7,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files
-from shardcore.__main__ import main
+from shardcore.cli import main
 from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.search import Budget, compare
+from shardcore.search import DEFAULT_SHARDER, Budget, compare
 from shardcore.types import Device, Problem, Setting, ShardCoreError, StepCost, Topology
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
@@ -32,16 +32,12 @@ def test_where_no_problem_was_solved_by_all_there_are_shares_alone():
     assert all(s.solved == 0.5 and s.common == 0 and math.isnan(s.cost) and math.isnan(s.seconds) for s in found.values())
 
 
-def test_the_best_baseline_is_the_cheapest_of_the_others_that_has_a_plan(tables):
+def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
     problem, model = Problem("p", tables, Topology((Device(1 << 26),) * 2), 240), AnalyticModel(Setting("test", 240))
-    outcomes = [compare.run(name, problem, model) for name in ("random", "size_greedy", "neuroshard")]
-    ms = {o.algorithm: o.cost.total_ms for o in outcomes}
-    first, second, last = sorted(ms, key=ms.get)
-    assert ms[first] < ms[second] < ms[last]
+    found = compare.run("random", problem, model)
+    assert found.plan and found.cost and found.error is None
     none = compare.run("size_greedy", replace(problem, topology=Topology((Device(1),) * 2)), model)
-    assert none.plan is none.cost is None and "does not fit" in none.error and outcomes[0].error is None
-    assert [compare.best_baseline([none, *outcomes], name).algorithm for name in (first, second, last)] == [second, first, first]
-    assert compare.best_baseline([none, outcomes[0]], "random") is None
+    assert none.plan is none.cost is None and "does not fit" in none.error
     with pytest.raises(ShardCoreError, match="'best' is not known; there are random, size_greedy"):
         compare.run("best", problem, model)
 
@@ -57,3 +53,10 @@ def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):
     assert [o.plan for o in found] == [o.plan for o in again]
     names = [o.algorithm for o in found]
     assert set(compare.WORTH_REPLAYING) < set(names) and names.count("random") == 2 and names[0] == "local"
+
+
+def test_replayed_figures_compare_against_the_default_sharder():
+    """cost/ sees no search, so it has the name again."""
+    from shardcore.cost import reality
+
+    assert reality.OURS == DEFAULT_SHARDER

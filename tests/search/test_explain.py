@@ -10,7 +10,8 @@ from conformance import BATCH, MIB, draw_problem, model_for
 from test_bound import contended
 
 from shardcore import files
-from shardcore.__main__ import main
+from shardcore.cli import main
+from shardcore.cli.plans import SECOND_MODEL_IS_GONE
 from shardcore.cost import neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
@@ -141,16 +142,15 @@ def test_the_command_line_improves_a_plan_that_there_is(stored, capsys):
     assert main([*again[:-2], "--max-moved-gib", "1"]) == 1 and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
 
 
-def test_the_command_line_explains_and_chooses_by_a_second_model(stored, capsys):
+def test_the_command_line_explains(stored, capsys):
     problem, model, plan = (str(stored / n) for n in ("problem.json", "model", "plan.json"))
-    assert main(["plan", problem, "--model", model, "--algorithm", "neuroshard", "--budget-evals", "400", "--explain",
-                 "--second-model", "physical", "--out", plan]) == 0
+    asked = ["plan", problem, "--model", model, "--algorithm", "neuroshard", "--budget-evals", "400", "--out", plan]
+    assert main([*asked, "--explain"]) == 0
     said = capsys.readouterr().out
-    assert "by both models: the second says" in said and "is ready last" in said and "size_greedy" in said
+    assert "is ready last" in said and "size_greedy" in said
     provenance = files.read_plan(plan, files.read_problem(problem)).provenance
-    assert provenance["second_model"] == "physical" and provenance["second_ms"] > 0
     assert main(["price", plan, "--problem", problem, "--model", model, "--explain"]) == 0
     priced = capsys.readouterr().out
     assert "is ready last" in priced and f"{provenance['predicted_ms']:.3f} ms" in priced
-    assert main(["plan", problem, "--model", model, "--second-model", str(stored / "nothing"), "--out", plan]) == 1
-    assert "nothing" in capsys.readouterr().err
+    assert main([*asked, "--second-model", "physical"]) == 1
+    assert capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n"

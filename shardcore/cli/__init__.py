@@ -1,0 +1,27 @@
+"""The command line: files in, files out. Exit code 0, 1 (it failed; one line says why) or 2 (bad usage)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from shardcore.cli import measurements, plans, published
+from shardcore.cli.options import Formatter
+from shardcore.types import ShardCoreError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__, formatter_class=Formatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for group in (plans, measurements, published):
+        group.add_commands(commands)
+    args = parser.parse_args(argv)
+    try:
+        args.command(args)
+    except (ShardCoreError, OSError) as error:
+        print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

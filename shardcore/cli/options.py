@@ -1,0 +1,48 @@
+"""What the commands' arguments have in common: how a command is added, and what numbers they take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from shardcore.schema import MOST_INT
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help says each argument's default, where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str
+            ) -> argparse.ArgumentParser:
+    """The parser of a command, which has the name of the function that runs it."""
+    parser = commands.add_parser(run.__name__, help=summary, description=summary, formatter_class=Formatter)
+    parser.set_defaults(command=run)
+    return parser
+
+
+def natural(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MOST_INT:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 to {MOST_INT}")
+    return value
+
+
+def amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= MOST_INT:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to {MOST_INT}")
+    return value
+
+
+def positive(kind: type) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value <= MOST_INT:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {MOST_INT}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse

@@ -1,0 +1,97 @@
+"""Commands on published plans: history, diff, drift."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice
+from pathlib import Path
+
+from shardcore.cli.options import amount, command, natural, positive
+from shardcore.types import Plan, Problem, ShardCoreError
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    p = command(commands, history, "Say which versions of a problem's published plan were current, since when and why.")
+    p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
+    p.add_argument("name", help="of the problem")
+    p.add_argument("--last", type=positive(int), default=20, metavar="N", help="decisions to show")
+
+    p = command(commands, diff, "Say which tables move from one plan to another, and how many bytes of weights.")
+    p.add_argument("old", type=Path, metavar="OLD.json")
+    p.add_argument("new", type=Path, metavar="NEW.json")
+    p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: problem.json beside each, as in "
+                   "the folders of published versions")
+
+    p = command(commands, drift, "Say how far a published plan is from the best, now that its tables are looked up otherwise, "
+                "and what a re-plan would bring.")
+    p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
+    p.add_argument("name", help="of the problem")
+    p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of tables with the "
+                   "pooling and access statistics of now")
+    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="so many tables may move for the re-plan (any)")
+    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays that is cheaper by this share")
+    p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
+    p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of now")
+
+
+def history(args: argparse.Namespace) -> None:
+    from shardcore.publish import store
+    from shardcore.report import plan_report
+
+    found = list(islice(store.history(args.plans, args.name), args.last))
+    if not found:
+        store.current(args.plans, args.name)  # says what there is instead
+    print(plan_report.history_text(found))
+
+
+def diff(args: argparse.Namespace) -> None:
+    from shardcore.publish.diff import diff as moves_of
+    from shardcore.report import plan_report
+
+    old, new = (_read(path, args.problem) for path in (args.old, args.new))
+    print(plan_report.diff_text(moves_of(old, new)))
+
+
+def drift(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.cost import neural
+    from shardcore.publish import store
+    from shardcore.publish.drift import drift as drift_of
+    from shardcore.publish.replan import ReplanConfig
+    from shardcore.report import plan_report
+    from shardcore.search.budget import Budget
+
+    plan, problem = store.load_plan(args.plans, args.name)
+    now, model = _with_statistics_of(args.fresh, problem), neural.load(args.model)
+    now.require_setting(model.setting)
+    budget = Budget(args.budget_evals) if args.budget_evals else None
+    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)
+    found = drift_of(plan, problem, now, model, config, args.threshold)
+    print(plan_report.drift_text(found))
+    if args.out:
+        files.write_problem(args.out / "problem.json", now)
+        files.write_plan(args.out / "plan.json", found.replan, now)
+        print(f"{args.out}/plan.json: the re-plan, for {args.out}/problem.json")
+
+
+def _read(path: Path, problem: Path | None) -> Plan:
+    """A plan with its problem: the one that is given, or problem.json beside it, as in a version's folder."""
+    from shardcore import files
+
+    return files.read_plan(path, files.read_problem(problem or path.with_name("problem.json")))
+
+
+def _with_statistics_of(path: Path, problem: Problem) -> Problem:
+    """The problem with fresh statistics, from a problem's file or a pool of tables."""
+    from shardcore import files, schema
+    from shardcore.publish.drift import refreshed
+
+    found = schema.read_json(path)
+    if isinstance(found, dict) and found.get("schema") == "shardcore/pool":
+        return refreshed(problem, files.read_pool(path))
+    fresh = files.read_problem(path)
+    if missing := {t.name for t in problem.tables} - {t.name for t in fresh.tables}:
+        raise ShardCoreError(f"{path} lacks table {min(missing)!r} of problem {problem.name!r}; other tables need a new plan")
+    return refreshed(problem, fresh.tables)
