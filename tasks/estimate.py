@@ -1,7 +1,7 @@
-"""How long a run of `measure` would take, before it takes any device.
+"""How long a run of `measure` would take, before it takes any device: a figure to tell minutes from days.
 
-From the pace at which the dataset grew where it holds samples of the setting, else from bytes and rough rates of hardware: a
-figure to tell minutes from days, and named as such.
+It follows from the rate at which the dataset grew, where that holds samples of the setting. Otherwise it
+follows from bytes and rough rates of hardware, and says so.
 """
 
 from __future__ import annotations
@@ -26,18 +26,26 @@ _PAUSE_S = 60.0
 _ENOUGH = 20
 """Samples from which a rate is taken."""
 _COMPUTE_GBPS = {"cpu": 0.7, "cuda": 300.0}
-"""Embedding bytes gathered over the time of forward and backward. cpu: one core of an AMD EPYC (Zen 5), measured; cuda: the
-order of a data-centre GPU, not measured."""
+"""Embedding bytes gathered over the time of forward and backward. cpu: one core of an AMD EPYC (Zen 5),
+measured; cuda: the order of a data-centre GPU, not measured."""
 _COMM_GBPS = {"cpu": 1.0, "cuda": 50.0}
 """What a rank sends a second: orders of gloo and of NCCL within a host, not measured."""
 _OVERHEAD_MS = 0.3
 """Of a launch or a barrier."""
+_PHYSICAL = "a physical estimate from bytes and rough bandwidths"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """wanted, missing: samples of a kind ("compute", "comm", "steps"). devices: that measure it. seconds: to measure what is
-    missing, on the ground that `basis` names."""
+    """How long samples of one kind would take.
+
+    kind: "compute", "comm" or "steps".
+    wanted: so many samples.
+    missing: so many of them.
+    devices: so many measure them.
+    seconds: to measure what is missing.
+    basis: what that figure follows from.
+    """
 
     kind: str
     wanted: int
@@ -54,8 +62,8 @@ class Estimate:
 
 
 def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
-    """Of compute, comm and steps. Asks the connected cluster only what it has; where `wanted` leaves the hardware open, that of
-    the dataset, or of this machine, counts."""
+    """Of compute, comm and steps. Asks the connected cluster only what it has; where `wanted` leaves the
+    hardware open, that of the dataset, or of this machine, counts."""
     setting, device = wanted.of_dataset_or_local(folder), cluster_device()
     ranks = rank_count(config, device, setting.batch)
     groups = wanted_compute(files.read_pool(pool_path), setting, config)
@@ -64,32 +72,39 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     comm = [r for k, r in exchanges.items() if k not in dataset.read_ids(folder, "comm")]
     actors, devices = actor_count(config, device), step_devices(config, setting.batch)
     pool = files.read_pool(pool_path)
-    steps = [] if why_no_steps(pool, setting, devices, config) else wanted_steps(pool, setting, devices, config)
-    lacking = [lower(plan, problem) for problem, made in replays.missing(folder, steps, setting) for _, plan in made]
+    none = why_no_steps(pool, setting, devices, config)
+    steps = [] if none else wanted_steps(pool, setting, devices, config)
+    lacking = [lower(plan, problem) for problem, made in replays.missing(folder, steps, setting)
+               for _, plan in made]
+    step_s = _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats) / 1e3
     return [
-        _estimate("compute", len(groups), len(compute), actors, [s.measured_at for s in dataset.read_compute(folder, setting)],
+        _estimate("compute", len(groups), len(compute), actors,
+                  [s.measured_at for s in dataset.read_compute(folder, setting)],
                   _compute_ms(compute, device) * (1 + config.max_repeats) / actors),
-        _estimate("comm", len(exchanges), len(comm), ranks, [s.measured_at for s in dataset.read_comm(folder, setting)],
+        _estimate("comm", len(exchanges), len(comm), ranks,
+                  [s.measured_at for s in dataset.read_comm(folder, setting)],
                   _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)),
-        Estimate("steps", sum(len(made) for _, made in steps), len(lacking), devices,
-                 len(lacking) * _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats) / 1e3,
-                 "a physical estimate from bytes and rough bandwidths, without what it takes to build the ops"),
+        Estimate("steps", sum(len(made) for _, made in steps), len(lacking), devices, len(lacking) * step_s,
+                 f"{_PHYSICAL}, without what it takes to build the ops"),
     ]
 
 
-def _estimate(kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float], physical_ms: float) -> Estimate:
+def _estimate(kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float],
+              physical_ms: float) -> Estimate:
     gaps = np.diff(np.sort(stamps))
     gaps = gaps[gaps < _PAUSE_S]
     if len(gaps) >= _ENOUGH:
         rate = len(gaps) / max(gaps.sum(), 1e-3)
-        return Estimate(kind, wanted, missing, devices, missing / rate, f"at the {rate:.1f} a second at which the dataset grew")
+        return Estimate(kind, wanted, missing, devices, missing / rate,
+                        f"at the {rate:.1f} a second at which the dataset grew")
     return Estimate(kind, wanted, missing, devices, missing * physical_ms / 1e3,
-                    "a physical estimate from bytes and rough bandwidths, for the dataset has too few samples of this setting")
+                    f"{_PHYSICAL}, for the dataset has too few samples of this setting")
 
 
 def _compute_ms(requests: Sequence[ComputeRequest], device: str) -> float:
     """Mean ms of one run."""
-    gathered = [sum(lookups(s.table, r.batch) * access_share(s) * s.width * OUTPUT_BYTES for s in r.shards) for r in requests]
+    gathered = [sum(lookups(s.table, r.batch) * access_share(s) * s.width * OUTPUT_BYTES for s in r.shards)
+                for r in requests]
     return _OVERHEAD_MS + float(np.mean(gathered or [0])) / (_COMPUTE_GBPS[device] * 1e6)
 
 
@@ -97,11 +112,13 @@ def _comm_ms(requests: Sequence[CommRequest], device: str) -> float:
     """Mean ms of one exchange, forward and backward."""
     sent = [max(r.widths) * r.batch * OUTPUT_BYTES for r in requests]
     starts = [max(r.start_ms) for r in requests]
-    return 2 * _OVERHEAD_MS + float(np.mean(starts or [0])) + 2 * float(np.mean(sent or [0])) / (_COMM_GBPS[device] * 1e6)
+    sending_ms = float(np.mean(sent or [0])) / (_COMM_GBPS[device] * 1e6)
+    return 2 * _OVERHEAD_MS + float(np.mean(starts or [0])) + 2 * sending_ms
 
 
 def _step_ms(workloads: Sequence[Workload], device: str) -> float:
     """Mean ms of one step, of whose exchanges a tenth more is a rough guess."""
-    slowest = [max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops) for ops in w.ops)
+    slowest = [max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops)
+                   for ops in w.ops)
                for w in workloads]
     return 1.1 * float(np.mean(slowest or [0]))

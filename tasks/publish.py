@@ -26,10 +26,14 @@ from tasks.train import git_commit
 @registry.plain_errors()
 def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingConfig, config: PublishConfig,
                   everything: bool = False) -> str:
-    """Search a plan for each problem file and publish it where it is worth it; a table of the plans that are published then.
-    Raises ShardCoreError at the end where a problem could not be planned, the others being published. plans: a folder or URL, see
-    store. everything: these are all problems, so that afterwards plans are published under this champion (see
-    tasks.publish_claim)."""
+    """Search a plan for each problem file and publish it where it is worth it; a table of the plans that are
+    then published.
+
+    plans: a folder or URL (see publish.store).
+    everything: these are all problems, so the champion counts as published afterwards (see publish_claim).
+
+    Raises ShardCoreError at the end where a problem could not be planned; the others are published.
+    """
     logger = get_run_logger()
     client = registry.connect()
     model, version = registry.champion(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
@@ -44,7 +48,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             try:
                 problem = files.read_problem(path)
                 if problem.name in names:
-                    raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of its own")
+                    raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give "
+                                         "it a name of its own")
                 names.append(problem.name)
                 problem.require_setting(model.setting)
                 published = publisher.publish(problem)
@@ -52,27 +57,32 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             except Exception as error:  # whatever it is, it is this problem's: the others are published
                 plain = isinstance(error, ShardCoreError)
                 said = str(error) if plain else repr(error)
-                failures.append(str(ShardCoreError(said if said.startswith(str(path)) else f"{path}: {said}")))
+                failures.append(str(ShardCoreError(said if said.startswith(str(path))
+                                                   else f"{path}: {said}")))
                 failed.append(path.stem)
-                logger.warning("%s", failures[-1], extra={"problem": path.stem}, exc_info=None if plain else error)
+                logger.warning("%s", failures[-1], extra={"problem": path.stem},
+                               exc_info=None if plain else error)
                 continue
             decision = published.decision
             logger.info("%s: %s, %s ms: %s", problem.name, decision.outcome, rows[-1][3], decision.reason,
                         extra={"problem": problem.name})
             done = f"{i + 1} of {len(problems)} problems"
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
-    title, table = f"Plans under {version.name} version {version.version}", report.markdown_table(HEADERS, rows)
+    title = f"Plans under {version.name} version {version.version}"
+    table = report.markdown_table(HEADERS, rows)
     lines = [f"# {title}", "", table, "", *(f"- no new plan: {f}" for f in failures)]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
     run = _log(plans, names, version, "\n".join(lines))
-    create_markdown_artifact(f"Under {links.model_version(version.name, version.version)}, in {plans}; pages in MLflow's "
-                             f"{links.mlflow_run(run.info.experiment_id, run.info.run_id)}\n\n{table}",
+    model_link = links.model_version(version.name, version.version)
+    run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
+    create_markdown_artifact(f"Under {model_link}, in {plans}; pages in MLflow's {run_link}\n\n{table}",
                              key="published-plans", description=title)
     if failures:
         logger.info("published:\n%s", report.text_table(HEADERS, rows))
-        others = f"; {store.REPORT} and the log say why also of {', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"
+        named = f"{', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"
+        others = f"; {store.REPORT} and the log say why also of {named}" if len(failed) > 1 else ""
         raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}"
-                             f"{others * (len(failed) > 1)}")
+                             f"{others}")
     outcomes = Counter(row[-1] for row in rows)
     logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
@@ -80,12 +90,15 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
 
 
 def _provenance(model: neural.NeuralModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
-    """Of a plan: the model that it was searched under, that model's data, and the code and settings of the search."""
+    """Of a plan: the model that it was searched under, that model's data, and the code and settings of the
+    search."""
     trained = model.meta["provenance"]
     return {"model": version.name, "model_version": str(version.version), "setting": str(model.setting),
-            "data_version": trained.get("data_version", "unversioned"), "model_git_commit": trained.get("git_commit", "no git"),
+            "data_version": trained.get("data_version", "unversioned"),
+            "model_git_commit": trained.get("git_commit", "no git"),
             "model_seed": trained.get("seed"),
-            **({"datasets": dict(trained["datasets"])} if "datasets" in trained else {}), "git_commit": git_commit(),
+            **({"datasets": dict(trained["datasets"])} if "datasets" in trained else {}),
+            "git_commit": git_commit(),
             "algorithm": config.algorithm, "budget_evals": config.budget_evals, "seed": config.seed,
             **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables})}
 
@@ -93,7 +106,8 @@ def _provenance(model: neural.NeuralModel, version: ModelVersion, config: Publis
 def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: str) -> mlflow.ActiveRun:
     """An MLflow run with the published plans' pages."""
     with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
-        mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version), "plans": str(plans)})
+        mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version),
+                         "plans": str(plans)})
         mlflow.set_tag("mlflow.note.content", table)
         for name in names:
             try:

@@ -1,10 +1,10 @@
 """Under which version of a cost model plans were last published, and who is at it now.
 
-Both are tags of the registered model, beside the alias that they are about. They outlive every process, so whoever looks next
-knows what is left to do. Times are in seconds since 1970.
+Both are tags of the registered model, beside the alias that they are about. They outlive every process, so
+whoever looks next knows what is left to do. Times are in seconds since 1970.
 
   shardcore.published     {"version", "at"}       every problem was gone through under this version
-  shardcore.publishing    {"version", "until"}    somebody claims to be at it, and renews the claim before `until`
+  shardcore.publishing    {"version", "until"}    somebody is at it, and renews the claim before `until`
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tasks import registry
 
 PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
 CLAIM_S = 60.0
-"""How long a claim holds without being renewed: longer than one problem takes, short enough to wait for after a crash."""
+"""How long a claim holds without being renewed: longer than one problem takes, short enough to wait for after
+a crash."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class PublishState:
     until: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether plans have to be published: the champion is another version than the last one, and nobody is publishing, under
-        whichever version. A run that is asked for before those are done would answer two changes (see watch.publish_once)."""
+        """Whether plans have to be published: the champion is another version than the last one, and nobody
+        is publishing, under whichever version. A run that is asked for before those are done would answer two
+        changes (see watch.publish_once)."""
         if self.champion is None or self.champion == self.published:
             return False
         return self.publishing is None or now > (self.until or 0.0)
@@ -63,7 +65,8 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
         raise
     champion = found.aliases.get(registry.CHAMPION)
     published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
-    return PublishState(model, None if champion is None else str(champion), published.get("version"), published.get("at"),
+    return PublishState(model, None if champion is None else str(champion), published.get("version"),
+                        published.get("at"),
                        publishing.get("version"), publishing.get("until"))
 
 
@@ -73,9 +76,10 @@ def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
 
 
 @contextmanager
-def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True) -> Iterator[Callable[[], None]]:
-    """Publish under a version, for all problems: claimed while it lasts, on record at its end, neither after an exception. Yields
-    the function that renews the claim. Without `everything` nothing is put on record."""
+def publishing(client: mlflow.MlflowClient, version: ModelVersion,
+               everything: bool = True) -> Iterator[Callable[[], None]]:
+    """Publish under a version, for all problems: claimed while it lasts, on record at its end, neither after
+    an exception. Yields the function that renews the claim. Without `everything` nothing is put on record."""
     if not everything:
         yield lambda: None
         return

@@ -12,7 +12,8 @@ from shardcore.types import ShardCoreError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__, formatter_class=Formatter)
+    parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
+                                     formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (plans, measurements, published):
         group.add_commands(commands)
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.command(args)
     except (ShardCoreError, OSError) as error:
-        print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}", file=sys.stderr)
+        print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
+              file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

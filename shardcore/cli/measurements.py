@@ -21,40 +21,44 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_measure(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, measure, "Measure fused embedding ops on this machine's device; a rerun goes on where the last one "
-                "ended.")
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
+    p = command(commands, measure, "Measure fused embedding ops on this machine's device; a rerun goes on "
+                "where the last one ended.")
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there "
+                   "is one")
     p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend")
-    p.add_argument("--samples", type=positive(int), metavar="N", help="stop after the first N different draws; default: when "
-                   "the time is up")
-    p.add_argument("--again", type=natural, default=0, metavar="N", help="measure the first N draws again though they are "
-                   "known: a repeatability set")
+    p.add_argument("--samples", type=positive(int), metavar="N", help="stop after the first N different "
+                   "draws; default: when the time is up")
+    p.add_argument("--again", type=natural, default=0, metavar="N", help="measure the first N draws again "
+                   "though they are known: a repeatability set")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
-    p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the calibrated pool")
+    p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the "
+                   "calibrated pool")
     p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
     p.add_argument("--precision", choices=["fp32", "fp16"], default="fp32", help="of the weights")
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"], default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory, the largest shard measured")
+    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory, the largest "
+                   "shard measured")
     p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
     p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
-    p.add_argument("--tolerance", type=positive(float), help="to which a median needs to be known; default: 0.02 on cpu, 0.01 "
-                   "on cuda")
+    p.add_argument("--tolerance", type=positive(float), help="to which a median needs to be known; default: "
+                   "0.02 on cpu, 0.01 on cuda")
     p.add_argument("--max-repeats", type=positive(int), default=24)
     p.add_argument("--interleave", type=positive(int), default=16, help="groups that run in turn")
-    p.add_argument("--chunk", type=positive(int), default=64, help="samples written at once; a kill loses no more, and those "
-                   "that run")
-    p.add_argument("--hang-s", type=positive(float), default=60.0, help="the measuring process has hung where no op ended for "
-                   "so long; it is replaced, and the group that does it recorded as failed")
+    p.add_argument("--chunk", type=positive(int), default=64, help="samples written at once; a kill loses no "
+                   "more, and those that run")
+    p.add_argument("--hang-s", type=positive(float), default=60.0, help="the measuring process has hung "
+                   "where no op ended for so long; it is replaced, and the group that does it recorded as "
+                   "failed")
     p.add_argument("--ranks", type=positive(int), default=2, help="processes (GPUs) of an exchange or a step")
-    p.add_argument("--exchanges", type=natural, default=0, metavar="M", help="afterwards measure the first M exchanges among "
-                   "--ranks of this machine, into the same dataset")
-    p.add_argument("--steps", type=natural, default=0, metavar="P", help="afterwards replay a step of each of the first P "
-                   "plans among --ranks: what exchanges take in steps")
-    p.add_argument("--held-out", action="store_true", help="draw groups from the twentieth of the tables alone on which models "
-                   "are tested")
-    p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, from some seconds of "
-                   "measuring; write nothing")
+    p.add_argument("--exchanges", type=natural, default=0, metavar="M", help="afterwards measure the first M "
+                   "exchanges among --ranks of this machine, into the same dataset")
+    p.add_argument("--steps", type=natural, default=0, metavar="P", help="afterwards replay a step of each "
+                   "of the first P plans among --ranks: what exchanges take in steps")
+    p.add_argument("--held-out", action="store_true", help="draw groups from the twentieth of the tables "
+                   "alone on which models are tested")
+    p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, "
+                   "from some seconds of measuring; write nothing")
     p.add_argument("--seed", type=natural, default=0)
 
 
@@ -70,12 +74,13 @@ def measure(args: argparse.Namespace) -> None:
 def _add_train(commands: argparse._SubParsersAction) -> None:
     p = command(commands, train, "Train cost models on the samples of one setting in dataset folders.")
     p.add_argument("datasets", type=Path, nargs="+", metavar="DIR")
-    p.add_argument("--hardware", help="which of the dataset's settings, where it holds several; so the next three")
+    p.add_argument("--hardware", help="which of the dataset's settings, where it holds several; so the next "
+                   "three")
     p.add_argument("--batch", type=positive(int))
     p.add_argument("--precision", choices=["fp32", "fp16"])
     p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"])
-    p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, optimizer or machine, "
-                   "where samples are few")
+    p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, "
+                   "optimizer or machine, where samples are few")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
 
@@ -88,7 +93,8 @@ def train(args: argparse.Namespace) -> None:
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
                                       for k in ("hardware", "batch", "precision", "optimizer"))]
     if len(chosen) != 1:
-        raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for [{'; '.join(map(str, found)) or 'nothing'}]; "
+        raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
+                             f"[{'; '.join(map(str, found)) or 'nothing'}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
     known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     replayed = replays.steps(args.datasets, chosen[0])
@@ -104,7 +110,8 @@ def train(args: argparse.Namespace) -> None:
 
 def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
     if epoch % 10 == 0:
-        print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}", file=sys.stderr)
+        print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}",
+              file=sys.stderr)
 
 
 # --- report ----------------------------------------------------------------------------------------------
@@ -124,7 +131,8 @@ def report(args: argparse.Namespace) -> None:
     if not found:
         raise ShardCoreError(f"{args.dataset} holds no compute samples")
     for setting in found:
-        samples, repeats = dataset.read_compute(args.dataset, setting), dataset.read_repeats(args.dataset, setting)
+        samples, repeats = dataset.read_compute(args.dataset,
+                                                setting), dataset.read_repeats(args.dataset, setting)
         rows = dataset_report.dataset_summary(samples, repeats)
         if comm := dataset.read_comm(args.dataset, setting):
             rows += dataset_report.exchange_summary(comm)
@@ -132,7 +140,8 @@ def report(args: argparse.Namespace) -> None:
             rows += dataset_report.step_summary(kept)
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows)}\n")
         if args.out:
-            path = args.out / f"{setting.hardware}-{setting.batch}-{setting.precision}-{setting.optimizer}.png"
+            named = setting.hardware, setting.batch, setting.precision, setting.optimizer
+            path = args.out / f"{'-'.join(map(str, named))}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             dataset_report.dataset_figure(samples, repeats, str(setting)).savefig(path, dpi=120)
             print(path)

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.search.budget import Budget
 
-SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster (docs/figures.md); "
-                        "leave it out, or search longer with --budget-s")
-_CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather than what the model "
-               "expects")
-_EXPLAIN = "say what bounds the plan, what other algorithms find, and what more memory or more devices would bring"
+SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
+                        "(docs/figures.md); leave it out, or search longer with --budget-s")
+_CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
+               "than what the model expects")
+_EXPLAIN = ("say what bounds the plan, what other algorithms find, and what more memory or more devices "
+            "would bring")
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -43,21 +44,27 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p = command(commands, plan, "Search a plan for a problem under a cost model.")
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
-    p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning afresh (local search)")
-    p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, where it has changed "
-                   "since: tables new, gone, or with other statistics")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: so many tables may move (any)")
-    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: so many GiB of weights may move (any)")
-    p.add_argument("--algorithm", help="local_columns, the default (tables whole or cut by columns), local (also rows divided "
-                   "over all devices, and copies on all), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy, "
-                   "neuroshard, embark, milp or torchrec (where installed)")
+    p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning "
+                   "afresh (local search)")
+    p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, "
+                   "where it has changed since: tables new, gone, or with other statistics")
+    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: so many tables may "
+                   "move (any)")
+    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: so many GiB of weights "
+                   "may move (any)")
+    p.add_argument("--algorithm", help="local_columns, the default (tables whole or cut by columns), local "
+                   "(also rows divided over all devices, and copies on all), random, size_greedy, "
+                   "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard, embark, milp or torchrec "
+                   "(where installed)")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=positive(float), help="seconds to search")
-    budget.add_argument("--budget-evals", type=positive(int), help="plans to price; the same seed then gives the same plan")
+    budget.add_argument("--budget-evals", type=positive(int), help="plans to price; the same seed then gives "
+                        "the same plan")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
     p.add_argument("--second-model", help=argparse.SUPPRESS)
-    p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same budget again")
+    p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
+                   "budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
 
@@ -74,7 +81,8 @@ def plan(args: argparse.Namespace) -> None:
     _require_agreeing(args)
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
-    cautious, provenance = at_confidence(model, args.confidence), {"model_digest": files.model_digest(args.model)}
+    cautious, provenance = at_confidence(model,
+                                         args.confidence), {"model_digest": files.model_digest(args.model)}
     if args.confidence:
         provenance["confidence"] = args.confidence
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
@@ -100,13 +108,16 @@ def _require_agreeing(args: argparse.Namespace) -> None:
     if args.second_model is not None:
         raise ShardCoreError(SECOND_MODEL_IS_GONE)
     if args.start and args.algorithm not in SPACE_OF:
-        raise ShardCoreError(f"--start is for --algorithm {' and '.join(SPACE_OF)} only; got {args.algorithm}")
+        raise ShardCoreError(f"--start is for --algorithm {' and '.join(SPACE_OF)} only; got "
+                             f"{args.algorithm}")
     for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
         if getattr(args, name) is not None and not args.start:
-            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan to start from")
+            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan "
+                                 "to start from")
 
 
-def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel, budget: Budget | None) -> tuple[Plan, str]:
+def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
+               budget: Budget | None) -> tuple[Plan, str]:
     """The plan improved from the one to start from, and by how much, in words."""
     from shardcore import files
     from shardcore.cost.model import price
@@ -116,9 +127,11 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel, bud
     from shardcore.search.local import SPACE_OF
     from shardcore.workload import lower
 
-    old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem else problem)
+    old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
+                          else problem)
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed, budget=budget)
+    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
+                          budget=budget)
     found = replan(old, problem, model, config)
     before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
     return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
@@ -163,7 +176,8 @@ def price(args: argparse.Namespace) -> None:
     found = files.read_plan(args.plan, problem)
     workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
     cost, beyond = predicted(workload, cautious), neural.out_of_range(model, workload)
-    body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes),
+    body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
+            "memory_bytes": list(workload.memory_bytes),
             "extrapolated": beyond}
     if args.out:
         files.write_json(args.out, body)
@@ -178,18 +192,21 @@ def price(args: argparse.Namespace) -> None:
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, and time its parts "
-                "per device.")
+    p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, "
+                "and time its parts per device.")
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory a process, the largest shard")
-    p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes longer has hung")
+    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory a process, the "
+                   "largest shard")
+    p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes "
+                   "longer has hung")
     p.add_argument("--seed", type=natural, default=0, help="of the batches")
-    p.add_argument("--append", type=Path, metavar="DIR", help="keep the replays in this dataset too: training on it learns what "
-                   "exchanges take in steps; what it has of these plans is not run again")
+    p.add_argument("--append", type=Path, metavar="DIR", help="keep the replays in this dataset too: "
+                   "training on it learns what exchanges take in steps; what it has of these plans is not "
+                   "run again")
     p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
 
 
@@ -205,10 +222,12 @@ def replay(args: argparse.Namespace) -> None:
     setting = Setting(name, problem.global_batch, problem.precision, problem.optimizer)
     plans = [files.read_plan(path, problem) for path in args.plans]
     workloads = [lower(plan, problem) for plan in plans]
-    config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s,
+    config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),
+                          timeout_s=args.timeout_s,
                           seed=args.seed)
     if args.append:
-        made = [(plan.provenance.get("algorithm", path.stem), plan) for path, plan in zip(args.plans, plans, strict=True)]
+        made = [(plan.provenance.get("algorithm", path.stem), plan)
+                for path, plan in zip(args.plans, plans, strict=True)]
         control = dataset.control(args.append, setting)
         known = replays.append(args.append, problem, made, setting, config,
                                lambda w: replay_all(w, setting, config, device, control))
@@ -216,26 +235,28 @@ def replay(args: argparse.Namespace) -> None:
     else:
         costs = replay_all(workloads, setting, config, device)
     body = {"setting": files.setting_to_json(setting), "replays": [
-        {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost), "memory_bytes": list(workload.memory_bytes)}
+        {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost),
+         "memory_bytes": list(workload.memory_bytes)}
         for path, cost, workload in zip(args.plans, costs, workloads, strict=True)]}
     if args.out:
         files.write_json(args.out, body)
     else:
         print(json.dumps(body, indent=1))
     if any(cost.oversubscribed for cost in costs):
-        print(f"oversubscribed: {len(problem.topology)} processes on fewer cores measure the scheduler too", file=sys.stderr)
+        print(f"oversubscribed: {len(problem.topology)} processes on fewer cores measure the scheduler too",
+              file=sys.stderr)
 
 
 # --- export ------------------------------------------------------------------------------------------------
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, export, "Write a plan as TorchRec's: what shardcore.export.torchrec_json.read_torchrec reads, "
-                "DistributedModelParallel takes.")
+    p = command(commands, export, "Write a plan as TorchRec's: what "
+                "shardcore.export.torchrec_json.read_torchrec reads, DistributedModelParallel takes.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has the tables, in the "
-                   "model's tree of modules, such as sparse_arch.embedding_bag_collection")
+    p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
+                   "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
     p.add_argument("--uneven-rows", action="store_true", help="allow row ranges that need the sharder of "
                    "shardcore.export.torchrec_rows")
@@ -259,12 +280,13 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _add_problem(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, problem, "Make a problem file from a public list of tables, FBGEMM's reports of a job, or by drawing "
-                "from a pool.")
-    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of FBGEMM's reports "
-                                  "(docs/torchrec.md) or a POOL.json")
+    p = command(commands, problem, "Make a problem file from a public list of tables, FBGEMM's reports of a "
+                "job, or by drawing from a pool.")
+    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of "
+                   "FBGEMM's reports (docs/torchrec.md) or a POOL.json")
     p.add_argument("--devices", type=positive(int), default=4)
-    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, unless drawn from a pool")
+    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, unless drawn from a "
+                   "pool")
     p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
     p.add_argument("--draw", type=natural, metavar="INDEX", help="which problem to draw from a pool")
     p.add_argument("--max-dim", type=positive(int), default=128, help="of the drawn tables")
@@ -278,7 +300,8 @@ def problem(args: argparse.Namespace) -> None:
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
-            raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public list)")
+            raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public "
+                                 "list)")
         shape = sampling.ProblemConfig(devices=args.devices, max_dim=args.max_dim)
         made = sampling.problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
     else:

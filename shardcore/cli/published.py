@@ -11,29 +11,34 @@ from shardcore.types import Plan, Problem, ShardCoreError
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, history, "Say which versions of a problem's published plan were current, since when and why.")
+    p = command(commands, history, "Say which versions of a problem's published plan were current, since "
+                "when and why.")
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--last", type=positive(int), default=20, metavar="N", help="decisions to show")
 
-    p = command(commands, diff, "Say which tables move from one plan to another, and how many bytes of weights.")
+    p = command(commands, diff, "Say which tables move from one plan to another, and how many bytes of "
+                "weights.")
     p.add_argument("old", type=Path, metavar="OLD.json")
     p.add_argument("new", type=Path, metavar="NEW.json")
-    p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: problem.json beside each, as in "
-                   "the folders of published versions")
+    p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: "
+                   "problem.json beside each, as in the folders of published versions")
 
-    p = command(commands, drift, "Say how far a published plan is from the best, now that its tables are looked up otherwise, "
-                "and what a re-plan would bring.")
+    p = command(commands, drift, "Say how far a published plan is from the best, now that its tables are "
+                "looked up otherwise, and what a re-plan would bring.")
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
-    p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of tables with the "
-                   "pooling and access statistics of now")
+    p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
+                   "tables with the pooling and access statistics of now")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="so many tables may move for the re-plan (any)")
-    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays that is cheaper by this share")
+    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="so many tables may move for the "
+                   "re-plan (any)")
+    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays that is cheaper by this "
+                   "share")
     p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
     p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of now")
+    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of "
+                   "now")
 
 
 def history(args: argparse.Namespace) -> None:
@@ -93,5 +98,6 @@ def _with_statistics_of(path: Path, problem: Problem) -> Problem:
         return refreshed(problem, files.read_pool(path))
     fresh = files.read_problem(path)
     if missing := {t.name for t in problem.tables} - {t.name for t in fresh.tables}:
-        raise ShardCoreError(f"{path} lacks table {min(missing)!r} of problem {problem.name!r}; other tables need a new plan")
+        raise ShardCoreError(f"{path} lacks table {min(missing)!r} of problem {problem.name!r}; other tables "
+                             "need a new plan")
     return refreshed(problem, fresh.tables)

@@ -1,4 +1,4 @@
-"""Decisions: which version of a problem's plan is current, since when and why; and whether a new plan is worth its place."""
+"""Decisions: which version of a problem's plan is current, since when and why."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Decision:
     """Which version of a problem's plan is current, and why.
 
     problem: the problem's name.
-    outcome: one of OUTCOMES. "first", "better" and "no longer fits" (the previous plan does not) take the candidate. "kept" does
-      not. "restored" takes the version that was current under the same model before.
+    outcome: one of OUTCOMES. "first", "better" and "no longer fits" (the previous plan does not) take the
+      candidate. "kept" does not. "restored" takes the version that was current under the same model before.
     reason: why, in a sentence.
     current: the version that was chosen.
     candidate: the version that was considered.
     problem_digest: of the problem as it is now.
     candidate_ms: what the candidate costs under the model of now; None: not known.
-    previous_ms: what the plan that was current until then costs under that model; None: there was none, or it is no longer valid
-      for this problem.
+    previous_ms: what the plan that was current until then costs under that model; None: there was none, or it
+      is no longer valid for this problem.
     threshold: by what share of previous_ms a candidate has to be cheaper.
     decided_at: Unix s; 0: not known.
     parent: id of the decision before.
@@ -65,7 +65,8 @@ class Decision:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
         if self.decided_at > _LAST_S:
-            raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to {_LAST_S:.0f}")
+            raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to "
+                                 f"{_LAST_S:.0f}")
 
     @property
     def id(self) -> str:
@@ -78,7 +79,10 @@ class Decision:
 
     def repeats(self, other: Decision | None) -> bool:
         """Whether it says nothing that the other one does not."""
-        return other is not None and dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
+        if other is None:
+            return False
+        same = dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent)
+        return same == other
 
     def document(self) -> dict[str, Any]:
         """As it stands in a file."""
@@ -86,9 +90,11 @@ class Decision:
 
 
 def from_document(data: Any, where: str) -> Decision:
-    """The decision that a file holds; raises ShardCoreError, naming the file (`where`), for one of another form."""
-    if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != (_SCHEMA, _SCHEMA_VERSION):
-        raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})")
+    """The decision that a file holds. Raises ShardCoreError for one of another form; where: the file."""
+    known = _SCHEMA, _SCHEMA_VERSION
+    if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != known:
+        raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} "
+                             f"{_SCHEMA_VERSION})")
     decision = schema.build(Decision, data, where)
     files.read_provenance(decision.provenance, f"{where}: provenance")
     return decision

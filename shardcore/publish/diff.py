@@ -35,7 +35,8 @@ class Diff:
 
     moves: tables that move, by falling bytes.
     added: tables that only the new plan has.
-    removed: tables that only the old plan has. A table whose shape changed is in both; neither counts for bytes.
+    removed: tables that only the old plan has. A table whose shape changed is in both; neither counts for
+      bytes.
     """
 
     moves: tuple[Move, ...]
@@ -52,28 +53,31 @@ class Diff:
 
 
 def diff(old: Plan, new: Plan) -> Diff:
-    """What moves from an old plan to a new one. Tables are the same if name, rows and dim are: their statistics may differ."""
+    """What moves from an old plan to a new one. Tables are the same if name, rows and dim are: their
+    statistics may differ."""
     before, after = _by_table(old), _by_table(new)
     moves = [Move(table.name, n, tuple(before[_key(table)]), tuple(placements)) for table, placements in
              ((p[0].shard.table, p) for key, p in after.items() if key in before)
              if (n := _moved_cells(before[_key(table)], placements) * PRECISION_BYTES[table.precision])]
-    added, removed = (tuple(sorted(k[0] for k in keys)) for keys in (after.keys() - before.keys(), before.keys() - after.keys()))
+    added, removed = (tuple(sorted(key[0] for key in keys))
+                      for keys in (after.keys() - before.keys(), before.keys() - after.keys()))
     return Diff(tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))), added, removed)
 
 
 def rebind_tables(plan: Plan, problem: Problem) -> Plan:
-    """The plan with the tables of the problem, whose statistics may be other ones. A table that the problem does not have in that
-    shape stays as it is; `lower` then refuses the plan."""
+    """The plan with the tables of the problem, whose statistics may be other ones. A table that the problem
+    does not have in that shape stays as it is; `lower` then refuses the plan."""
     tables = {_key(t): t for t in problem.tables}
     return Plan(tuple(replace(p, shard=replace(p.shard, table=tables.get(_key(p.shard.table), p.shard.table)))
                       for p in plan.placements), plan.provenance)
 
 
 def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
-    """The new plan with its equal devices renumbered, so that most weights stay where the old plan has them. It costs the same.
+    """The new plan with its equal devices renumbered, so that most weights stay where the old plan has them.
+    It costs the same.
 
-    Which devices to exchange is an assignment problem. Columns are reordered too. Devices keep their numbers where tables are
-    pinned, and where rows are divided: that is done in the order of devices.
+    Which devices to exchange is an assignment problem. Columns are reordered too. Devices keep their numbers
+    where tables are pinned, and where rows are divided: that is done in the order of devices.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -86,19 +90,23 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
         equal = np.array([d for d, device in enumerate(devices) if device == kind])
         given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
         place[equal[given]] = equal[taken]
-    exchanged = tuple(replace(p, devices=tuple(sorted(int(place[d]) for d in p.devices))) for p in new.placements)
-    return min(as_it_is, reorder_columns(Plan(exchanged, new.provenance), old), key=lambda plan: diff(old, plan).bytes)
+    exchanged = tuple(replace(p, devices=tuple(sorted(int(place[d]) for d in p.devices)))
+                      for p in new.placements)
+    return min(as_it_is, reorder_columns(Plan(exchanged, new.provenance), old),
+               key=lambda plan: diff(old, plan).bytes)
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
-    """The new plan with the columns of each table dealt to its devices in the old plan's order, where that moves less. It costs
-    the same: every device keeps as many columns. Tables that are cut by rows, or copied, stay as they are."""
+    """The new plan with the columns of each table dealt to its devices in the old plan's order, where that
+    moves less. It costs the same: every device keeps as many columns. Tables that are cut by rows, or copied,
+    stay as they are."""
     before, placements = _by_table(old), []
     for key, own in _by_table(new).items():
         if key in before and len(own) > 1 and all(p.shard.full_rows and len(p.devices) == 1 for p in own):
             first, column, ordered = {p.devices[0]: p.shard.col_lo for p in before[key]}, 0, []
             for p in sorted(own, key=lambda p: (first.get(p.devices[0], p.shard.table.dim), p.shard.col_lo)):
-                ordered.append(replace(p, shard=replace(p.shard, col_lo=column, col_hi=column + p.shard.width)))
+                ordered.append(replace(p, shard=replace(p.shard, col_lo=column,
+                                                        col_hi=column + p.shard.width)))
                 column += p.shard.width
             own = min(own, ordered, key=lambda found: _moved_cells(before[key], found))
         placements += own

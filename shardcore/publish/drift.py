@@ -1,4 +1,4 @@
-"""Drift: how far a plan is from the best now that its tables are looked up differently, and what a re-plan would bring."""
+"""Drift: how far a plan is from the best since its tables' statistics changed; what a re-plan would bring."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Drift:
 
 def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig,
           threshold: float = DEFAULT_THRESHOLD) -> Drift:
-    """How far a plan of `problem` is from the best plan of the problem as it is `now`, and what a re-plan brings.
+    """How far a plan of `problem` is from the best plan of the problem as it is `now`, and what a re-plan
+    brings.
 
-    The tables of both have the same shapes. The best plan and the re-plan are each searched with the config's budget. Neither is
-    dearer than the plan itself. Raises what `lower` raises where the plan is no longer valid: a new plan is needed then, whatever
-    it costs.
+    The tables of both have the same shapes. The best plan and the re-plan are each searched with the config's
+    budget. Neither is dearer than the plan itself. Raises what `lower` raises where the plan is no longer
+    valid: a new plan is needed then, whatever it costs.
     """
     old = rebind_tables(plan, now)
     planned_ms, now_ms = (price(lower(p, of), model).total_ms for p, of in ((plan, problem), (old, now)))
@@ -65,24 +66,29 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     replan_ms, replanned = searched(config) if config.limited else (best_ms, best)
     if replan_ms < best_ms:
         best_ms, best = replan_ms, replanned
-    return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms, replan=replanned,
+    return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
+                 replan=replanned,
                  moves=diff(old, replanned), most_tables=config.max_moved_tables, threshold=threshold)
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
-    """The problem with the pooling and access statistics of fresh `tables`; those of other names do not matter.
+    """The problem with the pooling and access statistics of fresh `tables`; those of other names do not
+    matter.
 
     Raises ShardCoreError for a table of another shape, or where none is one of the problem's.
     """
     fresh = {t.name: t for t in tables}
     known = [t for t in problem.tables if t.name in fresh]
     if not known:
-        raise ShardCoreError(f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which "
-                             f"has {', '.join(t.name for t in problem.tables[:3])}, ...")
+        raise ShardCoreError(f"none of the {len(fresh)} tables with fresh statistics is one of problem "
+                             f"{problem.name!r}'s, which has "
+                             f"{', '.join(t.name for t in problem.tables[:3])}, ...")
     for table in known:
         new = fresh[table.name]
         if (new.rows, new.dim) != (table.rows, table.dim):
-            raise ShardCoreError(f"table {table.name!r} is {new.rows} × {new.dim} with fresh statistics, {table.rows} × "
-                                 f"{table.dim} in problem {problem.name!r}; a table of another shape needs a new plan")
+            raise ShardCoreError(f"table {table.name!r} is {new.rows} × {new.dim} with fresh statistics, "
+                                 f"{table.rows} × {table.dim} in problem {problem.name!r}; a table of "
+                                 "another shape needs a new plan")
     return replace(problem, tables=tuple(
-        replace(t, pooling=fresh[t.name].pooling, access=fresh[t.name].access) if t.name in fresh else t for t in problem.tables))
+        replace(t, pooling=fresh[t.name].pooling, access=fresh[t.name].access) if t.name in fresh else t
+        for t in problem.tables))

@@ -1,4 +1,4 @@
-"""Places: folders, and URLs that fsspec knows, read and written alike. What goes wrong there is a ShardCoreError."""
+"""Places: folders, and URLs that fsspec knows, read and written alike."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class Remote:
         return self.call("cat_file")
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """What the file system answers for this path. Raises FileNotFoundError as the file system does, and ShardCoreError for
-        whatever else goes wrong there."""
+        """What the file system answers for this path. Raises FileNotFoundError as the file system does, and
+        ShardCoreError for whatever else goes wrong there."""
         try:
             return getattr(self.fs, method)(self.path, *args, **options)
         except FileNotFoundError:
             raise
         except Exception as error:  # each kind of storage has its own
-            raise ShardCoreError(f"cannot use {self}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
+            raise ShardCoreError(f"cannot use {self}: "
+                                 f"{' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
 
 
 Place = Path | Remote
@@ -58,8 +59,8 @@ def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[
 
 
 def place(root: str | Path) -> Place:
-    """Where plans are. Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and for what is no name
-    of a folder."""
+    """Where plans are. Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and
+    for what is no name of a folder."""
     if "\0" in str(root):
         raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
@@ -70,7 +71,8 @@ def place(root: str | Path) -> Place:
     try:
         fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
     except Exception as error:  # each kind of storage has its own
-        raise ShardCoreError(f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}") from None
+        raise ShardCoreError(f"plans are at {root}, which cannot be opened: "
+                             f"{' '.join(str(error).split())[:200]}") from None
     return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
 
 
@@ -82,14 +84,16 @@ def is_link(at: Place) -> bool:
 def exists(at: Place) -> bool:
     try:
         with plain_errors(at, ABSENT):
-            at.stat() if isinstance(at, Path) else at.call("info")  # fsspec's `exists` takes any failure for a no
+            # fsspec's `exists` takes any failure for a no.
+            at.stat() if isinstance(at, Path) else at.call("info")
     except ABSENT:
         return False
     return True
 
 
 def listed(folder: Place) -> list[str]:
-    """Names of what is in a folder, sorted, without those that begin with a dot; none where there is no folder."""
+    """Names of what is in a folder, sorted, without those that begin with a dot; none where there is no
+    folder."""
     try:
         with plain_errors(folder, ABSENT):
             found = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)

@@ -1,4 +1,4 @@
-"""Publishing: search a plan for a problem, decide whether it takes the place of the published one, and keep both on record."""
+"""Publish a problem's plan: search one, and decide whether it takes the place of the published one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,20 @@ from shardcore.search import BASELINES, DEFAULT_SHARDER, compare
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.local import SPACE_OF
-from shardcore.types import MOST_COUNT, MOST_SEED, Infeasible, Plan, Problem, ShardCoreError, StepCost, require_within
+from shardcore.types import (
+    MOST_COUNT,
+    MOST_SEED,
+    Infeasible,
+    Plan,
+    Problem,
+    ShardCoreError,
+    StepCost,
+    require_within,
+)
 from shardcore.workload import lower
 
-HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random", "balance",
+HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
+           "balance",
            "extrapolated", "decision")
 """Of a table of `Published.row`."""
 _EXPLAIN = Budget(evals=10_000)
@@ -41,8 +51,8 @@ class PublishConfig:
     seed, budget_evals: of the search (see search.Budget).
     threshold: by what share a new plan has to be cheaper to take the place of the published one.
     keep_versions: of so many decisions on a problem the versions are kept.
-    max_moved_tables: so many tables may move from a published plan that still fits; null: any number. It needs an algorithm of
-      local search.
+    max_moved_tables: so many tables may move from a published plan that still fits; null: any number. It
+      needs an algorithm of local search.
     plans: the folder or object-store URL to publish in.
     """
 
@@ -58,14 +68,18 @@ class PublishConfig:
         compare.require_known([self.algorithm])
         require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED))
         if not self.plans or not self.plans.isprintable():
-            raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'")
+            raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such "
+                                 "as 'plans'")
         if not 0 <= self.threshold < 1:
-            raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.02")
+            raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 "
+                                 "and 1, such as 0.02")
         if self.keep_versions < store.FEWEST_KEPT:
-            raise ShardCoreError(f"publish config has keep_versions {self.keep_versions}; it needs {store.FEWEST_KEPT} or more")
-        if self.max_moved_tables is not None and (self.max_moved_tables < 0 or self.algorithm not in SPACE_OF):
-            raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; "
-                                 f"it needs 0 or more, and one of {', '.join(SPACE_OF)}")
+            raise ShardCoreError(f"publish config has keep_versions {self.keep_versions}; it needs "
+                                 f"{store.FEWEST_KEPT} or more")
+        if self.max_moved_tables is not None and (self.max_moved_tables < 0
+                                                  or self.algorithm not in SPACE_OF):
+            raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
+                                 f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}")
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,8 @@ class Published:
                 f"{found[best]:.2f} {best}" if best else "none found one",
                 percent_change(total, found[best]) if best else "-",
                 percent_change(total, found["random"]) if "random" in found else "-",
-                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.extrapolated else "no", self.decision.outcome)
+                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.extrapolated else "no",
+                self.decision.outcome)
 
 
 @dataclass(frozen=True)
@@ -143,16 +158,19 @@ class Publisher:
             return Before(decision, plan, None, str(error))
 
     def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
-        """The decision with what is `made` of the candidate: outcome, reason, current, candidate and candidate_ms."""
+        """The decision with what is `made` of the candidate: outcome, reason, current, candidate and
+        candidate_ms."""
         return Decision(
-            problem=problem.name, problem_digest=files.problem_digest(problem), previous_ms=before and before.total_ms,
+            problem=problem.name, problem_digest=files.problem_digest(problem),
+            previous_ms=before and before.total_ms,
             threshold=self.config.threshold, decided_at=time.time(), parent=before and before.decision.id,
             provenance=dict(self.provenance), **made)
 
-    # --- the plan that there was under this model ----------------------------------------------------------------------
+    # --- the plan that there was under this model --------------------------------------------------------
 
     def _restored(self, problem: Problem, before: Before | None) -> Published | None:
-        """Where the champion has become what it was before: the plan of this very problem that was current under it then."""
+        """Where the champion has become what it was before: the plan of this very problem that was current
+        under it then."""
         def model_of(x: Decision) -> tuple[Any, Any]:
             return x.provenance.get("model"), x.provenance.get("model_version")
 
@@ -173,9 +191,10 @@ class Publisher:
                   f"{plan_report.when(then.decided_at)}")
         decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
                                   candidate=then.current, candidate_ms=cost.total_ms)
-        return Published(problem, decision, cost, _totals(self._others(problem)), bool(neural.out_of_range(self.model, workload)))
+        return Published(problem, decision, cost, _totals(self._others(problem)),
+                         bool(neural.out_of_range(self.model, workload)))
 
-    # --- a new plan ----------------------------------------------------------------------------------------------------
+    # --- a new plan --------------------------------------------------------------------------------------
 
     def _searched(self, problem: Problem, before: Before | None) -> Published:
         others, found = self._others(problem), self._search(problem, before)
@@ -187,28 +206,33 @@ class Publisher:
         outcome, reason = self._judged(plan, cost, before)
         candidate = store.version_of(plan, problem)
         current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
-        decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current, candidate=candidate,
+        decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current,
+                                  candidate=candidate,
                                   candidate_ms=cost.total_ms)
         self._add(problem, plan, decision, before, others)
-        if outcome == "kept":  # the old plan, for the problem as it is now: the same version where that has not changed
+        if outcome == "kept":
+            # The old plan for the problem as it is now: the same version where that has not changed.
             plan, cost = before.plan, before.cost
             self._add(problem, plan, decision, before, others)
-        return Published(problem, decision, cost, _totals(others), bool(neural.out_of_range(self.model, lower(plan, problem))))
+        return Published(problem, decision, cost, _totals(others),
+                         bool(neural.out_of_range(self.model, lower(plan, problem))))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         return {name: compare.run(name, problem, self.model, self.config.seed) for name in BASELINES
                 if name != self.config.algorithm}
 
     def _search(self, problem: Problem, before: Before | None) -> Plan:
-        """A plan by the config's algorithm. A local search starts from the published plan too: so luck alone makes no other plan
-        look better, and few tables have to move where some are new."""
+        """A plan by the config's algorithm. A local search starts from the published plan too: so luck alone
+        makes no other plan look better, and few tables have to move where some are new."""
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         if before and (space := SPACE_OF.get(config.algorithm)):
             try:
                 return replan(before.plan, problem, self.model,
-                              ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget))
+                              ReplanConfig(config.max_moved_tables, space=space, seed=config.seed,
+                                           budget=budget))
             except ShardCoreError:
-                if before.cost or config.max_moved_tables is None:  # what no longer fits gives way to any plan
+                # What no longer fits gives way to any plan: a limit on what moves from it means nothing.
+                if before.cost or config.max_moved_tables is None:
                     raise
         outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget)
         if outcome.plan is None:
@@ -226,8 +250,8 @@ class Publisher:
         better = worth_it(cost.total_ms, before.total_ms, self.config.threshold)
         return "better" if better else "kept", (
             f"{cost.total_ms:.3f} ms instead of {before.total_ms:.3f} ms "
-            f"({percent_change(cost.total_ms, before.total_ms)}, threshold {self.config.threshold:.1%}), moving "
-            f"{plan_report.moved_words(diff(before.plan, plan))}")
+            f"({percent_change(cost.total_ms, before.total_ms)}, threshold {self.config.threshold:.1%}), "
+            f"moving {plan_report.moved_words(diff(before.plan, plan))}")
 
     def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
              others: Mapping[str, compare.Outcome]) -> None:
@@ -238,9 +262,11 @@ class Publisher:
         cost, beyond = price(workload, self.model), neural.out_of_range(self.model, workload)
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
-        page = plan_page.page(plan, problem, explained, decisions, diff(before.plan, plan) if before else None, beyond)
+        page = plan_page.page(plan, problem, explained, decisions,
+                              diff(before.plan, plan) if before else None, beyond)
         store.add(self.plans, problem, plan, {
-            "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms, "memory_bytes": list(workload.memory_bytes),
+            "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
+            "memory_bytes": list(workload.memory_bytes),
             "baselines": _totals(others), "extrapolated": beyond}, page)
 
 

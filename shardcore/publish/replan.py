@@ -1,4 +1,4 @@
-"""Re-plan: improve a plan that there is, with most of its weights staying where they are. The only way to do so."""
+"""Re-plan: improve a plan that there is, while most of its weights stay where they are."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ class ReplanConfig:
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
     """The best plan found by local search from what is left of the old plan.
 
-    Tables that are new, or that were on devices that are gone, are placed freely and do not count as moved. Without a limit on
-    moves, an old plan that no search can start from is replaced by a search afresh. The plan found may be dearer than the old
-    one, where that one is still possible and the budget is small.
+    Tables that are new, or that were on devices that are gone, are placed freely and do not count as moved.
+    Without a limit on moves, an old plan that no search can start from is replaced by a search afresh. The
+    plan found may be dearer than the old one, where that one is still possible and the budget is small.
 
-    Raises Infeasible where no plan is found, and ShardCoreError where moves are limited and the old plan is none to start from.
+    Raises Infeasible where no plan is found, and ShardCoreError where moves are limited and the old plan is
+    none to start from.
     """
     from shardcore.search.space import Reshard  # compiled code: loaded when a search runs
 

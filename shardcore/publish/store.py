@@ -1,13 +1,17 @@
 """Published plans: for each problem its versions, the decisions between them, and one atomic pointer.
 
-  PLANS/<problem>/versions/<version>/{problem,plan,cost}.json, report.html    a plan, named after its content; immutable
-  PLANS/<problem>/decisions/<id>.json     which version to use from then on, and why; each names its parent, as commits do
-  PLANS/<problem>/current                 the id of the last decision
+  PLANS/<problem>/versions/<version>/{problem,plan,cost}.json, report.html
+      a plan, named after its content; immutable
+  PLANS/<problem>/decisions/<id>.json
+      which version to use from then on, and why; each names its parent, as commits do
+  PLANS/<problem>/current
+      the id of the last decision
 
-PLANS is a folder or a URL such as s3://bucket/plans (see `places`). Only the pointer is ever written twice, and always last. So a
-publisher that is killed leaves the old state or the new one, and at worst files that nothing names. A reader meanwhile gets one
-of the two, whole. Publishers that share a folder take turns (`turn`). An object store has no locks: let one run there at a time.
-tests/publish/test_store.py checks all of this at each single operation.
+PLANS is a folder or a URL such as s3://bucket/plans (see `places`). Only the pointer is ever written twice,
+and always last. So a publisher that is killed leaves the old state or the new one, and at worst files that
+nothing names. A reader meanwhile gets one of the two, whole. Publishers that share a folder take turns
+(`turn`). An object store has no locks: let one run there at a time. tests/publish/test_store.py checks all of
+this at each single operation.
 """
 
 from __future__ import annotations
@@ -43,12 +47,13 @@ _LEFT_S = 3600.0
 T = TypeVar("T")
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading ---------------------------------------------------------------------------------------------
 
 
-def load_plan(root: str | Path, name: str, version: str | None = None, fits: bool = True) -> tuple[Plan, Problem]:
-    """A problem's current plan, or a version of it, and the problem that it is for. Raises ShardCoreError where there is none, or
-    its files are not whole, or (with `fits`) a device would hold more than it may."""
+def load_plan(root: str | Path, name: str, version: str | None = None,
+              fits: bool = True) -> tuple[Plan, Problem]:
+    """A problem's current plan, or a version of it, and the problem that it is for. Raises ShardCoreError
+    where there is none, or its files are not whole, or (with `fits`) a device would hold more than it may."""
     home = _home(root, name)
     if version is None:
         return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name, fits))
@@ -73,7 +78,8 @@ def _version(home: Place, version: str) -> Place:
 def _versions(home: Place) -> list[str]:
     """The names of a problem's versions. A link is none: what it leads to may be another's, or live."""
     folder = home / "versions"
-    return [name for name in places.listed(folder) if files.DIGEST.fullmatch(name) and not places.is_link(folder / name)]
+    return [name for name in places.listed(folder) if files.DIGEST.fullmatch(name)
+            and not places.is_link(folder / name)]
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
@@ -88,7 +94,8 @@ def current(root: str | Path, name: str) -> str:
     """A problem's current version; raises ShardCoreError where nothing was published for it."""
     decision = last(root, name)
     if decision is None:
-        raise ShardCoreError(f"no plan is published for problem {name!r} in {root}; there are {names(root) or 'none'}")
+        raise ShardCoreError(f"no plan is published for problem {name!r} in {root}; there are "
+                             f"{names(root) or 'none'}")
     return decision.current
 
 
@@ -98,7 +105,8 @@ def last(root: str | Path, name: str) -> Decision | None:
 
 
 def history(root: str | Path, name: str) -> Iterator[Decision]:
-    """The decisions on a problem's plan, the last one first. Raises ShardCoreError for one that is missing or was edited."""
+    """The decisions on a problem's plan, the last one first. Raises ShardCoreError for one that is missing or
+    was edited."""
     home = _home(root, name)
     found = _pointer(home)
     while found:
@@ -110,12 +118,13 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
 def names(root: str | Path) -> list[str]:
     """The problems that have a plan."""
     home = places.place(root)
-    return [name for name in places.listed(home) if is_path_name(name) and places.exists(home / name / _POINTER)]
+    return [name for name in places.listed(home) if is_path_name(name)
+            and places.exists(home / name / _POINTER)]
 
 
 def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
-    """What `read` finds; found anew where it fails and the pointer has moved meanwhile, for then publishers may have removed what
-    it was reading."""
+    """What `read` finds; found anew where it fails and the pointer has moved meanwhile, for then publishers
+    may have removed what it was reading."""
     while True:
         before = _pointer(home)
         try:
@@ -147,25 +156,28 @@ def _read(home: Place, name: str, found: str) -> Decision:
     if decision.id != found:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
     if decision.problem != name:
-        raise ShardCoreError(f"{path} is a decision on problem {decision.problem!r}; it needs to be one on {name!r}")
+        raise ShardCoreError(f"{path} is a decision on problem {decision.problem!r}; it needs to be one on "
+                             f"{name!r}")
     return decision
 
 
 def _migrated(home: Place, name: str, version: str) -> Decision:
     """What a pointer to a version says, as they were before there were decisions."""
     plan, problem = _load(_version(home, version), name, fits=False)
-    return Decision(name, "first", "published before decisions were kept", version, version, files.problem_digest(problem),
+    return Decision(name, "first", "published before decisions were kept", version, version,
+                    files.problem_digest(problem),
                     plan.provenance.get("predicted_ms"), provenance=plan.provenance)
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Wait until no other publisher in the same folder has its turn at a problem, and have it for as long as the
-    context lasts or the process lives: reading, deciding and writing are then one step. On an object store nobody waits.
-    Raises ShardCoreError naming the other publisher where it is not done after patience_s."""
+    """Wait until no other publisher in the same folder has its turn at a problem, and have it for as long as
+    the context lasts or the process lives: reading, deciding and writing are then one step. On an object
+    store nobody waits. Raises ShardCoreError naming the other publisher where it is not done after
+    patience_s."""
     home = _home(root, name)
     if not isinstance(home, Path):
         yield
@@ -175,7 +187,8 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     path, until = home / ".turn", time.monotonic() + patience_s
     with places.plain_errors(path):
         home.mkdir(parents=True, exist_ok=True)
-        f = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")  # it is emptied below
+        f = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666),
+                 "a+")  # it is emptied below
     with f:
         with places.plain_errors(path):
             while True:
@@ -184,12 +197,14 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
                     break
                 except BlockingIOError:
                     if time.monotonic() > until:
-                        raise ShardCoreError(f"plans for problem {name!r} are being published by another, which has held {path} "
-                                             f"for {patience_s:.0f} s or more: {_holder(path)}; end it if it hangs, and publish "
+                        raise ShardCoreError(f"plans for problem {name!r} are being published by another, "
+                                             f"which has held {path} for {patience_s:.0f} s or more: "
+                                             f"{_holder(path)}; end it if it hangs, and publish "
                                              "again") from None
                 time.sleep(_LOOK_S)
             f.truncate(0)
-            f.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now().isoformat(' ', 'seconds')}\n")
+            f.write(f"process {os.getpid()} on {socket.gethostname()} since "
+                    f"{datetime.now().isoformat(' ', 'seconds')}\n")
             f.flush()
         yield
 
@@ -210,28 +225,32 @@ def has(root: str | Path, name: str, version: str) -> bool:
 
 
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
-    """Keep a plan with its problem, costs and report page as a version, which is returned; nobody uses it until a decision names
-    it. What is there already stays."""
+    """Keep a plan with its problem, costs and report page as a version, which is returned; nobody uses it
+    until a decision names it. What is there already stays."""
     version = version_of(plan, problem)
     if not has(root, problem.name, version):
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
-        contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)), "cost.json": files.json_bytes(dict(cost)),
-                    **({PAGE: page.encode()} if page else {}), "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
+        contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)),
+                    "cost.json": files.json_bytes(dict(cost)),
+                    **({PAGE: page.encode()} if page else {}),
+                    "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
         for name, content in contents.items():  # the plan last: with it the version is whole
             places.write(folder / name, content)
     return version
 
 
 def record(root: str | Path, decision: Decision) -> None:
-    """Keep a decision and make it the last one, from when on its version is current. Raises ShardCoreError where its version is
-    not there, or another decision than its parent is the last one."""
+    """Keep a decision and make it the last one, from when on its version is current. Raises ShardCoreError
+    where its version is not there, or another decision than its parent is the last one."""
     home, name = _home(root, decision.problem), decision.problem
     if not has(root, name, decision.current):
-        raise ShardCoreError(f"problem {name!r} has no version {decision.current!r} in {root} to make current")
+        raise ShardCoreError(f"problem {name!r} has no version {decision.current!r} in {root} to make "
+                             "current")
     before = last(root, name)
     if decision.parent != (before.id if before else None):
-        raise ShardCoreError(f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is "
-                             f"the last one in {root}; another publisher was faster, so publish again")
+        raise ShardCoreError(f"problem {name!r}: decision {decision.id} follows {decision.parent}, but "
+                             f"{before and before.id} is the last one in {root}; another publisher was "
+                             "faster, so publish again")
     folder = _own(home / "decisions")
     if before and not places.exists(folder / f"{before.id}.json"):
         places.write(folder / f"{before.id}.json", files.json_bytes(before.document()))
@@ -240,10 +259,12 @@ def record(root: str | Path, decision: Decision) -> None:
 
 
 def prune(root: str | Path, name: str, keep: int) -> list[str]:
-    """Remove the versions that none of the last `keep` decisions names; they are returned. Decisions stay; the temporary files of
-    publishers that were killed go. To be called when no other publisher is at work on the problem (in one's own `turn`)."""
+    """Remove the versions that none of the last `keep` decisions names; they are returned. Decisions stay;
+    the temporary files of publishers that were killed go. To be called when no other publisher is at work on
+    the problem (in one's own `turn`)."""
     if keep < FEWEST_KEPT:
-        raise ShardCoreError(f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader "
+        raise ShardCoreError(f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} "
+                             "or more, as a reader "
                              "may still be at the one before")
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
@@ -258,7 +279,8 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
 
 
 def write(root: str | Path, name: str, content: bytes) -> None:
-    """A file for people beside the plans, whole or not at all. (It takes no turn: what others are writing now stays.)"""
+    """A file for people beside the plans, whole or not at all. (It takes no turn: what others are writing now
+    stays.)"""
     home = places.place(root)
     if isinstance(home, Path):
         with places.plain_errors(home):
@@ -270,19 +292,23 @@ def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
     for path in list(unfinished):
         with suppress(FileNotFoundError):  # its writer was faster
             found = path.lstat()
-            if files.UNFINISHED.fullmatch(path.name) and stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime >= older_s:
+            old = time.time() - found.st_mtime >= older_s
+            if old and files.UNFINISHED.fullmatch(path.name) and stat.S_ISREG(found.st_mode):
                 path.unlink()
 
 
-# --- folders of a problem -----------------------------------------------------------------------------------------------
+# --- folders of a problem --------------------------------------------------------------------------------
 
 
 def _home(root: str | Path, name: str) -> Place:
-    """A problem's folder. Raises ShardCoreError for a name that no problem can have, and for a link: its files are another's."""
+    """A problem's folder. Raises ShardCoreError for a name that no problem can have, and for a link: its
+    files are another's."""
     if not is_path_name(name):
-        raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -")
+        raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, "
+                             "digits and . _ -")
     if name == REPORT:
-        raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it needs another")
+        raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it "
+                             "needs another")
     home = _own(places.place(root) / name)
     for folder in ("versions", "decisions"):
         _own(home / folder)

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from shardcore.replays import Kept
 
 
-def dataset_summary(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]]) -> list[tuple[str, str]]:
-    """What a dataset of compute samples covers, how noisy it is, and how well it repeats: rows of name and value.
+def dataset_summary(samples: Sequence[ComputeSample],
+                    repeats: Sequence[Sequence[ComputeSample]]) -> list[tuple[str, str]]:
+    """Rows of name and value: what a dataset of compute samples covers, how noisy it is, how well it repeats.
 
-    repeats: the timings of each sample that was timed several times, in the order of time. Spread is the interquartile range of
-    forward + backward over their median. Two timings agree when they differ by less than √2 times what they are known to.
+    repeats: the timings of each sample that was timed several times, in the order of time. Spread is the
+    interquartile range of forward + backward over their median. Two timings agree when they differ by less
+    than √2 times what they are known to.
     """
     timed = [s for s in samples if s.error is None]
     rows = [("samples", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
         shards = [x for s in timed for x in s.request.shards]
-        rows += [("shards an op", _range([len(s.request.shards) for s in timed])), ("widths", _range([x.width for x in shards])),
-                 ("shard weights", f"{gib(min(x.bytes for x in shards))} to {gib(max(x.bytes for x in shards))}"),
+        rows += [("shards an op", _range([len(s.request.shards) for s in timed])),
+                 ("widths", _range([x.width for x in shards])),
+                 ("shard weights", f"{gib(min(x.bytes for x in shards))} to "
+                  f"{gib(max(x.bytes for x in shards))}"),
                  ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
                  ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
                  ("total ms", _range([s.total_ms for s in timed])),
@@ -43,18 +47,21 @@ def dataset_summary(samples: Sequence[ComputeSample], repeats: Sequence[Sequence
     again = repeats[has_control(repeats):]
     if again:
         pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
-        apart, clock = ([b.measured_at - a.measured_at for a, b in pairs], [b.pace / a.pace for a, b in pairs])
+        apart, clock = ([b.measured_at - a.measured_at for a, b in pairs],
+                        [b.pace / a.pace for a, b in pairs])
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
         rows += [("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
                  ("difference of two timings", _deciles(abs(ratios - 1))),
                  ("the same as the clock showed them", _deciles(abs(ratios * clock - 1))),
-                 ("agree within √2 × what they are known to", f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}")]
+                 ("agree within √2 × what they are known to",
+                  f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}")]
     if len(again) < len(repeats):
         control = np.array([s.total_ms for s in repeats[0]])
         clock = control * [s.pace for s in repeats[0]]
         rows += [("control group: timings", str(len(control))),
                  ("control group: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
-                 ("control group: deviation at the usual pace", _deciles(abs(control / np.median(control) - 1)))]
+                 ("control group: deviation at the usual pace",
+                  _deciles(abs(control / np.median(control) - 1)))]
     return rows
 
 
@@ -64,12 +71,14 @@ def exchange_summary(samples: Sequence[CommSample]) -> list[tuple[str, str]]:
     kinds = Counter(f"{s.request.collective} {s.request.payload}" for s in timed)
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
-        transfers = [x for s in timed for way in (s.forward, s.backward) if way for x in way if x.median_ms > 0]
+        transfers = [x for s in timed for way in (s.forward, s.backward) if way for x in way
+                     if x.median_ms > 0]
         rows += [("of them", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
                  ("ranks", _range([len(s.request.widths) for s in timed])),
                  ("columns a rank", _range([w for s in timed for w in s.request.widths])),
                  ("transfer ms", _range([x.median_ms for x in transfers])),
-                 ("spread of one transfer's repeats", _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers])),
+                 ("spread of one transfer's repeats",
+                  _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers])),
                  ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges")]
     return rows
 
@@ -84,11 +93,13 @@ def step_summary(kept: Sequence[Kept]) -> list[tuple[str, str]]:
             ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
             ("devices", _range([len(one.problem.topology) for one in kept])),
             ("step ms", _range([c.total_ms for c in costs])),
-            ("spread of one step's repeats", _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs])),
+            ("spread of one step's repeats",
+             _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs])),
             ("more devices than cores", f"{sum(c.oversubscribed for c in costs)} plans")]
 
 
-def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]], title: str) -> Figure:
+def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]],
+                   title: str) -> Figure:
     """Coverage, noise, drift and repeatability of a dataset, one panel each."""
     from matplotlib.figure import Figure
 
@@ -100,18 +111,23 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
     coverage.scatter([len(s.request.shards) for s in timed], total, s=6)
     coverage.set(title="coverage", xlabel="shards an op", ylabel="forward + backward ms", yscale="log")
     noise.scatter(total, [100 * _spread(s) for s in timed], s=6)
-    noise.set(title="noise of repeats", xlabel="ms", ylabel="interquartile range, % of median", xscale="log", yscale="log")
+    noise.set(title="noise of repeats", xlabel="ms", ylabel="interquartile range, % of median", xscale="log",
+              yscale="log")
     began = min((s.measured_at for s in timed), default=0.0)
-    drift.scatter([(s.measured_at - began) / 60 for s in timed], [s.pace for s in timed], s=6, label="all samples")
+    drift.scatter([(s.measured_at - began) / 60 for s in timed], [s.pace for s in timed], s=6,
+                  label="all samples")
     if repeats:
         usual = np.median([s.total_ms for s in repeats[0]])
-        drift.scatter([(s.measured_at - began) / 60 for s in repeats[0]], [s.total_ms * s.pace / usual for s in repeats[0]], s=12,
+        drift.scatter([(s.measured_at - began) / 60 for s in repeats[0]],
+                      [s.total_ms * s.pace / usual for s in repeats[0]], s=12,
                       label="the most often timed, at the clock's pace")
         drift.legend()
         groups = repeats[has_control(repeats):]
-        again.scatter([g[0].total_ms for g in groups], [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups], s=6)
+        changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
+        again.scatter([g[0].total_ms for g in groups], changes, s=6)
     drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="pace, 1 is usual")
-    again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %", xscale="log")
+    again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %",
+              xscale="log")
     return figure
 
 

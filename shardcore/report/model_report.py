@@ -1,4 +1,4 @@
-"""The figures of a cost model and its card; pure: data in, a matplotlib figure or text out.
+"""A cost model's figures and its card.
 
 Shapes: S samples, L levels.
 """
@@ -27,8 +27,13 @@ LEVELS = (50, 60, 70, 80, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Studied:
-    """What is known of a model beside its files. metrics: accuracy.evaluate of each split. unseen_tables, repeatability: errors
-    in percent of study's functions; those and the curve are None where the samples are too few."""
+    """What is known of a model beside its files; None: there were too few samples.
+
+    metrics: by split, what accuracy.evaluate says.
+    unseen_tables: error in percent on groups of tables that a training never saw (see study).
+    repeatability: percent that a timing itself is off by (see study).
+    curve: errors over samples trained on.
+    """
 
     metrics: Mapping[str, Mapping[str, float]]
     unseen_tables: float | None = None
@@ -40,11 +45,12 @@ class Studied:
         found = {f"{split}_{k}": v for split, values in self.metrics.items() for k, v in values.items()}
         found |= {"unseen_tables_compute_mape": self.unseen_tables, "repeatability": self.repeatability}
         if self.curve:
-            found |= {f"learning_curve_{k}": getattr(self.curve, k) for k in ("constant", "scale", "power", "gain")}
+            found |= {f"learning_curve_{k}": getattr(self.curve, k)
+                      for k in ("constant", "scale", "power", "gain")}
         return {k: v for k, v in found.items() if v is not None}
 
 
-# --- figures -----------------------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------------
 
 
 def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
@@ -55,26 +61,32 @@ def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
     axes.plot(line, line, color="0.4", linewidth=1)
     axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
-    axes.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms", xlim=line, ylim=line, aspect="equal")
+    axes.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms", xlim=line, ylim=line,
+             aspect="equal")
     _plain_ticks(axes)
-    axes.text(0.97, 0.03, f"{len(measured_ms):,} groups\nmean absolute error {mape(predicted_ms, measured_ms):.1f}%\n"
-              f"Kendall tau {kendall_tau(predicted_ms, measured_ms):.3f}", transform=axes.transAxes, ha="right", va="bottom")
+    axes.text(0.97, 0.03, f"{len(measured_ms):,} groups\nmean absolute error "
+              f"{mape(predicted_ms, measured_ms):.1f}%\nKendall tau "
+              f"{kendall_tau(predicted_ms, measured_ms):.3f}", transform=axes.transAxes, ha="right",
+              va="bottom")
     axes.legend(loc="upper left", frameon=False)
     return figure
 
 
-def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str) -> Figure:
+def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray,
+                  title: str) -> Figure:
     """Relative errors of [S] against what was measured, and against how many shards ran in the op."""
     figure, panels = _figure(title, columns=2)
     error = 100 * (predicted_ms / measured_ms - 1)
     limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
-    for axes, x, label in zip(panels, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True):
+    for axes, x, label in zip(panels, (measured_ms, shards), ("measured ms", "shards in the op"),
+                              strict=True):
         axes.axhline(0, color="0.4", linewidth=1)
         axes.scatter(x, np.clip(error, -limit, limit), s=6, alpha=0.35, linewidths=0)
         bins = _equal_bins(x)
         at = [np.median(x[b]) for b in bins]
         low, middle, high = np.array([np.percentile(error[b], [10, 50, 90]) for b in bins]).T
-        axes.fill_between(at, low, high, color="C1", alpha=0.25, linewidth=0, label="80% of groups of like size")
+        axes.fill_between(at, low, high, color="C1", alpha=0.25, linewidth=0,
+                          label="80% of groups of like size")
         axes.plot(at, middle, color="C1", marker="o", markersize=4, label="their median")
         axes.set(xscale="log", xlabel=label, ylim=(-limit, limit))
         _plain_ticks(axes, "x")
@@ -84,8 +96,8 @@ def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.
 
 
 def calibration(levels: Sequence[float], found: Sequence[float], samples: int, title: str) -> Figure:
-    """Percent of `samples` measurements that the intervals of so many percent [L] really held [L]; the grey band is what chance
-    alone would give 19 times out of 20."""
+    """Percent of `samples` measurements that the intervals of so many percent [L] really held [L]; the grey
+    band is what chance alone would give 19 times out of 20."""
     figure, (axes,) = _figure(title)
     nominal = np.linspace(min(levels), max(levels), 100)
     chance = 1.96 * np.sqrt(nominal * (100 - nominal) / samples)
@@ -102,13 +114,14 @@ def calibration(levels: Sequence[float], found: Sequence[float], samples: int, t
 
 
 def learning_curve(curve: LearningCurve, repeatability: float | None, title: str) -> Figure:
-    """Held-out errors over the samples trained on, the law fitted to them as far as twice the samples, the floor (percent that a
-    timing itself is off by), and in a sentence what twice the samples would gain."""
+    """Held-out errors over the samples trained on, the law fitted to them as far as twice the samples, the
+    floor (percent that a timing itself is off by), and in a sentence what twice the samples would gain."""
     figure, (axes,) = _figure(title)
     samples, errors = np.array(curve.rows, dtype=float).T
     most = samples.max()
     law = f"{curve.constant:.2g} + {curve.scale:.3g} × groups$^{{-{curve.power:.2g}}}$"
-    for ends, style, label in (((samples.min(), most), "-", law), ((most, 2 * most), ":", "foretold for twice the groups")):
+    foretold = "foretold for twice the groups"
+    for ends, style, label in (((samples.min(), most), "-", law), ((most, 2 * most), ":", foretold)):
         n = np.geomspace(*ends, 100)
         axes.plot(n, [curve.at(x) for x in n], style, color="C1", label=label)
     axes.plot([2 * most], [curve.at(2 * most)], "o", markerfacecolor="none", color="C1")
@@ -116,7 +129,8 @@ def learning_curve(curve: LearningCurve, repeatability: float | None, title: str
     if repeatability is not None:
         axes.axhline(repeatability, color="0.4", linestyle="--", linewidth=1,
                      label=f"floor: a timing itself is off by {repeatability:.1f}%")
-    axes.set(xscale="log", yscale="log", xlabel="groups trained and validated on", ylabel="error on held-out groups, %")
+    axes.set(xscale="log", yscale="log", xlabel="groups trained and validated on",
+             ylabel="error on held-out groups, %")
     _plain_ticks(axes)
     axes.legend(frameon=False)
     figure.supxlabel(doubling(curve, repeatability).replace("; ", ";\n"), fontsize=9)
@@ -124,7 +138,8 @@ def learning_curve(curve: LearningCurve, repeatability: float | None, title: str
 
 
 def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> Figure:
-    """One metric over epochs, a line for each "model" of the rows that has several; the best epoch is marked."""
+    """One metric over epochs, a line for each "model" of the rows that has several; the best epoch is
+    marked."""
     figure, (axes,) = _figure(title)
     for model in dict.fromkeys(r["model"] for r in rows):
         points = np.array([(r["epoch"], r[metric]) for r in rows if r["model"] == model and metric in r])
@@ -138,11 +153,12 @@ def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) 
 
 
 def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Figure:
-    """Plans of many problems, a colour for each algorithm and a line through those of a problem, on log axes with the line of
-    equality and ±10%; bars are 95% intervals of what was replayed."""
+    """Plans of many problems, a colour for each algorithm and a line through those of a problem, on log axes
+    with the line of equality and ±10%; bars are 95% intervals of what was replayed."""
     figure, (axes,) = _figure(title)
     figure.set_figwidth(8)
-    predicted, replayed, noise = (np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms"))
+    predicted, replayed, noise = (np.array([getattr(r, k) for r in rows])
+                                  for k in ("predicted_ms", "replayed_ms", "noise_ms"))
     both = np.concatenate([predicted, replayed])
     line = np.array([both.min() * 0.9, both.max() * 1.1])
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
@@ -152,31 +168,35 @@ def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Fi
         axes.plot(*np.array(own).T, color="0.7", linewidth=0.7, zorder=1)
     for i, name in enumerate(dict.fromkeys(r.algorithm for r in rows)):
         of = np.array([r.algorithm == name for r in rows])
-        axes.errorbar(replayed[of], predicted[of], xerr=np.minimum(noise[of], 0.9 * replayed[of]), fmt=_MARKERS[i // 10 % 3],
+        axes.errorbar(replayed[of], predicted[of], xerr=np.minimum(noise[of], 0.9 * replayed[of]),
+                      fmt=_MARKERS[i // 10 % 3],
                       color=f"C{i % 10}", markersize=4, linewidth=0, elinewidth=0.7, label=name)
     axes.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="predicted ms", xlim=line, ylim=line)
     _plain_ticks(axes)
     found = reality.figures(rows)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
-    axes.text(0.97, 0.03, f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute error "
-              f"{found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%", transform=axes.transAxes, ha="right", va="bottom")
+    axes.text(0.97, 0.03, f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute "
+              f"error {found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%", transform=axes.transAxes,
+              ha="right", va="bottom")
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
 
 
 def replayed_cost(rivals: Mapping[str, reality.Rival], ours: str, title: str) -> Figure:
-    """The mean replayed cost of each algorithm over ours, dearest above, with its 95% interval over problems."""
+    """The mean replayed cost of each algorithm over ours, dearest above, with its 95% interval over
+    problems."""
     figure, (axes,) = _figure(title)
     found = sorted(rivals.items(), key=lambda item: item[1].cost.mean)
     for i, (_, rival) in enumerate(found):
         ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
         axes.plot(ends, [i, i], color="C0", linewidth=2)
         axes.plot(rival.cost.mean, i, "o", color="C0")
-        axes.annotate(f"{rival.cost.mean:.3f}", (rival.cost.mean, i), xytext=(0, 6), textcoords="offset points", ha="center",
-                      fontsize=8)
+        axes.annotate(f"{rival.cost.mean:.3f}", (rival.cost.mean, i), xytext=(0, 6),
+                      textcoords="offset points", ha="center", fontsize=8)
     axes.axvline(1, color="0.4", linewidth=1)
     axes.set(yticks=range(len(found)), yticklabels=[name for name, _ in found], ylim=(-0.6, len(found) - 0.2),
-             xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} problems")
+             xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} "
+             "problems")
     return figure
 
 
@@ -214,23 +234,28 @@ def _equal_bins(x: np.ndarray, per_bin: int = 40, most: int = 12) -> list[np.nda
     return [np.flatnonzero(place == i) for i in np.unique(place)]
 
 
-# --- words -------------------------------------------------------------------------------------------------------------
+# --- words -----------------------------------------------------------------------------------------------
 
 
 def doubling(curve: LearningCurve, repeatability: float | None) -> str:
     """In a sentence, what twice the samples would gain."""
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
-    return (f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the held-out error of "
-            f"{curve.at(most):.1f}%{floor}.")
+    return (f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the "
+            f"held-out error of {curve.at(most):.1f}%{floor}.")
 
 
 _SPLIT_ROWS = (
-    ("groups", "n_compute", "{:,.0f}"), ("error of a group's ms", "compute_mape", "{:.1f}%"),
-    ("of its forward part", "forward_compute_mape", "{:.1f}%"), ("of its backward part", "backward_compute_mape", "{:.1f}%"),
-    ("Kendall tau of groups", "compute_kendall_tau", "{:.3f}"), ("within their 90% interval", "compute_coverage_90", "{:.0f}%"),
-    ("exchanges", "n_comm", "{:,.0f}"), ("error of a rank's all-to-all, forward", "forward_comm_mape", "{:.1f}%"),
-    ("backward", "backward_comm_mape", "{:.1f}%"), ("of its reduce-scatter", "reduce_scatter_forward_mape", "{:.1f}%"),
+    ("groups", "n_compute", "{:,.0f}"),
+    ("error of a group's ms", "compute_mape", "{:.1f}%"),
+    ("of its forward part", "forward_compute_mape", "{:.1f}%"),
+    ("of its backward part", "backward_compute_mape", "{:.1f}%"),
+    ("Kendall tau of groups", "compute_kendall_tau", "{:.3f}"),
+    ("within their 90% interval", "compute_coverage_90", "{:.0f}%"),
+    ("exchanges", "n_comm", "{:,.0f}"),
+    ("error of a rank's all-to-all, forward", "forward_comm_mape", "{:.1f}%"),
+    ("backward", "backward_comm_mape", "{:.1f}%"),
+    ("of its reduce-scatter", "reduce_scatter_forward_mape", "{:.1f}%"),
     ("of its all-gather", "reduce_scatter_backward_mape", "{:.1f}%"),
     ("of its all-reduce", "all_reduce_backward_mape", "{:.1f}%"),
 )
@@ -238,30 +263,37 @@ _SPLIT_ROWS = (
 
 
 def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
-    """What a model is, as a page of Markdown below the 5,000 characters that a model registry keeps. name: in the registry."""
+    """What a model is, as a page of Markdown below the 5,000 characters that a model registry keeps. name: in
+    the registry."""
     use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
-    return "\n\n".join([f"# Cost model of {model.setting.hardware}", _what_it_is(model), "## Trained on", _trained_on(model),
-                        "## Where to trust it", _ranges(model), "## How good it is", _how_good(studied), "## How to use it", use])
+    return "\n\n".join([f"# Cost model of {model.setting.hardware}", _what_it_is(model),
+                        "## Trained on", _trained_on(model), "## Where to trust it", _ranges(model),
+                        "## How good it is", _how_good(studied), "## How to use it", use])
 
 
 def _what_it_is(model: NeuralModel) -> str:
-    return ("Predicts what the embedding tables of a recommendation model cost in one training step: the ms of fused FBGEMM "
-            f"lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); what is in another "
+    return ("Predicts what the embedding tables of a recommendation model cost in one training step: the ms "
+            "of fused FBGEMM "
+            f"lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
+            "what is in another "
             "setting is refused. A group that grows never costs less, and an empty one costs nothing.")
 
 
 def _trained_on(model: NeuralModel) -> str:
     setting, samples, provenance = model.setting, model.meta["samples"], model.meta["provenance"]
-    groups, exchanges = (" / ".join(f"{samples[f'{kind}_{side}']:,}" for side in ("train", "validation", "test"))
+    groups, exchanges = (" / ".join(f"{samples[f'{kind}_{side}']:,}"
+                                    for side in ("train", "validation", "test"))
                          for kind in ("compute", "comm"))
     return markdown_table(("", ""), [
         ("hardware", setting.hardware),
         ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
         ("groups: train / validation / test", groups),
         ("exchanges: train / validation / test", exchanges),
-        *([("replayed steps: exchanges take there, of what they take alone", _in_steps(model))] if "steps" in model.meta else []),
+        *([("replayed steps: exchanges take there, of what they take alone", _in_steps(model))]
+          if "steps" in model.meta else []),
         ("measurements, DVC version", provenance.get("data_version", "-")),
-        *((f"joined: {folder}, version", version) for folder, version in provenance.get("datasets", {}).items()),
+        *((f"joined: {folder}, version", version)
+          for folder, version in provenance.get("datasets", {}).items()),
         ("code, git commit", provenance.get("git_commit", "-")),
         ("seed", model.meta["config"]["seed"]),
     ])
@@ -275,15 +307,17 @@ def _in_steps(model: NeuralModel) -> str:
 
 
 def _ranges(model: NeuralModel) -> str:
-    """The training ranges in the words in which plans are told that they are beyond them, and what no range can tell."""
+    """The training ranges in the words in which plans are told that they are beyond them, and what no range
+    can tell."""
     owners = {"shard": "a shard", "op": "a device", "devices": "a job", "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
         quantity = neural.QUANTITIES[name]
         shown = " to ".join(dict.fromkeys(map(quantity.show, ends)))
         lines.append(f"- {owners[name.split('_')[0]]} {quantity.phrase.format(shown)}")
-    return ("\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing with the work to do, "
-            "but nothing vouches for them: plans and answers name what of theirs is beyond (`extrapolated`). So they do with "
+    return ("\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing "
+            "with the work to do, but nothing vouches for them: plans and answers name what of theirs is "
+            "beyond (`extrapolated`). So they do with "
             f"what was not measured but is priced by proxy: {'; '.join(_proxies(model))}.")
 
 
@@ -292,8 +326,10 @@ def _proxies(model: NeuralModel) -> list[str]:
     links = [exchange.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
-        ("the reduce-scatter of row-wise shards, with the all-to-all's rates", "reduce_scatter" not in measured),
-        ("the all-reduce of replicated shards, as a ring with the all-to-all's rates", "all_reduce" not in measured),
+        ("the reduce-scatter of row-wise shards, with the all-to-all's rates",
+         "reduce_scatter" not in measured),
+        ("the all-reduce of replicated shards, as a ring with the all-to-all's rates",
+         "all_reduce" not in measured),
         ("links between hosts, as those within one", any("between" not in x for x in links)),
         ("links within a host, as those between hosts", {"between"} in links),
         ("links whose bandwidth a topology gives", True),
@@ -303,12 +339,14 @@ def _proxies(model: NeuralModel) -> list[str]:
 def _how_good(studied: Studied) -> str:
     rows = [(words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
             for words, key, form in _SPLIT_ROWS if any(key in found for found in studied.metrics.values())]
-    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of training, and "
-            "judges which version is promoted."]
+    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of "
+            "training, and judges which version is promoted."]
     if studied.unseen_tables is not None:
-        said.append(f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%.")
+        said.append(f"On groups of tables that a training never saw the error is "
+                    f"{studied.unseen_tables:.1f}%.")
     if studied.repeatability is not None:
-        said.append(f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be better than that.")
+        said.append(f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be "
+                    "better than that.")
     if studied.curve is not None:
         said.append(doubling(studied.curve, None))
     return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(said)
@@ -318,10 +356,11 @@ _USE = """```
 python -m shardcore plan PROBLEM.json --model data/model --out PLAN.json
 mlflow models serve -m models:/NAME@champion --env-manager local -p 5001
 curl localhost:5001/invocations -H 'Content-Type: application/json' -d \\
-  '{"inputs": [{"batch": BATCH, "shards": [{"table": {"name": "t", "rows": 1000000, "dim": 64, "pooling": 10}}]}]}'
+  '{"inputs": [{"batch": BATCH, "shards": [
+      {"table": {"name": "t", "rows": 1000000, "dim": 64, "pooling": 10}}]}]}'
 ```
 
-In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`, whose `predict`
-takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to `high_ms` (holds 90% of measurements),
-`extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
+In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`,
+whose `predict` takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to
+`high_ms` (holds 90% of measurements), `extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
 """

@@ -1,4 +1,4 @@
-"""The report page of a published plan: one HTML file that needs nothing else; pure."""
+"""The report page of a published plan: one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 12
 """Of a table, beyond which the page says how many more there are."""
-_PARTS = (("forward compute", "forward_compute_ms", "#4477aa"), ("backward compute", "backward_compute_ms", "#66ccee"),
+_PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
+          ("backward compute", "backward_compute_ms", "#66ccee"),
           ("waiting", "waiting_ms", "#dddddd"), ("forward exchange", "forward_comm_ms", "#ccbb44"),
           ("backward exchange", "backward_comm_ms", "#ee6677"))
 _MOST_TICKS = 16
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222;
+       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #e5e5e5; vertical-align: top; }
+th, td { text-align: right; vertical-align: top;
+         padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #e5e5e5; }
 th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
 figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
 """
@@ -39,32 +42,41 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Nothing is loaded or run, whatever a browser finds in the page."""
 
 
-def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision], moves: Diff | None,
+def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
+         moves: Diff | None,
          extrapolated: Sequence[str] = ()) -> str:
-    """The page of a version. decisions: the one on it first, then those before; moves: from the version before (None: there was
-    none); extrapolated: sentences that say where the plan is beyond what was measured."""
+    """The page of a version.
+
+    decisions: the one on this version first, then those before.
+    moves: from the version before; None: there was none.
+    extrapolated: sentences that say where the plan is beyond what was measured.
+    """
     decision = decisions[0]
-    taken = "" if decision.current == decision.candidate else ' <span class="warn">(considered, not taken)</span>'
+    refused = ' <span class="warn">(considered, not taken)</span>'
+    taken = "" if decision.current == decision.candidate else refused
     return "\n".join([
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-        f'content="{_POLICY}"><title>{escape(problem.name)}, version {decision.candidate}</title><style>{_STYLE}</style></head>'
-        f'<body>\n<h1>{escape(problem.name)}</h1>',
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta '
+        f'http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{escape(problem.name)}, version '
+        f'{decision.candidate}</title><style>{_STYLE}</style></head><body>\n<h1>{escape(problem.name)}</h1>',
         f'<p class="note">version {decision.candidate}{taken}, {plan_report.when(decision.decided_at)}</p>',
-        f"<p><b>{explained.total_ms:.2f} ms</b> predicted for the embeddings of one training step: {len(problem.tables)} tables "
-        f"on {len(problem.topology)} devices, global batch {problem.global_batch:,}.<br>"
-        f"{escape(decision.outcome.capitalize())}: {escape(decision.reason)}.</p>",
+        f"<p><b>{explained.total_ms:.2f} ms</b> predicted for the embeddings of one training step: "
+        f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
+        f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
+        f"{escape(decision.reason)}.</p>",
         *([f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated[:3]))}'
-           f'{f"; and {len(extrapolated) - 3} more" if len(extrapolated) > 3 else ""}.</p>'] if extrapolated else []),
+           f'{f"; and {len(extrapolated) - 3} more" if len(extrapolated) > 3 else ""}.</p>'] if extrapolated
+          else []),
         f"<figure>{_svg(figure(explained))}</figure>",
         "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
         _shards(explained),
         "<h2>Instead</h2>", _alternatives(explained),
         *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
         "<h2>Decisions</h2>", _history(decisions),
-        "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}), "</body></html>\n"])
+        "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}),
+        "</body></html>\n"])
 
 
-# --- figures -----------------------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------------
 
 
 def figure(explained: Explanation) -> Figure:
@@ -87,7 +99,8 @@ def _stack_costs(axes: Axes, cost: StepCost) -> None:
     for label, name, color in _PARTS:
         below = _bars(axes, np.array(getattr(cost, name)), below, color, label)
     axes.set(ylabel="ms of one step", xlabel="device")
-    axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0), columnspacing=0.9,
+    axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0),
+                columnspacing=0.9,
                 handlelength=1.0, handletextpad=0.4)
 
 
@@ -107,7 +120,8 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
     n = len(heights)
     edges = np.column_stack([np.arange(n) - 0.4, np.arange(n) + 0.4]).ravel()
     tops, base = (np.column_stack([x, np.full(n, np.nan)]).ravel()[:-1] for x in (below + heights, below))
-    axes.stairs(np.nan_to_num(tops), edges, baseline=np.nan_to_num(base), fill=True, color=color, label=label, linewidth=0)
+    axes.stairs(np.nan_to_num(tops), edges, baseline=np.nan_to_num(base), fill=True, color=color, label=label,
+                linewidth=0)
     axes.set_xlim(-0.7, n - 0.3)
     axes.set_xticks(np.arange(0, n, -(-n // _MOST_TICKS)))
     return below + heights
@@ -118,17 +132,19 @@ def _svg(made: Figure) -> str:
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore", "font.family": "sans-serif"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore",
+                                "font.family": "sans-serif"}):
         made.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg"):]
 
 
-# --- tables ------------------------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
     """words: the columns, besides the first, that are to be read from the left."""
-    head = "".join(f'<th{" class=words" if i in words else ""}>{escape(h)}</th>' for i, h in enumerate(headers))
+    head = "".join(f'<th{" class=words" if i in words else ""}>{escape(h)}</th>'
+                   for i, h in enumerate(headers))
     body = "".join("<tr>" + "".join(f'<td{" class=words" if i in words else ""}>{escape(str(c))}</td>'
                                     for i, c in enumerate(row)) + "</tr>\n" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
@@ -136,7 +152,8 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequenc
 
 def _shards(x: Explanation) -> str:
     shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
-    return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"), shown) + _rest(len(x.shards))
+    return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"),
+                  shown) + _rest(len(x.shards))
 
 
 def _alternatives(x: Explanation) -> str:
@@ -151,14 +168,18 @@ def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
 
 
 def _moves(moves: Diff) -> str:
-    rows = [(m.table, gib(m.bytes), plan_report.where(m.old), plan_report.where(m.new)) for m in moves.moves[:MOST_ROWS]]
-    listed = _table(("table", "moves", "was", "is"), rows, words=(2, 3)) + _rest(len(moves.moves)) if rows else ""
+    rows = [(m.table, gib(m.bytes), plan_report.where(m.old), plan_report.where(m.new))
+            for m in moves.moves[:MOST_ROWS]]
+    listed = ""
+    if rows:
+        listed = _table(("table", "moves", "was", "is"), rows, words=(2, 3)) + _rest(len(moves.moves))
     said = plan_report.moves_text(moves)
     return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}"
 
 
 def _history(decisions: Sequence[Decision]) -> str:
-    return _table(plan_report.DECISION_HEADERS, map(plan_report.decision_row, decisions[:MOST_ROWS]), words=(1, 2, 6))
+    return _table(plan_report.DECISION_HEADERS, map(plan_report.decision_row, decisions[:MOST_ROWS]),
+                  words=(1, 2, 6))
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

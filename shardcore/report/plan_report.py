@@ -1,4 +1,4 @@
-"""What is said of a plan to people: its explanation, its moves, its drift, the decisions on it; pure: data in, text out."""
+"""A plan in words: its explanation, its moves, its drift and the decisions on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SHARDS = 8
 """Shards of the bounding device, and tables that move, that are shown."""
 
 
-# --- explanation -------------------------------------------------------------------------------------------------------
+# --- explanation -----------------------------------------------------------------------------------------
 
 
 def text(found: Explanation) -> str:
@@ -27,7 +27,8 @@ def text(found: Explanation) -> str:
 
 
 def sentences(x: Explanation) -> tuple[str, str, str, str]:
-    """Which device bounds the plan, what is exchanged, how memory is used, and how near a bound the plan is."""
+    """Which device bounds the plan, what is exchanged, how memory is used, and how near a bound the plan
+    is."""
     return _bounding(x), _exchange(x), _memory(x), _bound(x)
 
 
@@ -35,7 +36,8 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
     yield "\n".join(sentences(x))
     shown, rest = x.shards[:MOST_SHARDS], x.shards[MOST_SHARDS:]
     rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in shown]
-    rows += [(f"{len(rest)} more", "", f"{sum(s.saves_ms for s in rest):.3f}", gib(sum(s.bytes for s in rest)))] if rest else []
+    rows += [(f"{len(rest)} more", "", f"{sum(s.saves_ms for s in rest):.3f}",
+              gib(sum(s.bytes for s in rest)))] if rest else []
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
     rows = [*_rows(x.baselines, x.total_ms), *_rows(x.changes, x.total_ms)]
@@ -44,14 +46,15 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
 
 def _bounding(x: Explanation) -> str:
     cost, d, waiting = x.cost, x.device, x.cost.waiting_ms
-    last = (f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after {cost.forward_compute_ms[d]:.3f} ms of "
-            f"forward and {cost.backward_compute_ms[d]:.3f} ms of backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of "
-            f"backward exchange; then come {max(cost.forward_comm_ms):.3f} ms of forward exchange.")
+    last = (f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after "
+            f"{cost.forward_compute_ms[d]:.3f} ms of forward and {cost.backward_compute_ms[d]:.3f} ms of "
+            f"backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of backward exchange; then come "
+            f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.")
     if len(waiting) == 1:
         return last
     others = [w for i, w in enumerate(waiting) if i != d]
-    return (f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, {max(others):.3f} ms at most; "
-            f"compute is {x.balance:.0%} balanced (mean over largest).")
+    return (f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, "
+            f"{max(others):.3f} ms at most; compute is {x.balance:.0%} balanced (mean over largest).")
 
 
 def _exchange(x: Explanation) -> str:
@@ -64,20 +67,24 @@ def _exchange(x: Explanation) -> str:
 
 
 def _memory(x: Explanation) -> str:
-    shares = [used / free if free > 0 else 0.0 for used, free in zip(x.memory_bytes, x.free_bytes, strict=True)]
+    pairs = zip(x.memory_bytes, x.free_bytes, strict=True)
+    shares = [used / free if free > 0 else 0.0 for used, free in pairs]
     fullest = shares.index(max(shares))
-    return (f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {fullest} is fullest, with "
-            f"{gib(x.memory_bytes[fullest])} of {gib(x.free_bytes[fullest])}.")
+    return (f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {fullest} is "
+            f"fullest, with {gib(x.memory_bytes[fullest])} of {gib(x.free_bytes[fullest])}.")
 
 
 def _bound(x: Explanation) -> str:
     b = x.bound
-    proved = (f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: {percent_change(x.total_ms, b.proved_ms)})"
+    proved = (f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
+              f"{percent_change(x.total_ms, b.proved_ms)})"
               if b.proved_ms else "No lower bound is proved")
     if b.proved_ms and x.total_ms < b.proved_ms:
-        proved = f"This plan is of another kind than those of which none takes less than {b.proved_ms:.3f} ms (proved)"
-    return (f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: {percent_change(x.total_ms, b.estimate_ms)}).\n"
-            f"In the way of less: {b.limit}.\nPlans meant: {b.space}; memory not counted.")
+        proved = ("This plan is of another kind than those of which none takes less than "
+                  f"{b.proved_ms:.3f} ms (proved)")
+    return (f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
+            f"{percent_change(x.total_ms, b.estimate_ms)}).\nIn the way of less: {b.limit}.\nPlans meant: "
+            f"{b.space}; memory not counted.")
 
 
 def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[str, str, str]]:
@@ -85,7 +92,7 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
             else (a.what, "none", (a.error or "")[:60]) for a in alternatives]
 
 
-# --- moves, drift ------------------------------------------------------------------------------------------------------
+# --- moves, drift ----------------------------------------------------------------------------------------
 
 
 def moves_text(found: Diff) -> str:
@@ -104,7 +111,8 @@ def moved_words(found: Diff) -> str:
 def diff_text(found: Diff) -> str:
     """What moves, table by table."""
     rows = [(m.table, gib(m.bytes), where(m.old), where(m.new)) for m in found.moves]
-    return "\n\n".join([moves_text(found), *([text_table(("table", "moves", "was", "is"), rows)] if rows else [])])
+    listed = [text_table(("table", "moves", "was", "is"), rows)] if rows else []
+    return "\n\n".join([moves_text(found), *listed])
 
 
 def where(placements: Iterable[Placement]) -> str:
@@ -123,19 +131,21 @@ def drift_text(x: Drift) -> str:
     """Several lines, for a terminal."""
     moved = _count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
-    lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the {x.planned_ms:.3f} ms "
+    lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
+             f"{x.planned_ms:.3f} ms "
              "with the statistics that it was made for.",
              f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind."]
     if x.moves:
-        lines.append(f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs {x.replan_ms:.3f} ms, "
-                     f"{percent_change(x.replan_ms, x.now_ms)}: that {'pays' if x.pays else 'does not pay'} "
-                     f"(threshold {x.threshold:.1%}).")
+        lines.append(f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
+                     f"{x.replan_ms:.3f} ms, {percent_change(x.replan_ms, x.now_ms)}: that "
+                     f"{'pays' if x.pays else 'does not pay'} (threshold {x.threshold:.1%}).")
     else:
-        lines.append(f"No better plan was found{' within that limit' * (x.most_tables is not None)}: keep it.")
+        within = " within that limit" * (x.most_tables is not None)
+        lines.append(f"No better plan was found{within}: keep it.")
     return "\n".join(lines)
 
 
-# --- decisions ---------------------------------------------------------------------------------------------------------
+# --- decisions -------------------------------------------------------------------------------------------
 
 DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "model", "reason")
 
@@ -143,7 +153,8 @@ DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "mo
 def decision_row(x: Decision) -> tuple[str, ...]:
     """Under DECISION_HEADERS; its ms are those under the model of that time."""
     model = x.provenance.get("model_version")
-    return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms), f"version {model}" if model else "-",
+    return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
+            f"version {model}" if model else "-",
             x.reason)
 
 
@@ -155,7 +166,9 @@ def history_text(decisions: Iterable[Decision]) -> str:
 
 
 def when(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if unix_s else "at a time not known"
+    if not unix_s:
+        return "at a time not known"
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _ms(value: float | None) -> str:

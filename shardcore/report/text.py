@@ -17,14 +17,18 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     words = [i == 0 or not any(_NUMBER.match(c) for c in column[1:]) for i, column in enumerate(columns)]
-    lines = ["  ".join(c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, words, strict=True)).rstrip()
-             for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+    def line(row: Sequence[str]) -> str:
+        placed = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, words, strict=True))
+        return "  ".join(placed).rstrip()
+
+    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |"
+                     for line in lines)
 
 
 def percent_change(new: float, old: float) -> str:
