@@ -1,9 +1,9 @@
 """The failures of issue 7 repeated at random instants: every test that takes the fixture `outcome`, each with seeds of its own.
 
 Real processes get SIGKILL, a real file system is full, real files are damaged (tests/flows/test_failures.py, test_measure.py,
-tests/publish/test_store.py say how). The table has, for each: how often, how often the work still ran when it struck, how often
-it ended in a state that one line tells, what was lost (samples, versions, plans, models), and how often the next run completed.
-What was done is kept in --out, so a bench that was stopped goes on. Exit code 1 where anything failed.
+tests/publish/test_store_shared.py say how). The table has, for each: how often, how often the work still ran when it struck, how
+often it ended in a state that one line tells, what was lost (samples, versions, plans, models), and how often the next run
+completed. What was done is kept in --out, so a bench that was stopped goes on. Exit code 1 where anything failed.
 
   python bench/failures.py --out failures.jsonl                       each 10 times: 70 minutes on 2 cores
   python bench/failures.py --out failures.jsonl --times 3 -k mlflow   some of them, as pytest's -k
@@ -24,7 +24,7 @@ import pytest
 from shardcore import report
 
 ROOT = Path(__file__).parents[1]
-FILES = ("tests/publish/test_store.py", "tests/flows/test_measure.py", "tests/flows/test_failures.py")
+FILES = ("tests/publish/test_store_shared.py", "tests/flows/test_measure.py", "tests/flows/test_failures.py")
 HEADERS = ("failure", "times", "struck while it ran", "clear state", "lost", "next run completed")
 
 

@@ -10,8 +10,8 @@
 PLANS is a folder or a URL such as s3://bucket/plans (see `places`). Only the pointer is ever written twice,
 and always last. So a publisher that is killed leaves the old state or the new one, and at worst files that
 nothing names. A reader meanwhile gets one of the two, whole. Publishers that share a folder take turns
-(`turn`). An object store has no locks: let one run there at a time. tests/publish/test_store.py checks all of
-this at each single operation.
+(`turn`). An object store has no locks: let one run there at a time. tests/publish/test_store_operations.py
+checks all of this at each single operation.
 """
 
 from __future__ import annotations

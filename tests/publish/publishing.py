@@ -1,0 +1,30 @@
+"""Plans published by hand, for the tests of the store."""
+
+from shardcore import files
+from shardcore.publish import store
+from shardcore.publish.decisions import Decision
+from shardcore.types import Placement, Plan, Shard
+
+
+def plan(problem, device, **provenance):
+    return Plan(tuple(Placement(Shard.whole(t), (device,)) for t in problem.tables), provenance)
+
+
+def publish(root, problem, device, outcome="better", **fields):
+    """A plan with everything on a device becomes current; the decision."""
+    with store.turn(root, problem.name):
+        version = store.add(root, problem, plan(problem, device), {"total_ms": float(device)}, f"<html>{device}</html>")
+        before = store.last(root, problem.name)
+        fields = {"reason": "of a test", "current": version, "candidate": version, "candidate_ms": float(device),
+                  "problem_digest": files.problem_digest(problem), "parent": before and before.id, **fields}
+        decision = Decision(problem.name, outcome, **fields)
+        store.record(root, decision)
+    return decision
+
+
+def sealed_decision(root, name, decision, **changes):
+    """Make a changed decision the last one, under the name of its own digest, as an attacker can."""
+    document = {**decision.document(), **changes}
+    found = files.digest(document)
+    files.write_json(root / name / "decisions" / f"{found}.json", document)
+    (root / name / "current").write_text(f"{found}\n")

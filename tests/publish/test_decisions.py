@@ -1,0 +1,51 @@
+"""Decisions: what they say, and which are refused."""
+
+from dataclasses import replace
+
+import pytest
+from publishing import publish, sealed_decision
+
+from shardcore.publish import decisions, store
+from shardcore.publish.decisions import Decision
+from shardcore.types import ShardCoreError
+
+
+def test_a_repeated_decision_says_so(problem, tmp_path):
+    first = publish(tmp_path, problem, 0, "first", decided_at=1.0)
+    again = publish(tmp_path, problem, 0, "first", decided_at=2.0)
+    other = publish(tmp_path, problem, 0, "kept", decided_at=2.0)
+    assert again.repeats(first) and not other.repeats(first) and not first.repeats(None)
+
+
+def test_a_plan_has_to_be_cheaper_by_more_than_the_threshold():
+    assert decisions.worth_it(97.9, 100.0, 0.02) and not decisions.worth_it(98.1, 100.0, 0.02)
+    assert decisions.worth_it(99.9, 100.0, 0.0) and not decisions.worth_it(100.0, 100.0, 0.0)
+    assert decisions.worth_it(100.0, None, 0.02)  # of what is no plan any more nothing is kept
+
+
+def test_a_decision_tells_what_the_version_that_it_chose_costs():
+    of = {"problem": "p", "reason": "r", "problem_digest": "d" * 16, "candidate_ms": 1.0, "previous_ms": 2.0}
+    assert Decision(outcome="better", current="a" * 16, candidate="a" * 16, **of).total_ms == 1.0
+    assert Decision(outcome="kept", current="b" * 16, candidate="a" * 16, **of).total_ms == 2.0
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"current": "../../other/versions/v"}, "has current '../../other/versions/v'; it needs 16 hex digits"),
+    ({"candidate": "x"}, "has candidate 'x'"), ({"parent": "../x"}, "has parent '../x'"),
+    ({"problem": "other"}, "on problem 'other'"),
+    ({"problem": "../x"}, "has problem '../x'"), ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
+    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be float | None"), ({"decided_at": None}, "decided_at is None"),
+    ({"provenance": []}, "provenance is []"), ({"provenance": {"model": 1}}, "provenance: model is 1; it needs to be str"),
+    ({"extra": 1}, "unknown key 'extra'"), ({"outcome": "good"}, "outcome 'good'"), ({"version": 2}, "no decision of a version"),
+])
+def test_a_decision_that_says_nonsense_is_refused(problem, tmp_path, changes, said):
+    done = publish(tmp_path, problem, 0, "first")
+    sealed_decision(tmp_path, "small", done, **changes)
+    with pytest.raises(ShardCoreError) as error:
+        store.load_plan(tmp_path, "small")
+    assert said in str(error.value)
+
+
+def test_a_decision_after_the_year_9999_is_refused(problem, tmp_path):
+    with pytest.raises(ShardCoreError, match="decided_at"):
+        replace(publish(tmp_path, problem, 0), decided_at=1e12)

@@ -1,0 +1,201 @@
+"""What publishers of one folder do to each other: turns, pruning, links, and what killed ones leave."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from publishing import plan, publish
+
+from shardcore import files
+from shardcore.publish import store
+from shardcore.types import ShardCoreError
+
+PUBLISHER = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from pathlib import Path
+from publishing import publish
+from shardcore import files
+problem = files.read_problem(sys.argv[1])
+for i in range(int(sys.argv[2])):
+    print(publish(Path(sys.argv[1]).parent, problem, i % 4, decided_at=float(i), reason=sys.argv[2]).id, flush=True)
+"""
+
+
+def start_publisher(problem, folder, times):
+    path = folder / "problem.json"
+    files.write_problem(path, problem)
+    here = Path(__file__).parent
+    return subprocess.Popen([sys.executable, "-c", PUBLISHER, str(path), str(times), str(here), str(here.parent)],
+                            stdout=subprocess.PIPE, text=True)
+
+
+def test_two_publishers_at_once_lose_no_decision(problem, tmp_path):
+    both = [start_publisher(problem, tmp_path, n) for n in (20, 21)]
+    said = [p.communicate(timeout=60)[0].split() for p in both]
+    found = [d.id for d in store.history(tmp_path, "small")]
+    assert len(found) == 41 and set(found) == {*said[0], *said[1]}
+
+
+HOLDER = """
+import sys, time
+from shardcore.publish import store
+with store.turn(sys.argv[1], "small"):
+    print("mine", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_whose_turn_it_is_is_named_where_it_does_not_end(problem, tmp_path):
+    publish(tmp_path, problem, 0, "first")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        holder.stdout.readline()
+        with pytest.raises(ShardCoreError, match=rf"'small'.*{tmp_path}/small/.turn .*: process {holder.pid} on \S+ since \d+-"):
+            with store.turn(tmp_path, "small", patience_s=0.1):
+                pytest.fail("it was the other's turn")
+        with store.turn(tmp_path, "another", patience_s=0.1):  # problems wait for each other in no case
+            pass
+        holder.kill()
+    publish(tmp_path, problem, 1)
+
+
+def test_what_killed_publishers_left_goes_with_the_next_publish(problem, tmp_path):
+    done = publish(tmp_path, problem, 0, "first")
+    home = tmp_path / "small"
+    left = [home / f"versions/{done.current}/.plan.json.77.tmp", home / "decisions/.x.json.77.tmp", home / ".current.77.tmp",
+            home / "versions/0123456789abcdef/.problem.json.77.tmp"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("cut sho")
+    with store.turn(tmp_path, "small"):
+        assert store.prune(tmp_path, "small", 2) == ["0123456789abcdef"]
+    assert not list(home.rglob(".*.tmp")) and not (home / "versions/0123456789abcdef").exists()
+    assert store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
+
+
+@pytest.mark.parametrize("name", ["latest", "0123456789abcdef"])
+def test_pruning_follows_no_link(problem, tmp_path, name):
+    """A link to the current version, which a user made, must not cost the plan."""
+    done = publish(tmp_path, problem, 0, "first")
+    link = tmp_path / "small/versions" / name
+    link.symlink_to(done.current)
+    assert store.prune(tmp_path, "small", 2) == []
+    assert link.is_symlink() and store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
+
+
+def test_what_belongs_to_another_is_neither_pruned_nor_read(problem, tmp_path):
+    other = replace(problem, name="other")
+    mine, theirs = publish(tmp_path, problem, 0, "first"), publish(tmp_path, other, 1, "first")
+    (tmp_path / "aside").mkdir()
+    for moved, link in (("small/versions", "small/versions"), ("other", "other")):
+        (tmp_path / moved).rename(tmp_path / "aside" / moved.replace("/", "-"))
+        (tmp_path / link).symlink_to(tmp_path / "aside" / moved.replace("/", "-"))
+    with pytest.raises(ShardCoreError, match="small/versions is a symbolic link"):
+        store.prune(tmp_path, "small", 2)
+    with pytest.raises(ShardCoreError, match="other is a symbolic link"):
+        store.prune(tmp_path, "other", 2)
+    assert (tmp_path / "aside/small-versions" / mine.current).exists()
+    assert (tmp_path / "aside/other/versions" / theirs.current).exists()
+
+
+def test_a_turn_writes_through_no_link(problem, tmp_path):
+    publish(tmp_path, problem, 0, "first")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "small/.turn").unlink()
+    (tmp_path / "small/.turn").symlink_to(victim)
+    with pytest.raises(ShardCoreError, match="cannot use .*small/.turn"), store.turn(tmp_path, "small"):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_files_for_people_leave_nothing_behind_but_what_others_write_now(tmp_path):
+    left, others = tmp_path / ".report.md.77.tmp", tmp_path / ".report.md.78.tmp"
+    for path in (left, others):
+        path.write_text("cut sho")
+    os.utime(left, (0, 0))
+    store.write(tmp_path, "report.md", b"whole")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"report.md": "whole", others.name: "cut sho"}
+
+
+def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_path, rng, outcome):
+    running = start_publisher(problem, tmp_path, 10_000)
+    said = [running.stdout.readline().strip()]
+    time.sleep(rng.uniform(0, 0.05))  # whatever it is at then
+    outcome.hit = running.poll() is None
+    running.send_signal(signal.SIGKILL)
+    said += running.communicate(timeout=60)[0].split()
+    history = list(store.history(tmp_path, "small"))
+    outcome.lost = len(set(said) - {d.id for d in history})
+    assert outcome.lost == 0
+    assert said[-1] in {d.id for d in history[:2]}  # what it said was done, and at most the one that it was at
+    assert store.load_plan(tmp_path, "small")[0] in [plan(problem, d) for d in range(4)]
+    outcome.said = f"decision {history[0].id} is the last one"
+    last = publish(tmp_path, problem, 2)
+    assert store.last(tmp_path, "small") == last and len(list(store.history(tmp_path, "small"))) == len(history) + 1
+    outcome.completed = True
+    assert json.loads((tmp_path / "small/decisions" / f"{last.id}.json").read_text())["parent"] == history[0].id
+    with store.turn(tmp_path, "small"):
+        store.prune(tmp_path, "small", 2)
+    assert not list((tmp_path / "small").rglob(".*.tmp"))
+
+
+def test_a_turn_empties_no_file_that_a_link_leads_to(problem, tmp_path):
+    publish(tmp_path, problem, 0)
+    (tmp_path / "precious").write_text("1")
+    (tmp_path / problem.name / ".turn").unlink()
+    (tmp_path / problem.name / ".turn").symlink_to(tmp_path / "precious")
+    with pytest.raises(ShardCoreError, match="cannot use"), store.turn(tmp_path, problem.name):
+        pass
+    assert (tmp_path / "precious").read_text() == "1"
+
+
+@pytest.mark.parametrize("name", ["versions", "decisions"])
+def test_nothing_is_written_through_a_link(problem, tmp_path, name):
+    outside, home = tmp_path / "outside", tmp_path / "plans" / problem.name
+    outside.mkdir()
+    home.mkdir(parents=True)
+    (home / name).symlink_to(outside)
+    with pytest.raises(ShardCoreError, match="is a symbolic link"):
+        publish(tmp_path / "plans", problem, 0)
+    assert not list(outside.iterdir())
+
+
+def test_pruning_takes_unfinished_files_of_its_own_alone(problem, tmp_path):
+    publish(tmp_path, problem, 0)
+    (tmp_path / problem.name / ".notes.tmp").write_text("mine")
+    (tmp_path / problem.name / ".folder.1.tmp").mkdir()
+    (tmp_path / problem.name / ".current.1.tmp").write_text("of a publisher")
+    store.prune(tmp_path, problem.name, 2)
+    assert {p.name for p in (tmp_path / problem.name).glob(".*.tmp")} == {".notes.tmp", ".folder.1.tmp"}
+
+
+@pytest.mark.parametrize("what", ["current", "report.html"])
+def test_a_pipe_is_not_waited_for(problem, tmp_path, what):
+    decision = publish(tmp_path, problem, 0)
+    path = tmp_path / problem.name / what
+    path = path if path.exists() else path.parent / "versions" / decision.current / what
+    path.unlink()
+    os.mkfifo(path)
+    if what == "report.html":
+        assert store.load_page(tmp_path, problem.name, decision.current) is None
+    else:
+        with pytest.raises(ShardCoreError, match="it is no file"):
+            store.current(tmp_path, problem.name)
+
+
+def test_a_holder_that_says_nothing_readable_is_waited_for(problem, tmp_path):
+    publish(tmp_path, problem, 0)
+    path = tmp_path / problem.name / ".turn"
+    path.write_bytes(b"\xff")
+    with open(path) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        with pytest.raises(ShardCoreError, match="are being published by another"), store.turn(tmp_path, problem.name, 0.0):
+            pass
