@@ -14,7 +14,7 @@ from prefect import get_run_logger, task
 from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.publish import store
-from shardcore.publish.publisher import HEADERS, PublishConfig, Publisher
+from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
 from shardcore.types import ShardCoreError
 from tasks import console, links, paths, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -46,13 +46,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             renew()
             work.done(i)
             try:
-                problem = files.read_problem(path)
-                if problem.name in names:
-                    raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give "
-                                         "it a name of its own")
-                names.append(problem.name)
-                problem.require_setting(model.setting)
-                published = publisher.publish(problem)
+                published = _publish(publisher, path, names)
                 rows.append(published.row())
             except Exception as error:  # whatever it is, it is this problem's: the others are published
                 plain = isinstance(error, ShardCoreError)
@@ -64,8 +58,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                                exc_info=None if plain else error)
                 continue
             decision = published.decision
-            logger.info("%s: %s, %s ms: %s", problem.name, decision.outcome, rows[-1][3], decision.reason,
-                        extra={"problem": problem.name})
+            logger.info("%s: %s, %s ms: %s", decision.problem, decision.outcome, rows[-1][3], decision.reason,
+                        extra={"problem": decision.problem})
             done = f"{i + 1} of {len(problems)} problems"
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
     title = f"Plans under {version.name} version {version.version}"
@@ -87,6 +81,17 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
     return report.text_table(HEADERS, rows)
+
+
+def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
+    """Publish the problem of a file. names: those of this run so far, to which it adds its own."""
+    problem = files.read_problem(path)
+    if problem.name in names:
+        raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of its "
+                             "own")
+    names.append(problem.name)
+    problem.require_setting(publisher.model.setting)
+    return publisher.publish(problem)
 
 
 def _provenance(model: neural.NeuralModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def test_directions(path):
     ours = {n for n in imports(path) if n.split(".")[0] in OURS}
     if place.parts[0] == "shardcore":
         assert not tops & (ORCHESTRATORS | {"tasks", "flows"})
+        if place != Path("shardcore/__main__.py") and place.parts[1] != "cli":
+            assert not any(n.startswith("shardcore.cli") for n in ours)
     if place.parts[0] == "tasks":
         assert "flows" not in tops
     if place == Path("shardcore/types.py"):

@@ -4,13 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files
 from shardcore.cli import main
-from shardcore.cost import fit, neural
 from shardcore.search import DEFAULT_SHARDER
-from shardcore.types import Device, Problem, Table, Topology, Zipf
 
 COMMANDS = ("plan", "price", "replay", "export", "problem", "measure", "train", "report", "history", "diff", "drift")
 RUN = """
@@ -50,12 +46,7 @@ def test_help_names_the_default_sharder(capsys):
     assert f"--algorithm ALGORITHM {DEFAULT_SHARDER}, the default" in " ".join(capsys.readouterr().out.split())
 
 
-def test_planning_and_pricing_need_no_torch(tmp_path):
-    table = Table("t", 1000, 16, 5.0, Zipf(1.0))
-    problem = Problem("one", (table,), Topology((Device(4 << 20),) * 2), SETTING.batch)
-    files.write_problem(tmp_path / "problem.json", problem)
-    model = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)).model
-    neural.save(model, tmp_path / "model")
-    asked = str(tmp_path / "problem.json"), str(tmp_path / "model"), str(tmp_path / "plan.json")
-    run("plan", asked[0], "--model", asked[1], "--algorithm", "size_greedy", "--out", asked[2], without="torch")
-    run("price", asked[2], "--problem", asked[0], "--model", asked[1], without="torch")
+def test_planning_and_pricing_need_no_torch(stored, model):
+    problem, plan = str(stored / "problem.json"), str(stored / "plan.json")
+    run("plan", problem, "--model", str(model), "--algorithm", "size_greedy", "--out", plan, without="torch")
+    run("price", plan, "--problem", problem, "--model", str(model), without="torch")

@@ -4,15 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, linear_law
+from laws import SETTING
 
-from shardcore import files
-from shardcore.cli import main
-from shardcore.cost import fit, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import diff, rebind_tables
 from shardcore.publish.drift import drift, refreshed
 from shardcore.publish.replan import ReplanConfig
@@ -89,29 +84,3 @@ def test_fresh_statistics_replace_those_of_the_same_tables_alone(shifted):
             refreshed(problem, [replace(one, **shape)])
     with pytest.raises(ShardCoreError, match="none of the 1 tables.*'shifting'"):
         refreshed(problem, [Table("other", 5, 4, 1.0)])
-
-
-def test_the_command_line_tells_history_diff_and_drift(shifted, tmp_path, capsys):
-    plan, problem, now = shifted
-    plans, model = tmp_path / "plans", tmp_path / "model"
-    neural.save(fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=2)).model, model)
-    version = store.add(plans, problem, plan, {})
-    store.record(plans, Decision("shifting", "first", "a test's", version, version, files.problem_digest(problem), 1.0))
-    files.write_pool(tmp_path / "pool.json", now.tables)
-    files.write_problem(tmp_path / "now.json", now)
-    asked = ["drift", str(plans), "shifting", "--model", str(model), "--budget-evals", "5000", "--max-moved-tables", "2",
-             "--fresh"]
-    said = []
-    for fresh in ("pool.json", "now.json"):
-        assert main([*asked, str(tmp_path / fresh), "--out", str(tmp_path / "replan")]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and "behind" in said[0]
-    read = files.read_plan(tmp_path / "replan/plan.json", files.read_problem(tmp_path / "replan/problem.json"))
-    assert lower(read, now)
-    assert main(["diff", str(plans / "shifting/versions" / version / "plan.json"), str(tmp_path / "replan/plan.json")]) == 0
-    assert "to move" in capsys.readouterr().out
-    assert main(["history", str(plans), "shifting"]) == 0
-    assert "a test's" in capsys.readouterr().out
-    assert main(["history", str(plans), "other"]) == 1 and "no plan is published for problem 'other'" in capsys.readouterr().err
-    files.write_problem(tmp_path / "less.json", replace(now, tables=now.tables[1:]))
-    assert main([*asked, str(tmp_path / "less.json")]) == 1 and "lacks table 't0'" in capsys.readouterr().err

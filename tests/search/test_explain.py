@@ -4,15 +4,9 @@ import dataclasses
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from conformance import BATCH, MIB, draw_problem, model_for
-from test_bound import contended
 
-from shardcore import files
-from shardcore.cli import main
-from shardcore.cli.plans import SECOND_MODEL_IS_GONE
-from shardcore.cost import neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
 from shardcore.report import plan_report
@@ -116,41 +110,3 @@ def test_a_plan_that_does_not_fit_is_refused():
     plan = solved(PROBLEM)
     with pytest.raises(Infeasible):
         explain(plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), model_for(PROBLEM), SMALL)
-
-
-@pytest.fixture
-def stored(tmp_path):
-    """A problem and a model as files."""
-    links = dataclasses.replace(PROBLEM.topology, within_host_gbps=1.0, latency_ms=0.01)
-    files.write_problem(tmp_path / "problem.json", replace(PROBLEM, topology=links))
-    model = contended(0)
-    band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0), "band.error": np.zeros(2)}
-    neural.save(replace(model, weights={**model.weights, **band}, setting=Setting("made-up", BATCH)), tmp_path / "model")
-    return tmp_path
-
-
-def test_the_command_line_improves_a_plan_that_there_is(stored, capsys):
-    problem, model, old, new = (str(stored / n) for n in ("problem.json", "model", "old.json", "new.json"))
-    assert main(["plan", problem, "--model", model, "--algorithm", "size_greedy", "--out", old]) == 0
-    again = ["plan", problem, "--model", model, "--budget-evals", "2000", "--out", new, "--start", old]
-    assert main([*again, "--max-moved-tables", "0"]) == 0
-    before, after = (files.read_plan(p, files.read_problem(problem)) for p in (old, new))
-    assert before == after and f"starting from {old}, which cost" in capsys.readouterr().out
-    assert main(again) == 0
-    assert files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"] < before.provenance["predicted_ms"]
-    assert main([*again, "--algorithm", "milp"]) == 1 and "--start is for --algorithm local" in capsys.readouterr().err
-    assert main([*again[:-2], "--max-moved-gib", "1"]) == 1 and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
-
-
-def test_the_command_line_explains(stored, capsys):
-    problem, model, plan = (str(stored / n) for n in ("problem.json", "model", "plan.json"))
-    asked = ["plan", problem, "--model", model, "--algorithm", "neuroshard", "--budget-evals", "400", "--out", plan]
-    assert main([*asked, "--explain"]) == 0
-    said = capsys.readouterr().out
-    assert "is ready last" in said and "size_greedy" in said
-    provenance = files.read_plan(plan, files.read_problem(problem)).provenance
-    assert main(["price", plan, "--problem", problem, "--model", model, "--explain"]) == 0
-    priced = capsys.readouterr().out
-    assert "is ready last" in priced and f"{provenance['predicted_ms']:.3f} ms" in priced
-    assert main([*asked, "--second-model", "physical"]) == 1
-    assert capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n"

@@ -1,0 +1,44 @@
+"""A problem and a model as files, for the commands."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from laws import SETTING, comm_samples, compute_samples, linear_law
+
+from shardcore import files
+from shardcore.cost import fit, neural
+from shardcore.types import Device, Problem, Table, Topology, Zipf
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A model's folder."""
+    folder = tmp_path_factory.mktemp("cli") / "model"
+    trained = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=2)).model
+    neural.save(trained, folder)
+    return folder
+
+
+@pytest.fixture
+def problem() -> Problem:
+    rng = np.random.default_rng(0)
+    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0)) for i in range(24))
+    return Problem("shifting", tables, Topology((Device(4 * MIB),) * 4), SETTING.batch)
+
+
+@pytest.fixture
+def now(problem) -> Problem:
+    """The problem as it is now: a few tables are looked up much more."""
+    return replace(problem, tables=tuple(replace(t, pooling=3 * t.pooling) if i < 6 else t
+                                         for i, t in enumerate(problem.tables)))
+
+
+@pytest.fixture
+def stored(problem, tmp_path) -> Path:
+    """A folder with the problem's file."""
+    files.write_problem(tmp_path / "problem.json", problem)
+    return tmp_path

@@ -1,0 +1,39 @@
+"""The commands that make and price plans."""
+
+import pytest
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.cli.plans import SECOND_MODEL_IS_GONE
+
+
+def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
+    problem, old, new = (str(stored / n) for n in ("problem.json", "old.json", "new.json"))
+    assert main(["plan", problem, "--model", str(model), "--algorithm", "size_greedy", "--out", old]) == 0
+    again = ["plan", problem, "--model", str(model), "--budget-evals", "2000", "--out", new, "--start", old]
+    assert main([*again, "--max-moved-tables", "0"]) == 0
+    before, after = (files.read_plan(p, files.read_problem(problem)) for p in (old, new))
+    assert before == after and f"starting from {old}, which cost" in capsys.readouterr().out
+    assert main(again) == 0
+    assert files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"] < before.provenance["predicted_ms"]
+    assert main([*again, "--algorithm", "milp"]) == 1 and "--start is for --algorithm local" in capsys.readouterr().err
+    assert main([*again[:-2], "--max-moved-gib", "1"]) == 1 and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
+
+
+def test_plan_and_price_explain(stored, model, capsys):
+    problem, plan = (str(stored / n) for n in ("problem.json", "plan.json"))
+    asked = ["plan", problem, "--model", str(model), "--algorithm", "neuroshard", "--budget-evals", "400", "--out", plan]
+    assert main([*asked, "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "is ready last" in said and "size_greedy" in said
+    provenance = files.read_plan(plan, files.read_problem(problem)).provenance
+    assert main(["price", plan, "--problem", problem, "--model", str(model), "--explain"]) == 0
+    priced = capsys.readouterr().out
+    assert "is ready last" in priced and f"{provenance['predicted_ms']:.3f} ms" in priced
+
+
+@pytest.mark.parametrize("value", ["physical", ""])
+def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
+    asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
+    assert main([*asked, "--second-model", value]) == 1
+    assert capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n" and not (stored / "plan.json").exists()
