@@ -95,16 +95,14 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
 
 
 def _provenance(model: neural.NeuralModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
-    """Of a plan: the model that it was searched under, that model's data, and the code and settings of the
-    search."""
+    """Of a plan: the model that it was searched under, that model's data, the code and the search."""
     trained = model.meta["provenance"]
     return {"model": version.name, "model_version": str(version.version), "setting": str(model.setting),
             "data_version": trained.get("data_version", "unversioned"),
-            "model_git_commit": trained.get("git_commit", "no git"),
-            "model_seed": trained.get("seed"),
+            "model_git_commit": trained.get("git_commit", "no git"), "model_seed": trained.get("seed"),
             **({"datasets": dict(trained["datasets"])} if "datasets" in trained else {}),
-            "git_commit": git_commit(),
-            "algorithm": config.algorithm, "budget_evals": config.budget_evals, "seed": config.seed,
+            "git_commit": git_commit(), "algorithm": config.algorithm,
+            "budget_evals": config.budget_evals, "seed": config.seed,
             **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables})}
 
 

@@ -65,9 +65,9 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
         raise
     champion = found.aliases.get(registry.CHAMPION)
     published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
-    return PublishState(model, None if champion is None else str(champion), published.get("version"),
-                        published.get("at"),
-                       publishing.get("version"), publishing.get("until"))
+    return PublishState(
+        model, None if champion is None else str(champion), published=published.get("version"),
+        at=published.get("at"), publishing=publishing.get("version"), until=publishing.get("until"))
 
 
 def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:

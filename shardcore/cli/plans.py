@@ -81,8 +81,8 @@ def plan(args: argparse.Namespace) -> None:
     _require_agreeing(args)
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
-    cautious, provenance = at_confidence(model,
-                                         args.confidence), {"model_digest": files.model_digest(args.model)}
+    cautious = at_confidence(model, args.confidence)
+    provenance = {"model_digest": files.model_digest(args.model)}
     if args.confidence:
         provenance["confidence"] = args.confidence
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
@@ -177,8 +177,7 @@ def price(args: argparse.Namespace) -> None:
     workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
     cost, beyond = predicted(workload, cautious), neural.out_of_range(model, workload)
     body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
-            "memory_bytes": list(workload.memory_bytes),
-            "extrapolated": beyond}
+            "memory_bytes": list(workload.memory_bytes), "extrapolated": beyond}
     if args.out:
         files.write_json(args.out, body)
     elif not args.explain:
@@ -223,8 +222,7 @@ def replay(args: argparse.Namespace) -> None:
     plans = [files.read_plan(path, problem) for path in args.plans]
     workloads = [lower(plan, problem) for plan in plans]
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),
-                          timeout_s=args.timeout_s,
-                          seed=args.seed)
+                          timeout_s=args.timeout_s, seed=args.seed)
     if args.append:
         made = [(plan.provenance.get("algorithm", path.stem), plan)
                 for path, plan in zip(args.plans, plans, strict=True)]

@@ -67,8 +67,8 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     if replan_ms < best_ms:
         best_ms, best = replan_ms, replanned
     return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
-                 replan=replanned,
-                 moves=diff(old, replanned), most_tables=config.max_moved_tables, threshold=threshold)
+                 replan=replanned, moves=diff(old, replanned), most_tables=config.max_moved_tables,
+                 threshold=threshold)
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:

@@ -36,8 +36,7 @@ from shardcore.types import (
 from shardcore.workload import lower
 
 HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
-           "balance",
-           "extrapolated", "decision")
+           "balance", "extrapolated", "decision")
 """Of a table of `Published.row`."""
 _EXPLAIN = Budget(evals=10_000)
 """Of each search for a report page's alternatives."""
@@ -158,19 +157,17 @@ class Publisher:
             return Before(decision, plan, None, str(error))
 
     def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
-        """The decision with what is `made` of the candidate: outcome, reason, current, candidate and
-        candidate_ms."""
+        """The decision; made: its outcome, reason, current, candidate and candidate_ms."""
         return Decision(
             problem=problem.name, problem_digest=files.problem_digest(problem),
-            previous_ms=before and before.total_ms,
-            threshold=self.config.threshold, decided_at=time.time(), parent=before and before.decision.id,
-            provenance=dict(self.provenance), **made)
+            previous_ms=before and before.total_ms, threshold=self.config.threshold, decided_at=time.time(),
+            parent=before and before.decision.id, provenance=dict(self.provenance), **made)
 
     # --- the plan that there was under this model --------------------------------------------------------
 
     def _restored(self, problem: Problem, before: Before | None) -> Published | None:
-        """Where the champion has become what it was before: the plan of this very problem that was current
-        under it then."""
+        """The plan of this very problem that was current when the champion was last this model version.
+        None: it was not, or that plan is gone."""
         def model_of(x: Decision) -> tuple[Any, Any]:
             return x.provenance.get("model"), x.provenance.get("model_version")
 
@@ -207,8 +204,7 @@ class Publisher:
         candidate = store.version_of(plan, problem)
         current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
         decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current,
-                                  candidate=candidate,
-                                  candidate_ms=cost.total_ms)
+                                  candidate=candidate, candidate_ms=cost.total_ms)
         self._add(problem, plan, decision, before, others)
         if outcome == "kept":
             # The old plan for the problem as it is now: the same version where that has not changed.
@@ -266,8 +262,8 @@ class Publisher:
                               diff(before.plan, plan) if before else None, beyond)
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
-            "memory_bytes": list(workload.memory_bytes),
-            "baselines": _totals(others), "extrapolated": beyond}, page)
+            "memory_bytes": list(workload.memory_bytes), "baselines": _totals(others),
+            "extrapolated": beyond}, page)
 
 
 def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:

@@ -165,8 +165,8 @@ def _migrated(home: Place, name: str, version: str) -> Decision:
     """What a pointer to a version says, as they were before there were decisions."""
     plan, problem = _load(_version(home, version), name, fits=False)
     return Decision(name, "first", "published before decisions were kept", version, version,
-                    files.problem_digest(problem),
-                    plan.provenance.get("predicted_ms"), provenance=plan.provenance)
+                    files.problem_digest(problem), plan.provenance.get("predicted_ms"),
+                    provenance=plan.provenance)
 
 
 # --- writing ---------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     path, until = home / ".turn", time.monotonic() + patience_s
     with places.plain_errors(path):
         home.mkdir(parents=True, exist_ok=True)
-        f = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666),
-                 "a+")  # it is emptied below
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        f = open(opened, "a+")  # it is emptied below
     with f:
         with places.plain_errors(path):
             while True:

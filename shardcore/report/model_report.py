@@ -169,8 +169,8 @@ def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Fi
     for i, name in enumerate(dict.fromkeys(r.algorithm for r in rows)):
         of = np.array([r.algorithm == name for r in rows])
         axes.errorbar(replayed[of], predicted[of], xerr=np.minimum(noise[of], 0.9 * replayed[of]),
-                      fmt=_MARKERS[i // 10 % 3],
-                      color=f"C{i % 10}", markersize=4, linewidth=0, elinewidth=0.7, label=name)
+                      fmt=_MARKERS[i // 10 % 3], color=f"C{i % 10}", markersize=4, linewidth=0,
+                      elinewidth=0.7, label=name)
     axes.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="predicted ms", xlim=line, ylim=line)
     _plain_ticks(axes)
     found = reality.figures(rows)

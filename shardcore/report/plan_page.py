@@ -43,8 +43,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
-         moves: Diff | None,
-         extrapolated: Sequence[str] = ()) -> str:
+         moves: Diff | None, extrapolated: Sequence[str] = ()) -> str:
     """The page of a version.
 
     decisions: the one on this version first, then those before.
@@ -52,20 +51,13 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
     extrapolated: sentences that say where the plan is beyond what was measured.
     """
     decision = decisions[0]
-    refused = ' <span class="warn">(considered, not taken)</span>'
-    taken = "" if decision.current == decision.candidate else refused
     return "\n".join([
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta '
-        f'http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{escape(problem.name)}, version '
-        f'{decision.candidate}</title><style>{_STYLE}</style></head><body>\n<h1>{escape(problem.name)}</h1>',
-        f'<p class="note">version {decision.candidate}{taken}, {plan_report.when(decision.decided_at)}</p>',
+        _head(problem, decision),
         f"<p><b>{explained.total_ms:.2f} ms</b> predicted for the embeddings of one training step: "
         f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
         f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
         f"{escape(decision.reason)}.</p>",
-        *([f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated[:3]))}'
-           f'{f"; and {len(extrapolated) - 3} more" if len(extrapolated) > 3 else ""}.</p>'] if extrapolated
-          else []),
+        *([_warning(extrapolated)] if extrapolated else []),
         f"<figure>{_svg(figure(explained))}</figure>",
         "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
         _shards(explained),
@@ -74,6 +66,22 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
         "<h2>Decisions</h2>", _history(decisions),
         "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}),
         "</body></html>\n"])
+
+
+def _head(problem: Problem, decision: Decision) -> str:
+    refused = ' <span class="warn">(considered, not taken)</span>'
+    taken = "" if decision.current == decision.candidate else refused
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(problem.name)}, version {decision.candidate}</title><style>{_STYLE}</style></head>"
+        f"<body>\n<h1>{escape(problem.name)}</h1>\n"
+        f'<p class="note">version {decision.candidate}{taken}, {plan_report.when(decision.decided_at)}</p>')
+
+
+def _warning(extrapolated: Sequence[str]) -> str:
+    more = f"; and {len(extrapolated) - 3} more" if len(extrapolated) > 3 else ""
+    return f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated[:3]))}{more}.</p>'
 
 
 # --- figures ---------------------------------------------------------------------------------------------
@@ -100,8 +108,7 @@ def _stack_costs(axes: Axes, cost: StepCost) -> None:
         below = _bars(axes, np.array(getattr(cost, name)), below, color, label)
     axes.set(ylabel="ms of one step", xlabel="device")
     axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0),
-                columnspacing=0.9,
-                handlelength=1.0, handletextpad=0.4)
+                columnspacing=0.9, handlelength=1.0, handletextpad=0.4)
 
 
 def _bar_memory(axes: Axes, explained: Explanation) -> None:

@@ -154,8 +154,7 @@ def decision_row(x: Decision) -> tuple[str, ...]:
     """Under DECISION_HEADERS; its ms are those under the model of that time."""
     model = x.provenance.get("model_version")
     return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
-            f"version {model}" if model else "-",
-            x.reason)
+            f"version {model}" if model else "-", x.reason)
 
 
 def history_text(decisions: Iterable[Decision]) -> str:
