@@ -95,7 +95,9 @@ def test_what_was_cut_short_is_named_and_not_taken_for_nothing(problem, tmp_path
     done = publish(tmp_path, problem, 0, "first")
     path = tmp_path / "small" / name.format(done.id if "decisions" in name else done.current)
     path.write_bytes(path.read_bytes()[:int(cut * path.stat().st_size)])
-    with pytest.raises(ShardCoreError, match=r"small/\S+ .*(cut short|there is no|No such file|needs 16 hex digits)"):
+    empty = (name, cut) == ("current", 0)
+    why = "is empty; it was cut short" if empty else ".*(cut short|there is no|No such file|needs 16 hex digits)"
+    with pytest.raises(ShardCoreError, match=rf"small/\S+ {why}"):
         store.load_plan(tmp_path, "small")
     if "versions" not in name:
         with pytest.raises(ShardCoreError):
