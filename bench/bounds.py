@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from bench.search import problems
-from shardcore import report, sampling, tables
+from shardcore import report, sampling
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
 from shardcore.search.pieces import even_rows
+from shardcore.tables.generate import generate_pool
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic
 
@@ -93,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    found, pool = [], [t for t in tables.generate_pool() if t.rows >= 100]
+    found, pool = [], [t for t in generate_pool() if t.rows >= 100]
     for seed in range(args.skip, args.skip + args.tiny):
         problem = tiny_problem(pool, model, seed)
         optimum, n = optimum_ms(problem, model)

@@ -17,8 +17,10 @@ import time
 import numpy as np
 import torch
 
-from shardcore import memory, report, sampling, streams, tables
+from shardcore import memory, report, sampling
 from shardcore.measure import hardware, kernels, timing
+from shardcore.tables import streams
+from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, Setting
 
 
@@ -58,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = hardware.detect_device()
     setting = Setting(hardware.hardware_name(device), args.batch)
-    pool = [t for t in tables.generate_pool() if t.pooling > 0]
+    pool = [t for t in generate_pool() if t.pooling > 0]
     shape = sampling.GroupConfig(max_shards=15, max_width=128, row_ranges=0.0, any_width=0.0, duplicates=0.0, planned=0.0,
                                  replicated=0.0)
     drawn = (sampling.compute_request(pool, i, setting, args.seed, shape) for i in range(100 * args.groups))

@@ -40,11 +40,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore import dataset, files, report, sampling, streams, tables
+from shardcore import dataset, files, report, sampling
 from shardcore.cost import accuracy, fit, settle, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
+from shardcore.tables import access, streams
+from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
 
 ADDITIONS = 10_000
@@ -79,10 +81,10 @@ class Data:
 
 def table_features(shard: Shard, batch: int) -> list[float]:
     """NeuroShard's 20 features of a table, of a shard's part of it."""
-    access = shard.table.access
-    if not isinstance(access, Reuse):
-        access = streams.reuse_of(streams.stream(shard.table, batch)[0], batch)
-    return [shard.rows, shard.width, shard.table.pooling * streams.access_share(shard), *access.bins]
+    reuse = shard.table.access
+    if not isinstance(reuse, Reuse):
+        reuse = access.reuse_of(streams.stream(shard.table, batch)[0], batch)
+    return [shard.rows, shard.width, shard.table.pooling * access.access_share(shard), *reuse.bins]
 
 
 class NeuroShardNet(torch.nn.Module):
@@ -216,7 +218,7 @@ def read(args: argparse.Namespace) -> Data:
         raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
     known = settle.read([args.dataset], settings[0])
     groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
-    from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
+    from_plans = planned_ids(generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)

@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from shardcore import files, report, sampling, store, tables
+from shardcore import files, report, sampling, store
 from shardcore.cost import neural
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Problem, Setting
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ client.set_registered_model_alias(version.name, registry.CHAMPION, version.versi
 
 def problems(setting: Setting, n: int, seed: int) -> list[Problem]:
     """4 devices, 12 to 60 tables each."""
-    pool, shape = tables.generate_pool(), sampling.ProblemConfig(min_tables=12, max_tables=60)
+    pool, shape = generate_pool(), sampling.ProblemConfig(min_tables=12, max_tables=60)
     return [replace(sampling.problem(pool, i, setting, seed, shape), name=f"problem-{i:03}") for i in range(n)]
 
 

@@ -26,12 +26,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import dataset, files, model_report, replays, report, sampling, tables
+from shardcore import dataset, files, model_report, replays, report, sampling
 from shardcore.cost import neural, reality
 from shardcore.cost.model import at_confidence, price
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.search import SHARDERS, choose, greedy
 from shardcore.search.local import local
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
@@ -41,7 +42,7 @@ LOSS = 0.03
 
 
 def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) -> list[Problem]:
-    pool = [dataclasses.replace(t, dim=max_dim) for t in tables.generate_pool()]
+    pool = [dataclasses.replace(t, dim=max_dim) for t in generate_pool()]
     small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
     return [sampling.problem(small, i, model.setting, seed, sampling.ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
 

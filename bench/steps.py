@@ -43,11 +43,12 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch.overrides import TorchFunctionMode
 
-from shardcore import files, replays, report, schema, streams
+from shardcore import files, replays, report, schema
 from shardcore.cost import neural, reality
 from shardcore.export.torchrec import to_torchrec
 from shardcore.measure import gang
 from shardcore.measure.timing import spread
+from shardcore.tables import streams
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, ShardCoreError, Spread
 from shardcore.workload import lower
 

@@ -87,7 +87,8 @@ def report(args: argparse.Namespace) -> None:
 
 
 def problem(args: argparse.Namespace) -> None:
-    from shardcore import files, sampling, tables
+    from shardcore import files, sampling
+    from shardcore.tables.public import public_pool
 
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
@@ -102,7 +103,7 @@ def problem(args: argparse.Namespace) -> None:
 
             found, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
-            found = tables.public_pool(args.tables)
+            found = public_pool(args.tables)
         made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch)
     files.write_problem(args.out, made)
     print(f"{args.out}: {len(made.tables)} tables, {sum(t.bytes for t in made.tables) / 2**30:.1f} GiB, {args.devices} devices")

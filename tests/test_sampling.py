@@ -6,7 +6,6 @@ import pytest
 from shardcore import dataset, files, sampling
 from shardcore.memory import shard_bytes
 from shardcore.sampling import GroupConfig, ProblemConfig
-from shardcore.tables import kept_for_testing
 from shardcore.types import Setting, Shard, ShardCoreError
 from shardcore.workload import lower
 
@@ -146,10 +145,3 @@ def test_draws_are_in_the_setting(tables):
 def test_bad_configs_are_refused(make):
     with pytest.raises(ShardCoreError, match="needs"):
         make()
-
-
-def test_a_twentieth_of_tables_is_held_out_by_name(tables):
-    named = [dataclasses.replace(tables[0], name=f"t{i}") for i in range(2000)]
-    kept = [t for t in named if kept_for_testing(t)]
-    assert 60 <= len(kept) <= 140
-    assert all(kept_for_testing(dataclasses.replace(t, dim=64, rows=5)) for t in kept)

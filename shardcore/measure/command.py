@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from shardcore import dataset, files, sampling, tables
+from shardcore import dataset, files, sampling
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
+from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.tables.held_out import kept_for_testing
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
 
 _ESTIMATE_S = 5.0
@@ -32,7 +34,7 @@ def measure(args: argparse.Namespace) -> None:
     """What `python -m shardcore measure` does, its arguments as parsed there."""
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
     setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
-    pool = files.read_pool(args.pool) if args.pool else tables.generate_pool(tables.PoolConfig())
+    pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError(f"{args.pool} holds no table with lookups")
@@ -48,7 +50,7 @@ def measure(args: argparse.Namespace) -> None:
     plans = sum(len(made) for _, made in steps)
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
-    drawn = [t for t in live if tables.kept_for_testing(t)] if args.held_out else live
+    drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
     draws = sampling.different(lambda i: sampling.compute_request(drawn, i, setting, args.seed, groups),
                        lambda r: dataset.compute_id(setting, r), args.samples)
     missing = (r for n, (key, r) in enumerate(draws) if n < args.again or key not in known)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardcore import sampling, streams
+from shardcore import sampling
 from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.tables import streams
 from shardcore.types import ComputeRequest, Setting, Shard, Table, Zipf
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
