@@ -45,9 +45,10 @@ import yaml
 from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS
-from shardcore import dataset, files, replays, report, sampling, schema, store
+from shardcore import dataset, files, replays, report, schema, store
 from shardcore.cost import accuracy, fit, neural
 from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
@@ -103,7 +104,7 @@ def make(folder: Path) -> None:
     dataset.write_compute(measurements, known[:6], dataset.write_pool(measurements, pool))
     dataset.write_comm(measurements, exchanges[:6])
 
-    problem = sampling.problem(pool, 0, setting, 0, sampling.ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32))
+    problem = draw_problem(pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32))
     plan = Plan(tuple(Placement(Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)), {"algorithm": "dealt"})
     cost = price(lower(plan, problem), model)
     files.write_problem(folder / "problem.json", problem)

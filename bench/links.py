@@ -31,9 +31,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore import dataset, report, sampling
+from shardcore import dataset, report
 from shardcore.cost import accuracy, exchange, settle
 from shardcore.cost.metrics import mape
+from shardcore.draws.collectives import comm_request
 from shardcore.types import OUTPUT_BYTES, CommRequest, CommSample, Setting, ShardCoreError, Spread
 
 # --- measured ----------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
     for ranks, hosts in shapes:
         rng = np.random.default_rng([seed, ranks, hosts])
         for index, collective in zip(range(n), itertools.cycle(collectives), strict=False):
-            drawn = sampling.comm_request(index, ranks, BATCH, seed, hosts=hosts)
+            drawn = comm_request(index, ranks, BATCH, seed, hosts=hosts)
             widths = drawn.widths if collective != "all_reduce" else (max(drawn.widths),) * ranks
             request = dataclasses.replace(drawn, widths=widths, batch=BATCH // int(rng.choice([1, 1, 4])), collective=collective,
                                           payload="fp32")

@@ -40,11 +40,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore import dataset, files, report, sampling
+from shardcore import dataset, files, report
 from shardcore.cost import accuracy, fit, settle, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
+from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.tables import access, streams
 from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
@@ -206,9 +207,9 @@ def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
 
 def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int) -> set[str]:
     """Ids of the draws that are a device's op in a sharder's plan."""
-    config = sampling.GroupConfig(max_shard_bytes=arena_bytes)
+    config = GroupConfig(max_shard_bytes=arena_bytes)
     live = [t for t in pool if t.pooling > 0]
-    return {dataset.compute_id(setting, sampling.compute_request(live, i, setting, seed, config)) for seed in seeds
+    return {dataset.compute_id(setting, compute_request(live, i, setting, seed, config)) for seed in seeds
             for i in range(draws) if np.random.default_rng([1, seed, i]).random() < config.planned}
 
 

@@ -44,10 +44,11 @@ from numba import float64, njit
 
 from bench.models import table_features
 from bench.search import problems
-from shardcore import dataset, files, report, sampling
+from shardcore import dataset, files, report
 from shardcore.cost import settle
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, Compiled, price
+from shardcore.draws.collectives import comm_request
 from shardcore.memory import shard_bytes
 from shardcore.search import Budget, compare
 from shardcore.search.local import local
@@ -231,7 +232,7 @@ def groups(folder: str, setting: Setting) -> tuple[list[list[int]], list[float],
 
 def exchanges(setting: Setting, topology: Topology, way: str) -> tuple[np.ndarray, np.ndarray]:
     """X and y of the released communication models' train(): columns and starts in ms, and ms from the own start to the end."""
-    drawn = [sampling.comm_request(i, DEVICES, setting.batch, max_start_ms=MAX_START_MS) for i in range(EXCHANGES)]
+    drawn = [comm_request(i, DEVICES, setting.batch, max_start_ms=MAX_START_MS) for i in range(EXCHANGES)]
     columns, start_ms = (np.array([getattr(r, name) for r in drawn], dtype=float) for name in ("widths", "start_ms"))
     traffic = Traffic.of_columns(columns * setting.batch * OUTPUT_BYTES)
     cost = AnalyticModel(setting).comm(traffic, start_ms, topology)

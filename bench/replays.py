@@ -26,9 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import dataset, files, model_report, replays, report, sampling
+from shardcore import dataset, files, model_report, replays, report
 from shardcore.cost import neural, reality
 from shardcore.cost.model import at_confidence, price
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.search import SHARDERS, choose, greedy
 from shardcore.search.local import local
@@ -44,7 +45,7 @@ LOSS = 0.03
 def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) -> list[Problem]:
     pool = [dataclasses.replace(t, dim=max_dim) for t in generate_pool()]
     small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
-    return [sampling.problem(small, i, model.setting, seed, sampling.ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
+    return [draw_problem(small, i, model.setting, seed, ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:

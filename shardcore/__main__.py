@@ -87,15 +87,16 @@ def report(args: argparse.Namespace) -> None:
 
 
 def problem(args: argparse.Namespace) -> None:
-    from shardcore import files, sampling
+    from shardcore import files
+    from shardcore.draws.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_pool
 
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
             raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public list)")
-        shape = sampling.ProblemConfig(devices=args.devices, max_dim=args.max_dim)
-        made = sampling.problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
+        shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
+        made = draw_problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
     else:
         devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
         if Path(args.tables).is_dir():

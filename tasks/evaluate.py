@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, model_report, replays, sampling
+from shardcore import dataset, files, model_report, replays
 from shardcore.cost import accuracy, neural, reality, settle
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
@@ -44,7 +45,7 @@ MOST_TABLES = 24
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Held-out problems to compare the sharders on, drawn as in sampling.ProblemConfig; budget_evals: of the searches.
+    """Held-out problems to compare the sharders on, drawn as in ProblemConfig; budget_evals: of the searches.
     replay_problems: whose plans also run, on at most `devices` devices of a host (0: none); replay_repeats: steps of each."""
 
     problems: int = 6
@@ -87,8 +88,8 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     """COMPARED sharders on the same held-out problems: sharders.csv in `out`, and per sharder the share of problems solved, the
     cost relative to the best of the others and the seconds, over the problems that all solved."""
     model, pool = neural.load(folder), files.read_pool(pool_path)
-    shape = sampling.ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
-    problems, rows = [sampling.problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
+    shape = ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
+    problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
     console.progress(0.0, "compiling the searches: half a minute, once for an installation")
     compare.compile_searches(problems[0], model)
     work = console.Work("problems compared", len(problems))
@@ -154,8 +155,8 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
 def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig) -> list[Problem]:
     """Held-out problems, without their tables that no rank could hold; one with none left is left out."""
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
-    shape = sampling.ProblemConfig(devices, config.min_tables, most, config.max_dim)
-    drawn = [sampling.problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
+    shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
+    drawn = [draw_problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
     fitting = [tuple(t for t in p.tables if t.bytes <= ARENA_BYTES) for p in drawn]
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 

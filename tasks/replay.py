@@ -14,7 +14,8 @@ import numpy as np
 import ray
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, replays, sampling
+from shardcore import dataset, files, replays
+from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
 from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, ShardCoreError, Table
 from shardcore.workload import Workload
@@ -164,7 +165,7 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
 def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
                  config: MeasureConfig) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The first step_samples plans of the seed's draws, by their problems."""
-    return sampling.first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
+    return first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
 
 
 def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig) -> str | None:
@@ -172,7 +173,7 @@ def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: 
     if devices < 2:
         return "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
     most = config.steps().arena_bytes
-    if sampling.step_tables(pool, setting, most):
+    if step_tables(pool, setting, most):
         return None
     return f"no table of the pool with lookups fits {most >> 20} MiB at a dim of {MIN_WIDTH}"
 

@@ -7,7 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardcore import dataset, sampling
+from shardcore import dataset
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import compute_request
 from shardcore.types import (
     CommRequest,
     CommSample,
@@ -24,13 +26,13 @@ SPREAD = Spread(1.0, 0.9, 1.1, 7)
 
 
 def compute_sample(tables, i, error=None, at=1.0):
-    request = sampling.compute_request(tables, i, SETTING)
+    request = compute_request(tables, i, SETTING)
     timing = None if error else SPREAD
     return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, timing, timing, at, error)
 
 
 def comm_sample(i):
-    request = sampling.comm_request(i, 2, 256)
+    request = comm_request(i, 2, 256)
     forward = None if request.collective == "all_reduce" else (SPREAD,) * 2
     return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2, (0.0, 1.5), time.time(), None,
                       order=i, oversubscribed=i == 1)
@@ -99,8 +101,8 @@ def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
 
 
 def test_an_id_is_the_setting_and_the_request(tables):
-    request = sampling.compute_request(tables, 3, SETTING)
-    same = dataset.compute_id(SETTING, sampling.compute_request(tables, 3, SETTING))
+    request = compute_request(tables, 3, SETTING)
+    same = dataset.compute_id(SETTING, compute_request(tables, 3, SETTING))
     assert dataset.compute_id(SETTING, request) == same
     assert dataset.compute_id(dataclasses.replace(SETTING, batch=512), request) != same
     assert dataset.compute_id(SETTING, dataclasses.replace(request, batch=128)) != same

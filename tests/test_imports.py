@@ -75,6 +75,9 @@ def test_directions(path):
         assert not ours
     if place.parts[:2] == ("shardcore", "measure"):
         assert not any(n.startswith(("shardcore.cost", "shardcore.search")) for n in ours)
+    if place.parts[:2] == ("shardcore", "draws"):
+        through = {p.relative_to(ROOT).parts[1] for p in reached(path)}
+        assert not through & {"cost", "search"}, f"{place} reaches {sorted(through & {'cost', 'search'})}"
     if place.parts[:2] == ("shardcore", "search"):
         assert not any(n.startswith("shardcore.cost") and n != "shardcore.cost.model" for n in ours)
     if place.parts[0] == "flows" and place.name not in ("__init__.py",):

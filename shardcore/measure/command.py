@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from shardcore import dataset, files, sampling
+from shardcore import dataset, files
+from shardcore.draws import different
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
+from shardcore.draws.steps import first_step_plans
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
@@ -40,7 +44,7 @@ def measure(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"{args.pool} holds no table with lookups")
     config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
                                   max_repeats=args.max_repeats, interleave=args.interleave)
-    groups = sampling.GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
+    groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
@@ -51,12 +55,12 @@ def measure(args: argparse.Namespace) -> None:
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
     drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
-    draws = sampling.different(lambda i: sampling.compute_request(drawn, i, setting, args.seed, groups),
+    draws = different(lambda i: compute_request(drawn, i, setting, args.seed, groups),
                        lambda r: dataset.compute_id(setting, r), args.samples)
     missing = (r for n, (key, r) in enumerate(draws) if n < args.again or key not in known)
     first = next(missing, None)
     if first:
-        control = sampling.control_request(live, setting, groups)
+        control = reference_request(live, setting, groups)
         control_ms = dataset.usual_ms(args.out, setting, control)
         with SupervisedBench(setting, device, config, control, control_ms, args.hang_s) as bench:
             missing = itertools.chain([first], missing)
@@ -64,7 +68,7 @@ def measure(args: argparse.Namespace) -> None:
                 _estimate(args, bench, missing)
             else:
                 print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
-                beside = [sampling.compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)]
+                beside = [compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)]
                 _measure_compute(args, bench, missing, beside, dataset.write_pool(args.out, pool))
     else:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
@@ -127,7 +131,7 @@ def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> N
 
 def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[CommRequest]:
     known = dataset.read_ids(args.out, "comm")
-    draws = sampling.different(lambda i: sampling.comm_request(i, args.ranks, setting.batch, args.seed),
+    draws = different(lambda i: comm_request(i, args.ranks, setting.batch, args.seed),
                        lambda r: dataset.comm_id(setting, r), args.exchanges)
     return [r for key, r in draws if key not in known]
 
@@ -150,7 +154,7 @@ def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Set
     from shardcore import replays  # reaches the cost models, which measuring does without
 
     arena = of_samples(int(args.arena_gib * 2**30), args.hang_s).arena_bytes
-    drawn = sampling.first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
+    drawn = first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
     return replays.missing(args.out, drawn, setting)
 
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from scratch import TOY, with_logs
 
-from shardcore import dataset, files, replays, sampling, store
+from shardcore import dataset, files, replays, store
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.types import Setting
 from tasks.tables import TablesConfig, make_pool
 
@@ -20,7 +21,7 @@ def project(new_project):
     made = new_project()
     pool = make_pool.fn(TablesConfig(**TOY["tables"]))
     for i in range(2):
-        problem = sampling.problem(pool, i, Setting("any", 64), 0, sampling.ProblemConfig(devices=2, max_dim=32))
+        problem = draw_problem(pool, i, Setting("any", 64), 0, ProblemConfig(devices=2, max_dim=32))
         files.write_problem(made.folder / f"problems/draw-{i}.json", problem)
     (made.folder / "log").write_text(made.run("flows.refresh").stdout)
     return made

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from laws import pool, spread
 
-from shardcore import dataset, files, sampling
+from shardcore import dataset, files
+from shardcore.draws.groups import reference_request
 from shardcore.types import ComputeSample, Setting
 from tasks import measure, replay
 from tasks.measure import MeasureConfig, measure_comm, measure_compute, wanted_comm, wanted_compute
@@ -47,7 +48,7 @@ def timed(request, known_to, ms=1.0):
 def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, progress, caplog):
     files.write_pool(tmp_path / "pool.json", TABLES)
     folder, wanted = tmp_path / "measurements", list(wanted_compute(TABLES, SETTING, CONFIG).values())
-    control = sampling.control_request(TABLES, SETTING, CONFIG.groups())
+    control = reference_request(TABLES, SETTING, CONFIG.groups())
     there = [timed(control, 0.01, ms=1.5), timed(wanted[0], 0.9), *(timed(r, 0.01) for r in wanted[1:6])]
     dataset.write_compute(folder, there, dataset.write_pool(folder, TABLES))
     with caplog.at_level(logging.INFO, "measure"):
