@@ -45,12 +45,13 @@ import yaml
 from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS
-from shardcore import dataset, files, replays, report, schema, store
-from shardcore.cost import accuracy, fit, neural
+from shardcore import files, report, schema, store
+from shardcore.cost import accuracy, fit, neural, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import dataset, parts, replays
 from shardcore.search import SHARDERS
 from shardcore.types import MOST_CHARACTERS, Placement, Plan, Problem, Replayed, Shard, ShardCoreError, Spread
 from shardcore.workload import lower
@@ -191,7 +192,7 @@ def use_plans(folder: Path, sound: Sound) -> None:
 
 
 def use_replays(folder: Path, sound: Sound) -> None:
-    rows = replays.judge([replays.read(folder / "replays")], sound.model)
+    rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
     _require(_is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none")
 
 
@@ -205,7 +206,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
         for s in dataset.read_comm(where, setting):
             _require(s.error or _is_cost([x.median_ms for x in s.backward], s.waiting_ms), "an exchange's time is none")
     dataset.disturbed_ids(where, 0.02)
-    dataset.merge_parts(where)
+    parts.merge_parts(where)
 
 
 def use_torchrec(folder: Path, sound: Sound) -> None:

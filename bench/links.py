@@ -31,10 +31,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore import dataset, report
+from shardcore import report
 from shardcore.cost import accuracy, exchange, settle
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
+from shardcore.samples import dataset
 from shardcore.types import OUTPUT_BYTES, CommRequest, CommSample, Setting, ShardCoreError, Spread
 
 # --- measured ----------------------------------------------------------------------------------------------------------

@@ -40,12 +40,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore import dataset, files, report
+from shardcore import files, report
 from shardcore.cost import accuracy, fit, settle, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.samples import dataset
 from shardcore.tables import access, streams
 from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table

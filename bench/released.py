@@ -44,12 +44,13 @@ from numba import float64, njit
 
 from bench.models import table_features
 from bench.search import problems
-from shardcore import dataset, files, report
+from shardcore import files, report
 from shardcore.cost import settle
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
 from shardcore.memory import shard_bytes
+from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.local import local
 from shardcore.search.neuroshard import neuroshard

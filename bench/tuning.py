@@ -12,10 +12,11 @@ import argparse
 
 import numpy as np
 
-from shardcore import dataset, report
+from shardcore import report
 from shardcore.cost import accuracy, fit, settle
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
+from shardcore.samples import dataset
 from shardcore.types import ComputeSample, Setting, ShardCoreError
 
 SIZES = (60, 120, 240, 480)

@@ -38,8 +38,9 @@ def export(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from shardcore import dataset, replays, schema
+    from shardcore import schema
     from shardcore.cost import accuracy, fit, neural, settle, steps
+    from shardcore.samples import dataset, replays
 
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
@@ -65,8 +66,8 @@ def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from shardcore import dataset, replays
     from shardcore import report as reports
+    from shardcore.samples import dataset, replays
 
     found = dataset.settings(args.dataset)
     if not found:

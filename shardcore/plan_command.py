@@ -116,9 +116,9 @@ def price(args: argparse.Namespace) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    from shardcore import dataset, replays  # with torch
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
+    from shardcore.samples import dataset, replays
 
     device = args.device or hardware.detect_device()
     problem = files.read_problem(args.problem)
@@ -128,7 +128,7 @@ def replay(args: argparse.Namespace) -> None:
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30), timeout_s=args.timeout_s, seed=args.seed)
     if args.append:
         made = [(plan.provenance.get("algorithm", path.stem), plan) for path, plan in zip(args.plans, plans, strict=True)]
-        control = dataset.control(args.append, setting)
+        control = dataset.reference_op(args.append, setting)
         known = replays.append(args.append, problem, made, setting, config,
                                lambda w: replay_all(w, setting, config, device, control))
         costs = [known[replays.plan_digest(plan, problem)] for plan in plans]

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, model_report, replays
-from shardcore.cost import accuracy, neural, reality, settle
+from shardcore import files, model_report
+from shardcore.cost import accuracy, neural, reality, replay_records, settle
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import (
@@ -135,8 +136,8 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     if reason := _why_not(model.setting, devices, problems):
         logger.warning("no plans are replayed: %s", reason)
         return {}
-    rows = replays.judge(_replayed(model, problems, dataset.control(measurements, model.setting), config, out), model)
-    files.write_csv(out / "replays.csv", replays.csv_rows(rows))
+    rows = replay_records.judge(_replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model)
+    files.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
     _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"))
     return reality.figures(rows)
 
@@ -161,8 +162,8 @@ def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: Ev
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
 
-def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: dataset.Control | None, config: EvaluateConfig,
-              out: Path) -> list[replays.Kept]:
+def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: dataset.ReferenceOp | None, config: EvaluateConfig,
+              out: Path) -> list[replays.ReplaySet]:
     """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
@@ -178,7 +179,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
             def one(run: Run, where: Path = where, problem: Problem = problem, plans: replays.Made = plans,
                     found: dict[str, float] = found) -> None:
                 made_now = replays.keep(where, problem, plans, model.setting, steps, run)
-                found.update(reality.figures(replays.judge([made_now], model)))
+                found.update(reality.figures(replay_records.judge([made_now], model)))
                 kept.append(made_now)
 
             if not gang.run(problem.name, one):

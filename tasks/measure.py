@@ -18,12 +18,13 @@ import ray
 import torch
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import collectives, gang, hardware, kernels
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
+from shardcore.samples import dataset, parts
 from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError, Table
 from tasks import actors, services
 from tasks.progress import Progress
@@ -251,4 +252,4 @@ def next_part(done: int, took_s: float, most: int) -> int:
 
 @task
 def merge_parts(folder: Path) -> None:
-    dataset.merge_parts(folder)
+    parts.merge_parts(folder)

@@ -14,9 +14,10 @@ import numpy as np
 import ray
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, replays
+from shardcore import files
 from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
+from shardcore.samples import dataset, replays
 from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, ShardCoreError, Table
 from shardcore.workload import Workload
 from tasks import actors, services
@@ -39,7 +40,7 @@ class ReplayRank:
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
     def run(self, rank: int, address: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-            device: str, control: dataset.Control | None) -> tuple[list[np.ndarray], np.ndarray]:
+            device: str, control: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
         self._progress()
         return replay_rank(rank, address, workloads, setting, config, device, self._progress, control)
 
@@ -53,7 +54,7 @@ class ReplayRank:
 
 @contextmanager
 def replaying(ranks: int, setting: Setting, config: ReplayConfig,
-              control: dataset.Control | None = None) -> Iterator[Run]:
+              control: dataset.ReferenceOp | None = None) -> Iterator[Run]:
     """A gang that replays plans of one problem after those of another, each call as `replay`, beside a dataset's control group;
     it ends with the context."""
     device = cluster_device()
@@ -148,7 +149,7 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     total = sum(len(made) for _, made in lacking)
     if not total:
         return 0
-    progress, control = Progress("steps", total), dataset.control(folder, setting)
+    progress, control = Progress("steps", total), dataset.reference_op(folder, setting)
     with EachProblem(lambda: replaying(devices, setting, config.steps(), control)) as gang:
         for problem, made in lacking:
             if gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run)):
@@ -197,7 +198,7 @@ def devices_of_a_host(most: int, batch: int) -> int:
 
 
 def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-           device: str, control: dataset.Control | None) -> list[tuple[list[np.ndarray], np.ndarray]]:
+           device: str, control: dataset.ReferenceOp | None) -> list[tuple[list[np.ndarray], np.ndarray]]:
     """What replay_rank gives of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))

@@ -17,9 +17,10 @@ import pandas as pd
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, model_report, replays, schema
+from shardcore import files, model_report, schema
 from shardcore.cost import accuracy, fit, neural, settle, steps, study
 from shardcore.cost.metrics import coverage
+from shardcore.samples import dataset, replays
 from shardcore.types import ComputeSample, ShardCoreError
 from tasks import console, paths, registry
 from tasks.setting import SettingConfig

@@ -73,9 +73,7 @@ def test_directions(path):
         assert "flows" not in tops
     if place == Path("shardcore/types.py"):
         assert not ours
-    if place.parts[:2] == ("shardcore", "measure"):
-        assert not any(n.startswith(("shardcore.cost", "shardcore.search")) for n in ours)
-    if place.parts[:2] == ("shardcore", "draws"):
+    if place.parts[:2] in {("shardcore", "draws"), ("shardcore", "measure")}:
         through = {p.relative_to(ROOT).parts[1] for p in reached(path)}
         assert not through & {"cost", "search"}, f"{place} reaches {sorted(through & {'cost', 'search'})}"
     if place.parts[:2] == ("shardcore", "search"):
@@ -133,6 +131,11 @@ def test_dvc_stage_depends_on_the_code_it_reaches(stage):
     assert not missing, f"stage {stage} reaches {sorted(map(str, missing))}, which dvc.yaml does not list"
     beyond = {d for d in deps if d.endswith(".py") and ROOT / d not in code}
     assert not beyond, f"stage {stage} does not reach {sorted(beyond)}, which dvc.yaml lists"
+
+
+def test_measuring_goes_stale_with_no_cost_model_and_no_search():
+    code = reached(ROOT / "flows/measure.py")
+    assert not [p for p in code if is_within(p.relative_to(ROOT), ("shardcore/cost", "shardcore/search"))]
 
 
 @each_stage

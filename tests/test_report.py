@@ -1,8 +1,9 @@
 import dataclasses
 
-from shardcore import dataset, report
+from shardcore import report
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
+from shardcore.samples import dataset
 from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
 SETTING = Setting("test", 256)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore import dataset
 from shardcore.cost import exchange, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.rates import fit_law
+from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, CommSample, ComputeSample, Setting, ShardCoreError, Spread
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
@@ -21,6 +21,7 @@ from shardcore.draws.steps import first_step_plans
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
+from shardcore.samples import dataset, parts, replays
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.held_out import kept_for_testing
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace) -> None:
     elif plans:
         _measure_steps(args, steps, setting, device)
     if not args.dry_run:
-        dataset.merge_parts(args.out)
+        parts.merge_parts(args.out)
 
 
 def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest],
@@ -151,17 +152,13 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CommRequest],
 
 def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Setting) -> list[tuple[Problem, list]]:
     """The plans to replay, by their problems."""
-    from shardcore import replays  # reaches the cost models, which measuring does without
-
     arena = of_samples(int(args.arena_gib * 2**30), args.hang_s).arena_bytes
     drawn = first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
     return replays.missing(args.out, drawn, setting)
 
 
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
-    from shardcore import replays
-
-    config, control = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.control(args.out, setting)
+    config, control = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.reference_op(args.out, setting)
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
         replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device, control))

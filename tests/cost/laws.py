@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from shardcore import dataset
 from shardcore.cost import features
 from shardcore.cost.neural import NeuralModel
+from shardcore.samples import dataset
 from shardcore.tables import access
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Reuse, Setting, Shard, Spread, Table, Zipf
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
-from shardcore import dataset
 from shardcore.cost import accuracy, settle
+from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 
 

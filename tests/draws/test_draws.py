@@ -3,13 +3,14 @@ import itertools
 
 import pytest
 
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
 from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem
 from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.memory import shard_bytes
+from shardcore.samples import dataset
 from shardcore.types import Setting, Shard, ShardCoreError
 from shardcore.workload import lower
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from bench import record_draws
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.memory import table_bytes
+from shardcore.samples import dataset
 from shardcore.types import Device, Placement, Plan, Setting, Table, Topology, Zipf
 from shardcore.workload import lower
 

@@ -25,8 +25,9 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
-from shardcore import dataset, files, schema, store
+from shardcore import files, schema, store
 from shardcore.cost import fit, neural
+from shardcore.samples import dataset
 from shardcore.types import Device, Problem, Topology
 from tasks import publication, registry
 

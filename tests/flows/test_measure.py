@@ -17,8 +17,9 @@ from ray_fixtures import add_node, raylet
 from scratch import timings, until
 
 import flows.measure
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.draws.groups import reference_request
+from shardcore.samples import dataset
 from shardcore.types import ComputeSample
 from tasks import console, services
 from tasks.measure import MeasureConfig

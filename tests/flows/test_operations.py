@@ -32,8 +32,9 @@ from scratch import kill_group, until
 from flows.promote import promote
 from flows.publish import publish
 from flows.refresh import refresh
-from shardcore import dataset, files, store
+from shardcore import files, store
 from shardcore.cost import fit, neural
+from shardcore.samples import dataset
 from shardcore.search.explain import explain
 from shardcore.types import Device, Problem, ShardCoreError, Topology
 from tasks import publication, registry, watch

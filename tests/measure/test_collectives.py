@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore import dataset
 from shardcore.draws.collectives import comm_request
 from shardcore.measure import collectives, gang
+from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, CommRequest, Setting, ShardCoreError
 
 SETTING = Setting("test", 48)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import dataset, files, replays
+from shardcore import files
 from shardcore.__main__ import main
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import command as measuring
+from shardcore.samples import dataset, replays
 from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 from laws import pool, spread
 
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.draws.groups import reference_request
+from shardcore.samples import dataset
 from shardcore.types import ComputeSample, Setting
 from tasks import measure, replay
 from tasks.measure import MeasureConfig, measure_comm, measure_compute, wanted_comm, wanted_compute

@@ -9,12 +9,13 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool, sprea
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import dataset, files, replays
+from shardcore import files
 from shardcore.cost import exchange, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.types import Replayed, Spread
 from tasks import publication, registry

@@ -7,9 +7,9 @@ import time
 import pytest
 from ray_fixtures import raylet
 
-from shardcore import dataset
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.measure.kernels import KernelConfig
+from shardcore.samples import dataset
 from shardcore.types import ComputeRequest, Setting, ShardCoreError
 from tasks import actors
 from tasks.workers import Workers, chunk_size

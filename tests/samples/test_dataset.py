@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardcore import dataset
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
+from shardcore.samples import dataset, parts
 from shardcore.types import (
     CommRequest,
     CommSample,
@@ -47,7 +47,7 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     assert len({(s.request.collective, s.request.payload) for s in comm}) == 6
     dataset.write_comm(tmp_path, comm)
     assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     assert len(list(tmp_path.glob("compute-*.parquet"))) == 1
     assert dataset.read_compute(tmp_path, SETTING) == sorted(samples, key=lambda s: s.id)
     assert dataset.read_comm(tmp_path) == sorted(comm, key=lambda s: s.id)
@@ -58,12 +58,12 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
 
 def test_the_control_group_is_what_was_timed_most_often(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    assert dataset.control(tmp_path, SETTING) is None
+    assert dataset.reference_op(tmp_path, SETTING) is None
     for i in (1, 2):
         dataset.write_compute(tmp_path, [compute_sample(tables, i, at=float(at)) for at in range(4)], pool)
-    assert dataset.control(tmp_path, SETTING) is None  # a repeatability set
+    assert dataset.reference_op(tmp_path, SETTING) is None  # a repeatability set
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=float(at)) for at in range(9)], pool)
-    request, usual_ms = dataset.control(tmp_path, SETTING)
+    request, usual_ms = dataset.reference_op(tmp_path, SETTING)
     assert request == compute_sample(tables, 0).request and usual_ms == pytest.approx(2.0)
 
 
@@ -74,7 +74,7 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
     [sample] = dataset.read_compute(tmp_path)
     assert sample.error is None and sample.measured_at == 2.0
-    dataset.merge_parts(tmp_path)  # keeps all timings, for they show drift
+    parts.merge_parts(tmp_path)  # keeps all timings, for they show drift
     [repeats] = dataset.read_repeats(tmp_path)
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
@@ -93,7 +93,7 @@ def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
     for at in (1.0, 2.0):
         dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=f"failed at {at}", at=at)], pool)
     assert dataset.read_ids(tmp_path, "compute") == set()
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     [part] = tmp_path.glob("compute-*.parquet")
     assert pq.read_metadata(part).num_rows == 1
     [sample] = dataset.read_compute(tmp_path)
@@ -140,7 +140,7 @@ def test_ids_are_those_of_earlier_versions(tables):
     [([5, 2], True), ([4], True), ([4, 2], False), ([3], False), ([], False), ([9, 4, 4], True)],
 )
 def test_a_control_group_was_timed_four_times_and_twice_as_often_as_others(timed, control):
-    assert dataset.has_control([[None] * n for n in timed]) == control
+    assert dataset.has_reference_op([[None] * n for n in timed]) == control
 
 
 def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
@@ -148,7 +148,7 @@ def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
     for name, age_s in ((f".{part}.7.tmp", 3700), (f".{part}.8.tmp", 60), (others, 3700)):
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {f".{part}.8.tmp", others}
 
 
@@ -190,21 +190,21 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
     worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
     dataset.write_compute(tmp_path, [again, worse], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
-    dataset.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
+    parts.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
     assert next(s for s in dataset.read_compute(tmp_path) if s.id == bad.id) == again
     assert dataset.usual_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
 
 
 def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "MEASUREMENT_VERSION", 1)
+    monkeypatch.setattr(parts, "MEASUREMENT_VERSION", 1)
     old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     monkeypatch.undo()
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     assert old.exists()
     rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
-    dataset._write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}], dataset.COMPUTE)
+    parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
     assert [s.id for s in dataset.read_compute(tmp_path)] == [new] and dataset.read_ids(tmp_path, "compute") == {new}
 
 
@@ -224,7 +224,7 @@ def rewritten(folder, **columns):
     [path] = folder.glob("compute-*.parquet")
     rows = [{**row, **columns} for row in pq.read_table(path).to_pylist()]
     path.unlink()
-    return dataset._write_part(folder, "compute", rows, dataset.COMPUTE)
+    return parts.write_part(folder, "compute", rows)
 
 
 TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
@@ -277,18 +277,18 @@ def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
     kept = dataset.write_compute(tmp_path / "theirs", [compute_sample(tables, 0)], pool)
     dataset.write_compute(tmp_path / "mine", [compute_sample(tables, 1)], pool)
     (tmp_path / "mine" / kept.name).symlink_to(kept)
-    dataset.merge_parts(tmp_path / "mine")
+    parts.merge_parts(tmp_path / "mine")
     assert kept.exists() and len(list((tmp_path / "mine").glob("compute-*"))) == 1
     assert len(dataset.read_compute(tmp_path / "mine")) == 2
 
 
 def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "_PART_ROWS", 2)
+    monkeypatch.setattr(parts, "_PART_ROWS", 2)
     pool = dataset.write_pool(tmp_path, tables)
     for i in range(5):
         dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
     for _ in range(2):
-        dataset.merge_parts(tmp_path)
+        parts.merge_parts(tmp_path)
         assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
 
 

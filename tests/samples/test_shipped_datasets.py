@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import dataset
+from shardcore.samples import dataset
 
-FOLDERS = sorted(p for p in (Path(__file__).parent.parent / "datasets").iterdir() if p.is_dir())
+FOLDERS = sorted(p for p in (Path(__file__).parents[2] / "datasets").iterdir() if p.is_dir())
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
