@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore import report
-from shardcore.cost import accuracy, exchange, settle
+from shardcore.cost import accuracy, drift_correction, exchange
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
 from shardcore.samples import dataset
@@ -241,7 +241,7 @@ def main() -> None:
     if not (args.dataset or args.simulate):
         parser.error("give a folder of measurements, --simulate, or both")
     if args.dataset:
-        comm = settle.as_in_a_step(dataset.read_comm(args.dataset))
+        comm = drift_correction.as_in_a_step(dataset.read_comm(args.dataset))
         settings = list({s.setting for s in comm})
         if len(settings) != 1:
             raise ShardCoreError(f"{args.dataset} holds exchanges of [{'; '.join(map(str, settings))}]; this needs one setting")

@@ -8,7 +8,7 @@ line's table takes all that is there. OUT/curves.png shows that NeuroShard's net
 NeuroShard (MLSys 2023): 20 features a table (rows, dim, pooling, 17 reuse bins; here standardised) -> 128 -> 32, summed over
 the group, -> 64 -> 1, to ms; mean squared error, Adam 1e-3, batch 512, 1,000 epochs, the epoch with the best validation error
 kept. `physical rates` is our model before anything is learned. Only groups at the setting's own batch count, for NeuroShard's
-features do not tell the batch. Timings are settled (shardcore/cost/settle.py) for all alike; `as measured` is the error on the
+features do not tell the batch. Drift is corrected (cost/drift_correction.py) for all alike; `as measured` is the error on the
 test split's timings as they were. Errors are of forward + backward, in percent:
 
   error           on the test split by sample; `beyond floor` is √(error² - floor²), the floor being the mean difference of two
@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from shardcore import files, report
-from shardcore.cost import accuracy, fit, settle, study
+from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
@@ -218,7 +218,7 @@ def read(args: argparse.Namespace) -> Data:
     settings = dataset.settings(args.dataset)
     if len(settings) != 1:
         raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
-    known = settle.read([args.dataset], settings[0])
+    known = drift_correction.read([args.dataset], settings[0])
     groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
     from_plans = planned_ids(generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
     test = accuracy.held_out(groups)

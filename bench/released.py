@@ -45,7 +45,7 @@ from numba import float64, njit
 from bench.models import table_features
 from bench.search import problems
 from shardcore import files, report
-from shardcore.cost import settle
+from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
@@ -223,7 +223,8 @@ def trained(theirs: SimpleNamespace, args: argparse.Namespace, setting: Setting,
 
 def groups(folder: str, setting: Setting) -> tuple[list[list[int]], list[float], torch.Tensor]:
     """X, y and table features of the released compute model's train()."""
-    samples = [s for s in settle.read([folder], setting).compute if s.error is None and s.request.batch == setting.batch]
+    samples = [s for s in drift_correction.read([folder], setting).compute
+               if s.error is None and s.request.batch == setting.batch]
     x, features = [], []
     for s in samples:
         x.append(list(range(len(features), len(features) + len(s.request.shards))))

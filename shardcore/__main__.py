@@ -39,7 +39,7 @@ def export(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
-    from shardcore.cost import accuracy, fit, neural, settle, steps
+    from shardcore.cost import accuracy, drift_correction, fit, neural, steps
     from shardcore.samples import dataset, replays
 
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> None:
     if len(chosen) != 1:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for [{'; '.join(map(str, found)) or 'nothing'}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
-    known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
+    known, start = drift_correction.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     replayed = replays.steps(args.datasets, chosen[0])
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)

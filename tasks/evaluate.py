@@ -13,7 +13,7 @@ import numpy as np
 from prefect import get_run_logger, task
 
 from shardcore import files, model_report
-from shardcore.cost import accuracy, neural, reality, replay_records, settle
+from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
 from shardcore.samples import dataset, replays
@@ -71,7 +71,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     """Accuracy on the test split of the measurements, and of the datasets that were joined to them in training: the metrics, and
     predictions.csv and predictions.png in `out`."""
     model = neural.load(folder)
-    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
     if not compute:
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")

@@ -13,7 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import files, model_report
-from shardcore.cost import accuracy, neural, reality, replay_records, settle
+from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
 from shardcore.samples import replays
 from shardcore.types import MOST_COUNT, ShardCoreError, require_within
 from tasks import console, paths, publication, registry
@@ -101,7 +101,7 @@ def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Seque
 def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, kept: Sequence[replays.ReplaySet],
            challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
-    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
     data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
     if not any(s.error is None for s in data[0]):
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge version "

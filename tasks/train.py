@@ -18,7 +18,7 @@ from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore import files, model_report, schema
-from shardcore.cost import accuracy, fit, neural, settle, steps, study
+from shardcore.cost import accuracy, drift_correction, fit, neural, steps, study
 from shardcore.cost.metrics import coverage
 from shardcore.samples import dataset, replays
 from shardcore.types import ComputeSample, ShardCoreError
@@ -86,7 +86,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
     for path in shipped:
         if not dataset.settings(path) and not replays.digests(path):
             raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml names dataset folders")
-    known = settle.read([measurements, *shipped], setting)
+    known = drift_correction.read([measurements, *shipped], setting)
     replayed = replays.steps([measurements, *shipped], setting)
     logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting, len(known.compute),
                 len(known.comm), len(replayed), " and ".join(map(str, [measurements, *shipped])))
@@ -139,7 +139,7 @@ def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
                        "quieter machine")
 
 
-def _study(model: neural.NeuralModel, known: settle.Measurements, config: TrainConfig) -> model_report.Studied:
+def _study(model: neural.NeuralModel, known: drift_correction.Measurements, config: TrainConfig) -> model_report.Studied:
     logger = get_run_logger()
 
     def progress(_: str, samples: int, values: dict[str, float]) -> None:
