@@ -184,11 +184,11 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     if not missing and not disturbed():
         return 0
     pool_name = dataset.write_pool(folder, pool)
-    control = reference_request(tables_with_lookups(pool), setting, config.groups())
-    count, control_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, control)
-    with Workers(count, device, setting, config.kernels(), control, control_ms, config.chunk, config.hang_s, logger) as workers:
+    reference = reference_request(tables_with_lookups(pool), setting, config.groups())
+    count, usual_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, reference)
+    with Workers(count, device, setting, config.kernels(), reference, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
-        logger.info("%d devices; the control group takes %.3f ms", count, workers.control_ms)
+        logger.info("%d devices; the reference op takes %.3f ms", count, workers.control_ms)
         _measure(workers, missing, folder, pool_name, logger)
         if again := disturbed():
             logger.info("%d samples were disturbed and are measured once more", len(again))

@@ -16,8 +16,12 @@ from shardcore.types import Table
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """source: "generated" (calibrated to dlrm_datasets), the name of a public list, or the path of a dlrm_datasets file.
-    The rest is for generated pools; dim is what the tables have until a draw gives them another."""
+    """Which pool.
+
+    source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets
+    tables, seed: of a generated pool
+    dim: what the tables have until a draw gives them another; a public list has its own
+    """
 
     source: str = "generated"
     tables: int = 856
