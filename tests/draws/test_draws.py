@@ -94,7 +94,8 @@ def test_exchanges_vary_in_kind_load_and_skew():
     assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)
     assert all(max(r.widths) <= 30 * 4 * 128 for r in requests)
     assert {r.hosts for r in requests} == {1} and comm_request(3, 4, 256, hosts=2).hosts == 2
-    assert comm_request(3, 4, 512).widths == requests[3].widths  # a draw depends on seed, index and ranks alone
+    # A draw depends on seed, index and ranks only.
+    assert comm_request(3, 4, 512).widths == requests[3].widths
 
 
 def test_exchanges_vary_in_balance_and_skew():
@@ -120,7 +121,8 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     assert {kind for kind, _ in step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"columns", "rows"}
     few = {step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
     assert max(t.dim for some in few for t in some) >= 32
-    with pytest.raises(ShardCoreError, match="none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"):
+    said = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
+    with pytest.raises(ShardCoreError, match=said):
         first_step_plans(large, 1, SETTING, 2, 1 << 20)
     assert first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
 
@@ -141,11 +143,13 @@ def test_draws_are_in_the_setting(tables):
     setting = Setting("test", 128, "fp16", "rowwise_adagrad")
     request = compute_request(tables, 0, setting)
     assert request.batch == 128 and all(s.table.precision == "fp16" for s in request.shards)
-    draw_problem(tables, 0, setting, config=ProblemConfig(min_tables=2, max_tables=4)).require_setting(setting)
+    small = ProblemConfig(min_tables=2, max_tables=4)
+    draw_problem(tables, 0, setting, config=small).require_setting(setting)
 
 
 @pytest.mark.parametrize("make", [lambda: GroupConfig(max_shards=0), lambda: GroupConfig(max_width=2),
-                                  lambda: ProblemConfig(min_tables=5, max_tables=4), lambda: ProblemConfig(max_dim=2),
+                                  lambda: ProblemConfig(min_tables=5, max_tables=4),
+                                  lambda: ProblemConfig(max_dim=2),
                                   lambda: ProblemConfig(devices=0)])
 def test_bad_configs_are_refused(make):
     with pytest.raises(ShardCoreError, match="needs"):

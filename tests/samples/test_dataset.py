@@ -34,7 +34,8 @@ def compute_sample(tables, i, error=None, at=1.0):
 def comm_sample(i):
     request = comm_request(i, 2, 256)
     forward = None if request.collective == "all_reduce" else (SPREAD,) * 2
-    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2, (0.0, 1.5), time.time(), None,
+    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2,
+                      (0.0, 1.5), time.time(), None,
                       order=i, oversubscribed=i == 1)
 
 
@@ -79,7 +80,8 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-9] + b"x" + b[-8:]])
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"",
+                                    lambda b: b[:-9] + b"x" + b[-8:]])
 def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
     pool = dataset.write_pool(tmp_path, tables)
     path = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
@@ -166,7 +168,8 @@ def test_exchanges_timed_several_times_are_told(tmp_path):
     request = CommRequest((8, 8), 256, (0.0, 0.0))
     ms = (SPREAD,) * 2
     first = CommSample(dataset.comm_id(SETTING, request), SETTING, request, ms, ms, (0.0, 0.0), 1.0)
-    again, failed = dataclasses.replace(first, measured_at=2.0), dataclasses.replace(first, measured_at=3.0, error="a rank died")
+    again = dataclasses.replace(first, measured_at=2.0)
+    failed = dataclasses.replace(first, measured_at=3.0, error="a rank died")
     for part in ([first], [again, first], [failed]):  # `first` in two parts, as while parts are merged
         dataset.write_comm(tmp_path, part)
     assert dataset.read_comm_repeats(tmp_path, SETTING) == [[first, again]]
@@ -205,11 +208,13 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
     assert old.exists()
     rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
     parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
-    assert [s.id for s in dataset.read_compute(tmp_path)] == [new] and dataset.read_ids(tmp_path, "compute") == {new}
+    assert [s.id for s in dataset.read_compute(tmp_path)] == [new]
+    assert dataset.read_ids(tmp_path, "compute") == {new}
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet", "is a link that leads nowhere; remove it"),
+@pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet",
+                                         "is a link that leads nowhere; remove it"),
                                         ("compute-latest.parquet", "has no name of a part")])
 def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
     """And does not make a reader look for it forever."""
@@ -220,7 +225,8 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
 
 
 def rewritten(folder, **columns):
-    """The rows of a folder's one part of compute samples, with columns changed, under the name of their own digest."""
+    """The rows of a folder's one part of compute samples, with columns changed, under the name of their own
+    digest."""
     [path] = folder.glob("compute-*.parquet")
     rows = [{**row, **columns} for row in pq.read_table(path).to_pylist()]
     path.unlink()
@@ -233,15 +239,23 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
 @pytest.mark.parametrize("columns, said", [
     ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
     ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
-    ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"), ({"forward": None}, "has no timing, and no error"),
-    ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"), ({"pace": 0.0}, "has pace 0.0"),
+    ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"),
+    ({"forward": None}, "has no timing, and no error"),
+    ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"),
+    ({"pace": 0.0}, "has pace 0.0"),
     ({"pace": float("inf")}, "pace inf"),
-    ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"), ({"order": -1}, "order -1"),
-    ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"), ({"batch": 0}, "batch 0"),
-    ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"), ({"hardware": "a/b"}, "'a/b'"),
-    ({"shards": [None]}, "has an entry that is nothing"), ({"shards": None}, "has nothing in column 'shards'"),
-    ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has no table 'none'"),
-    ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has rows [1, 1)"),
+    ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"),
+    ({"order": -1}, "order -1"),
+    ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"),
+    ({"batch": 0}, "batch 0"),
+    ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"),
+    ({"hardware": "a/b"}, "'a/b'"),
+    ({"shards": [None]}, "has an entry that is nothing"),
+    ({"shards": None}, "has nothing in column 'shards'"),
+    ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
+     "has no table 'none'"),
+    ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
+     "has rows [1, 1)"),
 ])
 def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
@@ -292,15 +306,18 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
         assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")])
+@pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"),
+                                               ("x" * 200_000, 200, "characters;")])
 def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
-    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=error)] * rows, dataset.write_pool(tmp_path, tables))
+    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=error)] * rows,
+                                 dataset.write_pool(tmp_path, tables))
     assert path.stat().st_size < 100_000
     with pytest.raises(ShardCoreError, match=said):
         dataset.read_compute(tmp_path, SETTING)
 
 
-@pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)}, {"pace": 1e300}])
+@pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)},
+                                   {"pace": 1e300}])
 def test_an_op_takes_time_at_a_pace_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|a pace of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)

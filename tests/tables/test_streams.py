@@ -18,7 +18,8 @@ def reuse_table(rows_in_bin, batch=BATCH, rows=None, ordered=False, name="t"):
     n = np.zeros(REUSE_BINS)
     n[: len(rows_in_bin)] = rows_in_bin
     lookups = round(float(n @ access.BIN_MEAN))
-    return Table(name, rows or int(3 * n.sum()), 16, lookups / batch, Reuse(tuple(n / n.sum()), batch), ordered=ordered)
+    reuse = Reuse(tuple(n / n.sum()), batch)
+    return Table(name, rows or int(3 * n.sum()), 16, lookups / batch, reuse, ordered=ordered)
 
 
 @st.composite
@@ -33,7 +34,8 @@ def test_reference_counts_are_the_specified_bins(rows_in_bin):
     counts = access.reference_counts(table)
     assert counts.sum() == access.lookups(table, BATCH)
     assert np.all(np.diff(counts) <= 0)
-    assert np.bincount(access.reuse_bin(counts), minlength=REUSE_BINS)[: len(rows_in_bin)].tolist() == rows_in_bin
+    found = np.bincount(access.reuse_bin(counts), minlength=REUSE_BINS)
+    assert found[: len(rows_in_bin)].tolist() == rows_in_bin
 
 
 @given(bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS).filter(lambda b: sum(b) > 0.1),
@@ -94,7 +96,8 @@ def test_zipf_streams_touch_the_expected_rows(alpha, rows):
     ids, offsets = streams.stream(table, BATCH, seed=1)
     assert np.all(np.diff(offsets) == 8)
     assert ids.min() >= 0 and ids.max() < rows
-    assert len(np.unique(ids)) == pytest.approx(access.unique_rows(Shard.whole(table), BATCH), rel=0.03, abs=1)
+    expected = access.unique_rows(Shard.whole(table), BATCH)
+    assert len(np.unique(ids)) == pytest.approx(expected, rel=0.03, abs=1)
 
 
 def test_zipf_with_fractional_pooling_spreads_over_the_samples():
@@ -128,9 +131,11 @@ def test_a_row_range_serves_its_expected_share(table):
     shard = Shard(table, 0, table.rows // 4, 0, table.dim)
     ids, _ = streams.shard_stream(shard, BATCH)
     share = len(ids) / access.lookups(table, BATCH)
-    assert share == pytest.approx(access.access_share(shard), abs=0.06)  # hashed: a few hot rows fall to one side
+    # Hashed: a few hot rows fall to one side.
+    assert share == pytest.approx(access.access_share(shard), abs=0.06)
     assert len(np.unique(ids)) == pytest.approx(access.unique_rows(shard, BATCH), rel=0.05)
-    assert access.access_share(shard) > 0.7 if table.ordered else access.access_share(shard) == pytest.approx(0.25, abs=0.001)
+    expected = access.access_share(shard)
+    assert expected > 0.7 if table.ordered else expected == pytest.approx(0.25, abs=0.001)
 
 
 def test_column_shards_see_the_whole_stream():
@@ -222,7 +227,8 @@ def test_many_shards_at_once_are_each_what_it_is_alone():
         together = access.unique_rows_of(shards, batch)
         access._KNOWN.clear()
         np.testing.assert_array_equal(together, [access.unique_rows(s, batch) for s in shards])
-    assert all(0 <= u <= s.rows for s, u in zip(shards, together, strict=True)) and access.unique_rows_of([], 64).shape == (0,)
+    assert all(0 <= u <= s.rows for s, u in zip(shards, together, strict=True))
+    assert access.unique_rows_of([], 64).shape == (0,)
 
 
 def test_rows_of_a_table_that_no_lookup_hits_serve_their_share():
