@@ -20,12 +20,14 @@ import numpy as np
 import torch
 
 from bench.search import problems
-from shardcore import report, sampling, tables
+from shardcore import report
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
 from shardcore.search.pieces import even_rows
+from shardcore.tables.generate import generate_pool
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
 from shardcore.workload import Traffic
 
@@ -35,8 +37,8 @@ SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local_columns", "local")
 def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Problem:
     rng = np.random.default_rng([seed, 17])
     n_devices = 2 + 2 * (seed % 2)
-    shape = sampling.ProblemConfig(2, 4, 5, 16) if n_devices == 2 else sampling.ProblemConfig(4, 2, 3, 8)
-    drawn = sampling.problem(pool, seed, model.setting, 2027, shape)
+    shape = ProblemConfig(2, 4, 5, 16) if n_devices == 2 else ProblemConfig(4, 2, 3, 8)
+    drawn = draw_problem(pool, seed, model.setting, 2027, shape)
     speeds = rng.choice([0.5, 1.0, 2.0], n_devices) if seed % 4 >= 2 else np.ones(n_devices)
     devices = tuple(Device(1 << 40, s) for s in speeds)
     links = dict(within_host_gbps=float(rng.choice([0.2, 1.0, 5.0])), latency_ms=0.2)
@@ -93,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    found, pool = [], [t for t in tables.generate_pool() if t.rows >= 100]
+    found, pool = [], [t for t in generate_pool() if t.rows >= 100]
     for seed in range(args.skip, args.skip + args.tiny):
         problem = tiny_problem(pool, model, seed)
         optimum, n = optimum_ms(problem, model)

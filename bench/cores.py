@@ -20,8 +20,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from shardcore import report, sampling, tables
+from shardcore import report
+from shardcore.draws.groups import compute_request, reference_request
 from shardcore.measure import hardware, kernels
+from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, Setting
 
 Medians = dict[ComputeRequest, tuple[float, float]]
@@ -56,14 +58,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=12)
     args = parser.parse_args()
     setting = Setting(hardware.hardware_name("cpu"), args.batch)
-    pool = [t for t in tables.generate_pool() if t.pooling > 0]
-    requests = [sampling.compute_request(pool, i, setting, args.seed) for i in range(args.groups)]
+    pool = [t for t in generate_pool() if t.pooling > 0]
+    requests = [compute_request(pool, i, setting, args.seed) for i in range(args.groups)]
     config = kernels.KernelConfig(min_repeats=12, max_repeats=12)
     context, pipes = multiprocessing.get_context("spawn"), []
     cores = sorted(os.sched_getaffinity(0))
     for core in cores:
         pipe, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, core, setting, config, sampling.control_request(pool, setting)),
+        context.Process(target=serve, args=(theirs, core, setting, config, reference_request(pool, setting)),
                         daemon=True).start()
         pipes.append(pipe)
     measure(pipes, requests[:16])  # every process has its arena, its streams and its control

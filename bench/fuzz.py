@@ -45,12 +45,14 @@ import yaml
 from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS
-from shardcore import dataset, files, replays, report, sampling, schema
-from shardcore.cost import accuracy, fit, neural
+from shardcore import files, report, schema
+from shardcore.cost import accuracy, fit, neural, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
 from shardcore.publish import store
+from shardcore.samples import dataset, parts, replays
 from shardcore.search import SHARDERS
 from shardcore.types import MOST_CHARACTERS, Placement, Plan, Problem, Replayed, Shard, ShardCoreError, Spread
 from shardcore.workload import lower
@@ -104,7 +106,7 @@ def make(folder: Path) -> None:
     dataset.write_compute(measurements, known[:6], dataset.write_pool(measurements, pool))
     dataset.write_comm(measurements, exchanges[:6])
 
-    problem = sampling.problem(pool, 0, setting, 0, sampling.ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32))
+    problem = draw_problem(pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32))
     plan = Plan(tuple(Placement(Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)), {"algorithm": "dealt"})
     cost = price(lower(plan, problem), model)
     files.write_problem(folder / "problem.json", problem)
@@ -191,7 +193,7 @@ def use_plans(folder: Path, sound: Sound) -> None:
 
 
 def use_replays(folder: Path, sound: Sound) -> None:
-    rows = replays.judge([replays.read(folder / "replays")], sound.model)
+    rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
     _require(_is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none")
 
 
@@ -205,7 +207,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
         for s in dataset.read_comm(where, setting):
             _require(s.error or _is_cost([x.median_ms for x in s.backward], s.waiting_ms), "an exchange's time is none")
     dataset.disturbed_ids(where, 0.02)
-    dataset.merge_parts(where)
+    parts.merge_parts(where)
 
 
 def use_torchrec(folder: Path, sound: Sound) -> None:

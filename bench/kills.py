@@ -39,7 +39,8 @@ from typing import Any
 import psutil
 import yaml
 
-from shardcore import files, report, sampling
+from shardcore import files, report
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.types import Setting
 from tasks import services
 from tasks.tables import TablesConfig, make_pool
@@ -375,7 +376,7 @@ def main() -> int:
         wanted = {kind: int(count) for kind, count in (text.split("=") for text in args.kills)}
         pool = make_pool.fn(TablesConfig(**TOY["tables"]))
         for number in range(2):
-            problem = sampling.problem(pool, number, Setting("any", 64), 0, sampling.ProblemConfig(devices=2, max_dim=32))
+            problem = draw_problem(pool, number, Setting("any", 64), 0, ProblemConfig(devices=2, max_dim=32))
             files.write_problem(bench.folder / f"problems/draw-{number}.json", problem)
         bench.run_s = bench.to_the_end("tasks.services", sys.executable, "-m", "flows.refresh")
         for kind, count in wanted.items():

@@ -31,9 +31,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore import dataset, report, sampling
-from shardcore.cost import accuracy, exchange, settle
+from shardcore import report
+from shardcore.cost import accuracy, drift_correction, exchange
 from shardcore.cost.metrics import mape
+from shardcore.draws.collectives import comm_request
+from shardcore.samples import dataset
 from shardcore.types import OUTPUT_BYTES, CommRequest, CommSample, Setting, ShardCoreError, Spread
 
 # --- measured ----------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
     for ranks, hosts in shapes:
         rng = np.random.default_rng([seed, ranks, hosts])
         for index, collective in zip(range(n), itertools.cycle(collectives), strict=False):
-            drawn = sampling.comm_request(index, ranks, BATCH, seed, hosts=hosts)
+            drawn = comm_request(index, ranks, BATCH, seed, hosts=hosts)
             widths = drawn.widths if collective != "all_reduce" else (max(drawn.widths),) * ranks
             request = dataclasses.replace(drawn, widths=widths, batch=BATCH // int(rng.choice([1, 1, 4])), collective=collective,
                                           payload="fp32")
@@ -239,7 +241,7 @@ def main() -> None:
     if not (args.dataset or args.simulate):
         parser.error("give a folder of measurements, --simulate, or both")
     if args.dataset:
-        comm = settle.as_in_a_step(dataset.read_comm(args.dataset))
+        comm = drift_correction.as_in_a_step(dataset.read_comm(args.dataset))
         settings = list({s.setting for s in comm})
         if len(settings) != 1:
             raise ShardCoreError(f"{args.dataset} holds exchanges of [{'; '.join(map(str, settings))}]; this needs one setting")

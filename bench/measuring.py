@@ -17,8 +17,11 @@ import time
 import numpy as np
 import torch
 
-from shardcore import memory, report, sampling, streams, tables
+from shardcore import memory, report
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import hardware, kernels, timing
+from shardcore.tables import streams
+from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, Setting
 
 
@@ -58,15 +61,15 @@ def main() -> None:
     torch.set_num_threads(1)
     device = hardware.detect_device()
     setting = Setting(hardware.hardware_name(device), args.batch)
-    pool = [t for t in tables.generate_pool() if t.pooling > 0]
-    shape = sampling.GroupConfig(max_shards=15, max_width=128, row_ranges=0.0, any_width=0.0, duplicates=0.0, planned=0.0,
+    pool = [t for t in generate_pool() if t.pooling > 0]
+    shape = GroupConfig(max_shards=15, max_width=128, row_ranges=0.0, any_width=0.0, duplicates=0.0, planned=0.0,
                                  replicated=0.0)
-    drawn = (sampling.compute_request(pool, i, setting, args.seed, shape) for i in range(100 * args.groups))
+    drawn = (compute_request(pool, i, setting, args.seed, shape) for i in range(100 * args.groups))
     requests = list(itertools.islice((r for r in drawn if sum(s.bytes for s in r.shards) <= args.max_bytes), args.groups))
     before = _resident_bytes()
     began = time.perf_counter()
     bench = kernels.KernelBench(setting, device, kernels.KernelConfig(min_repeats=args.repeats, max_repeats=args.repeats),
-                                sampling.control_request(pool, setting, shape))
+                                reference_request(pool, setting, shape))
     bench.control_ms = bench.calibrate(requests[:16])
     ours_s, plain_s, plain_kernel_s, resident = time.perf_counter() - began, 0.0, 0.0, 0
     plain_ms, ours_ms = ({r: [] for r in requests} for _ in range(2))

@@ -8,7 +8,7 @@ line's table takes all that is there. OUT/curves.png shows that NeuroShard's net
 NeuroShard (MLSys 2023): 20 features a table (rows, dim, pooling, 17 reuse bins; here standardised) -> 128 -> 32, summed over
 the group, -> 64 -> 1, to ms; mean squared error, Adam 1e-3, batch 512, 1,000 epochs, the epoch with the best validation error
 kept. `physical rates` is our model before anything is learned. Only groups at the setting's own batch count, for NeuroShard's
-features do not tell the batch. Timings are settled (shardcore/cost/settle.py) for all alike; `as measured` is the error on the
+features do not tell the batch. Drift is corrected (cost/drift_correction.py) for all alike; `as measured` is the error on the
 test split's timings as they were. Errors are of forward + backward, in percent:
 
   error           on the test split by sample; `beyond floor` is √(error² - floor²), the floor being the mean difference of two
@@ -40,11 +40,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore import dataset, files, report, sampling, streams, tables
-from shardcore.cost import accuracy, fit, settle, study
+from shardcore import files, report
+from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
+from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.samples import dataset
+from shardcore.tables import access, streams
+from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
 
 ADDITIONS = 10_000
@@ -79,10 +83,10 @@ class Data:
 
 def table_features(shard: Shard, batch: int) -> list[float]:
     """NeuroShard's 20 features of a table, of a shard's part of it."""
-    access = shard.table.access
-    if not isinstance(access, Reuse):
-        access = streams.reuse_of(streams.stream(shard.table, batch)[0], batch)
-    return [shard.rows, shard.width, shard.table.pooling * streams.access_share(shard), *access.bins]
+    reuse = shard.table.access
+    if not isinstance(reuse, Reuse):
+        reuse = access.reuse_of(streams.stream(shard.table, batch)[0], batch)
+    return [shard.rows, shard.width, shard.table.pooling * access.access_share(shard), *reuse.bins]
 
 
 class NeuroShardNet(torch.nn.Module):
@@ -204,9 +208,9 @@ def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
 
 def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int) -> set[str]:
     """Ids of the draws that are a device's op in a sharder's plan."""
-    config = sampling.GroupConfig(max_shard_bytes=arena_bytes)
+    config = GroupConfig(max_shard_bytes=arena_bytes)
     live = [t for t in pool if t.pooling > 0]
-    return {dataset.compute_id(setting, sampling.compute_request(live, i, setting, seed, config)) for seed in seeds
+    return {dataset.compute_id(setting, compute_request(live, i, setting, seed, config)) for seed in seeds
             for i in range(draws) if np.random.default_rng([1, seed, i]).random() < config.planned}
 
 
@@ -214,9 +218,9 @@ def read(args: argparse.Namespace) -> Data:
     settings = dataset.settings(args.dataset)
     if len(settings) != 1:
         raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
-    known = settle.read([args.dataset], settings[0])
+    known = drift_correction.read([args.dataset], settings[0])
     groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
-    from_plans = planned_ids(tables.generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
+    from_plans = planned_ids(generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)

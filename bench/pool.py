@@ -11,8 +11,9 @@ import time
 
 import numpy as np
 
-from shardcore import streams
-from shardcore.tables import PoolConfig, generate_pool, pool_statistics, published
+from shardcore.tables import access, streams
+from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.tables.statistics import pool_statistics, published
 from shardcore.types import REUSE_BINS, Table
 
 
@@ -24,14 +25,14 @@ class StreamCounts:
 
     def __call__(self, table: Table) -> np.ndarray:
         counts = np.unique(streams.stream(table, table.access.batch)[0], return_counts=True)[1]
-        bins = np.bincount(streams.reuse_bin(counts), minlength=REUSE_BINS) / max(len(counts), 1)
+        bins = np.bincount(access.reuse_bin(counts), minlength=REUSE_BINS) / max(len(counts), 1)
         self.largest_difference = max(self.largest_difference, float(np.abs(bins - table.access.bins).max()))
         return counts
 
 
 def spaced_by_unique_rows(tables: tuple[Table, ...], n: int) -> tuple[Table, ...]:
     """n of the tables, evenly spaced by unique rows, the fewest and the most among them."""
-    by_unique = sorted(tables, key=lambda t: len(streams.reference_counts(t)))
+    by_unique = sorted(tables, key=lambda t: len(access.reference_counts(t)))
     return tuple(by_unique[i] for i in np.unique(np.linspace(0, len(by_unique) - 1, n).round().astype(int)))
 
 

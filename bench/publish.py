@@ -24,9 +24,11 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from shardcore import files, report, sampling, tables
+from shardcore import files, report
 from shardcore.cost import neural
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.publish import store
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Problem, Setting
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +45,8 @@ client.set_registered_model_alias(version.name, registry.CHAMPION, version.versi
 
 def problems(setting: Setting, n: int, seed: int) -> list[Problem]:
     """4 devices, 12 to 60 tables each."""
-    pool, shape = tables.generate_pool(), sampling.ProblemConfig(min_tables=12, max_tables=60)
-    return [replace(sampling.problem(pool, i, setting, seed, shape), name=f"problem-{i:03}") for i in range(n)]
+    pool, shape = generate_pool(), ProblemConfig(min_tables=12, max_tables=60)
+    return [replace(draw_problem(pool, i, setting, seed, shape), name=f"problem-{i:03}") for i in range(n)]
 
 
 def shifted(problem: Problem, rng: np.random.Generator) -> Problem:

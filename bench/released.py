@@ -44,11 +44,13 @@ from numba import float64, njit
 
 from bench.models import table_features
 from bench.search import problems
-from shardcore import dataset, files, report, sampling
-from shardcore.cost import settle
+from shardcore import files, report
+from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, Compiled, price
+from shardcore.draws.collectives import comm_request
 from shardcore.memory import shard_bytes
+from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.local import local
 from shardcore.search.neuroshard import neuroshard
@@ -221,7 +223,8 @@ def trained(theirs: SimpleNamespace, args: argparse.Namespace, setting: Setting,
 
 def groups(folder: str, setting: Setting) -> tuple[list[list[int]], list[float], torch.Tensor]:
     """X, y and table features of the released compute model's train()."""
-    samples = [s for s in settle.read([folder], setting).compute if s.error is None and s.request.batch == setting.batch]
+    samples = [s for s in drift_correction.read([folder], setting).compute
+               if s.error is None and s.request.batch == setting.batch]
     x, features = [], []
     for s in samples:
         x.append(list(range(len(features), len(features) + len(s.request.shards))))
@@ -231,7 +234,7 @@ def groups(folder: str, setting: Setting) -> tuple[list[list[int]], list[float],
 
 def exchanges(setting: Setting, topology: Topology, way: str) -> tuple[np.ndarray, np.ndarray]:
     """X and y of the released communication models' train(): columns and starts in ms, and ms from the own start to the end."""
-    drawn = [sampling.comm_request(i, DEVICES, setting.batch, max_start_ms=MAX_START_MS) for i in range(EXCHANGES)]
+    drawn = [comm_request(i, DEVICES, setting.batch, max_start_ms=MAX_START_MS) for i in range(EXCHANGES)]
     columns, start_ms = (np.array([getattr(r, name) for r in drawn], dtype=float) for name in ("widths", "start_ms"))
     traffic = Traffic.of_columns(columns * setting.batch * OUTPUT_BYTES)
     cost = AnalyticModel(setting).comm(traffic, start_ms, topology)

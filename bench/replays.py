@@ -26,13 +26,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import dataset, files, replays, report, sampling, tables
-from shardcore.cost import neural, reality
+from shardcore import files, report
+from shardcore.cost import neural, reality, replay_records
 from shardcore.cost.model import at_confidence, price
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.report import model_report
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.local import local
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
@@ -42,9 +45,9 @@ LOSS = 0.03
 
 
 def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) -> list[Problem]:
-    pool = [dataclasses.replace(t, dim=max_dim) for t in tables.generate_pool()]
+    pool = [dataclasses.replace(t, dim=max_dim) for t in generate_pool()]
     small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
-    return [sampling.problem(small, i, model.setting, seed, sampling.ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
+    return [draw_problem(small, i, model.setting, seed, ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
@@ -95,16 +98,16 @@ def _interval(found: reality.Interval, form: str) -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
-def write(folder: Path, kept: Sequence[replays.Kept], model: neural.NeuralModel, head: str) -> str:
+def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str) -> str:
     """Everything that FOLDER holds beside the problems' own; the report."""
-    rows = replays.judge(kept, model)
-    files.write_csv(folder / "replays.csv", replays.csv_rows(rows))
+    rows = replay_records.judge(kept, model)
+    files.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
     for name, figure in (("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
                          ("cost", model_report.replayed_cost(reality.rivals(rows), reality.OURS, "Replayed cost"))):
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
         files.write_atomic(folder / f"{name}.png", content.getvalue())
-    page = text(rows, replays.parts(kept, model), head)
+    page = text(rows, replay_records.parts(kept, model), head)
     files.write_atomic(folder / "report.md", page.encode())
     return page
 
@@ -122,18 +125,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
-    control = dataset.control(args.measurements, model.setting) if args.measurements else None
+    control = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim)):
         kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting, config,
                                  lambda workloads: replay_all(workloads, model.setting, config, "cpu", control)))
-        [mine] = (r for r in replays.judge(kept[-1:], model) if r.algorithm == reality.OURS)
+        [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == reality.OURS)
         print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {reality.OURS} {mine.replayed_ms:.2f} ms "
               f"replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted", file=sys.stderr, flush=True)
     print(write(args.out, kept, model, _head(args, kept, model)))
 
 
-def _head(args: argparse.Namespace, kept: Sequence[replays.Kept], model: neural.NeuralModel) -> str:
-    noise = np.median([r.noise_ms / r.replayed_ms for r in replays.judge(kept, model)])
+def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel) -> str:
+    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_records.judge(kept, model)])
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
     return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} steps of each plan "
             f"in alternation, seed {args.seed}, dims up to {args.max_dim}; a replay is known to ±{noise:.1%} (median, 95%).")

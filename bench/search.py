@@ -22,13 +22,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shardcore import report, sampling, tables
+from shardcore import report
 from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare
 from shardcore.search.bound import bound
 from shardcore.search.local import local
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Device, Infeasible, Plan, Problem, Topology
 from shardcore.workload import lower
 
@@ -37,11 +39,11 @@ EVALS = (2_000, 20_000, 200_000)
 
 def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool = False) -> list[Problem]:
     """unequal: every second device has half the speed and half the memory."""
-    pool, per_device = tables.generate_pool(), max(1, devices // 4)
+    pool, per_device = generate_pool(), max(1, devices // 4)
     found = []
     for i in range(n):
-        shape = sampling.ProblemConfig(devices, 10 * per_device, 60 * per_device, 32 if i % 2 else 128)
-        drawn = sampling.problem(pool, i, model.setting, seed, shape)
+        shape = ProblemConfig(devices, 10 * per_device, 60 * per_device, 32 if i % 2 else 128)
+        drawn = draw_problem(pool, i, model.setting, seed, shape)
         large = drawn.topology.devices[0].memory_bytes * (4 if unequal else 3) // 3
         weaker = [1 + unequal * (d % 2) for d in range(devices)]
         found_devices = tuple(Device(large // w, 1 / w, f"host-{d // 8}") for d, w in enumerate(weaker))

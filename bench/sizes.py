@@ -22,12 +22,13 @@ import matplotlib
 import numpy as np
 import torch
 
-from shardcore import files, report, tables
+from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.memory import shard_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.local import local
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Device, Problem, Shard, Topology
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
@@ -37,7 +38,7 @@ COMPARED = 128
 
 
 def problem(model: neural.NeuralModel, n_tables: int, n_devices: int) -> Problem:
-    live, rng = [t for t in tables.generate_pool() if t.pooling > 0], np.random.default_rng(n_tables)
+    live, rng = [t for t in generate_pool() if t.pooling > 0], np.random.default_rng(n_tables)
     drawn = tuple(dataclasses.replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
                   for i in range(n_tables))
     need = sum(shard_bytes(Shard.whole(t), model.setting.batch, model.setting.optimizer) for t in drawn)

@@ -43,11 +43,13 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch.overrides import TorchFunctionMode
 
-from shardcore import files, replays, report, schema, streams
-from shardcore.cost import neural, reality
+from shardcore import files, report, schema
+from shardcore.cost import neural, reality, replay_records
 from shardcore.export.torchrec import to_torchrec
 from shardcore.measure import gang
 from shardcore.measure.timing import spread
+from shardcore.samples import replays
+from shardcore.tables import streams
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, ShardCoreError, Spread
 from shardcore.workload import lower
 
@@ -77,7 +79,7 @@ class Steps:
 class Trained:
     """A problem's replays, and the steps of their plans, by the plans' digests."""
 
-    kept: replays.Kept
+    kept: replays.ReplaySet
     steps: dict[str, Steps]
 
 
@@ -233,7 +235,7 @@ def combine(marks_s: Sequence[np.ndarray]) -> Steps:
     return Steps(spread(embedding), spread(whole), float(np.median(embedding / whole)))
 
 
-def plans_of(kept: replays.Kept) -> dict[str, Plan]:
+def plans_of(kept: replays.ReplaySet) -> dict[str, Plan]:
     """Those that are trained, each once, by digest: of ALGORITHMS, as far as TorchRec trains them."""
     found = {name: kept.plans[name] for algorithm, name in kept.made if algorithm in ALGORITHMS}
     return {name: plan for name, plan in found.items() if _trains(plan, kept.problem)}
@@ -247,7 +249,7 @@ def _trains(plan: Plan, problem: Problem) -> bool:
         return False
 
 
-def run(all_kept: Sequence[replays.Kept], setting: Setting, out: Path, rounds: int, minutes: float) -> list[Trained]:
+def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, rounds: int, minutes: float) -> list[Trained]:
     """The steps of as many problems as the time allows beside those that `out` has. Raises as gang.run."""
     found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
     waiting = [kept for kept in all_kept if kept.problem.name not in found]
@@ -262,7 +264,8 @@ def run(all_kept: Sequence[replays.Kept], setting: Setting, out: Path, rounds: i
     return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
 
 
-def _trained(waiting: Sequence[replays.Kept], setting: Setting, rounds: int) -> Iterator[tuple[replays.Kept, dict[str, Steps]]]:
+def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting,
+             rounds: int) -> Iterator[tuple[replays.ReplaySet, dict[str, Steps]]]:
     """The steps of one problem after the other, by plan."""
     if not waiting:
         return
@@ -280,21 +283,21 @@ def _trained(waiting: Sequence[replays.Kept], setting: Setting, rounds: int) -> 
                 done += 1
 
 
-def _line(kept: replays.Kept, steps: dict[str, Steps]) -> str:
+def _line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
     name, own = next(iter(steps.items()))
     return (f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms replayed, in TorchRec "
             f"{own.embedding.median_ms:.1f} ± {reality.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
 
 
-def _path(out: Path, kept: replays.Kept) -> Path:
+def _path(out: Path, kept: replays.ReplaySet) -> Path:
     return out / f"{kept.problem.name}.json"
 
 
-def _asked(kept: replays.Kept, rounds: int) -> dict[str, Any]:
+def _asked(kept: replays.ReplaySet, rounds: int) -> dict[str, Any]:
     return {"problem": files.digest(files.problem_to_json(kept.problem)), "rounds": rounds, "turn": TURN}
 
 
-def _before(out: Path, kept: replays.Kept, rounds: int) -> dict[str, Steps] | None:
+def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps] | None:
     """The steps that `out` has, where they are of the same plans, made in the same way."""
     path = _path(out, kept)
     written = schema.read_json(path) if path.exists() else {}
@@ -394,7 +397,8 @@ def plot(rows: Sequence[reality.Judged], by_part: dict[str, dict[str, reality.Ri
 
 def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> str:
     """report.md, its plot and steps.csv; the report."""
-    replayed = [r for t in trained for r in replays.judge([t.kept], model) if r.algorithm in ALGORITHMS and r.plan in t.steps]
+    replayed = [r for t in trained for r in replay_records.judge([t.kept], model)
+                if r.algorithm in ALGORITHMS and r.plan in t.steps]
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
     by_replay, content = foretold(embedding, replayed), io.BytesIO()
     plot(by_replay, {part: reality.rivals(rows) for part, rows in (

@@ -30,8 +30,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import files, report, schema, streams, tables
+from shardcore import files, report, schema
 from shardcore.export.fbgemm_statistics import rows_by_count
+from shardcore.tables import access, streams
+from shardcore.tables.generate import generate_pool
 from shardcore.types import Plan, Problem, ShardCoreError, Table, Zipf
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
@@ -96,12 +98,12 @@ def statistics() -> str:
 
     laws = [Table(f"zipf-{a}-{rows}-{pooling}", rows, 4, pooling, Zipf(a)) for a in (0, 0.3, 0.6, 0.8, 1.05, 1.2, 1.5)
             for rows in (300, 5_000, 100_000, 5_000_000) for pooling in (1, 10, 60)]
-    pool = [t for t in tables.generate_pool() if t.pooling > 0]
+    pool = [t for t in generate_pool() if t.pooling > 0]
     some = [pool[i] for i in np.random.default_rng(0).permutation(len(pool))[:POOL_TABLES]]
     shown = []
     for name, drawn_from in (("power laws", laws), ("pool", some)):
         found = [_unique_rows(streams.stream(t, BATCH, seed=1)[0], t.rows) for t in drawn_from
-                 if 0 < streams.lookups(t, BATCH) < MOST_LOOKUPS]
+                 if 0 < access.lookups(t, BATCH) < MOST_LOOKUPS]
         errors = np.array([estimate / true - 1 for estimate, true in filter(None, found)])
         off = np.abs(errors)
         shown.append((name, len(found), found.count(None), f"{np.median(off):.0%}", f"{np.quantile(off, 0.9):.0%}",

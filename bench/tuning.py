@@ -12,10 +12,11 @@ import argparse
 
 import numpy as np
 
-from shardcore import dataset, report
-from shardcore.cost import accuracy, fit, settle
+from shardcore import report
+from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
+from shardcore.samples import dataset
 from shardcore.types import ComputeSample, Setting, ShardCoreError
 
 SIZES = (60, 120, 240, 480)
@@ -26,7 +27,7 @@ def known(folder: str) -> tuple[Setting, list[ComputeSample]]:
     settings = dataset.settings(folder)
     if len(settings) != 1:
         raise ShardCoreError(f"{folder} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
-    return settings[0], [s for s in settle.read([folder], settings[0]).compute if s.error is None]
+    return settings[0], [s for s in drift_correction.read([folder], settings[0]).compute if s.error is None]
 
 
 def error(model: NeuralModel, samples: list[ComputeSample]) -> float:

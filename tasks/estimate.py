@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore import dataset, files, replays
-from shardcore.streams import access_share, lookups
+from shardcore import files
+from shardcore.samples import dataset, replays
+from shardcore.tables.access import access_share, lookups
 from shardcore.types import OUTPUT_BYTES, CommRequest, ComputeRequest
 from shardcore.workload import Workload, lower
 from tasks import console

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, replays, sampling
-from shardcore.cost import accuracy, neural, reality, settle
+from shardcore import files
+from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
 from shardcore.report import model_report
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import (
@@ -45,7 +47,7 @@ MOST_TABLES = 24
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Held-out problems to compare the sharders on, drawn as in sampling.ProblemConfig; budget_evals: of the searches.
+    """Held-out problems to compare the sharders on, drawn as in ProblemConfig; budget_evals: of the searches.
     replay_problems: whose plans also run, on at most `devices` devices of a host (0: none); replay_repeats: steps of each."""
 
     problems: int = 6
@@ -70,7 +72,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     """Accuracy on the test split of the measurements, and of the datasets that were joined to them in training: the metrics, and
     predictions.csv and predictions.png in `out`."""
     model = neural.load(folder)
-    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
     if not compute:
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
@@ -88,8 +90,8 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     """COMPARED sharders on the same held-out problems: sharders.csv in `out`, and per sharder the share of problems solved, the
     cost relative to the best of the others and the seconds, over the problems that all solved."""
     model, pool = neural.load(folder), files.read_pool(pool_path)
-    shape = sampling.ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
-    problems, rows = [sampling.problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
+    shape = ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
+    problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
     console.progress(0.0, "compiling the searches: half a minute, once for an installation")
     compare.compile_searches(problems[0], model)
     work = console.Work("problems compared", len(problems))
@@ -135,8 +137,8 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     if reason := _why_not(model.setting, devices, problems):
         logger.warning("no plans are replayed: %s", reason)
         return {}
-    rows = replays.judge(_replayed(model, problems, dataset.control(measurements, model.setting), config, out), model)
-    files.write_csv(out / "replays.csv", replays.csv_rows(rows))
+    rows = replay_records.judge(_replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model)
+    files.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
     _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"))
     return reality.figures(rows)
 
@@ -155,14 +157,14 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
 def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig) -> list[Problem]:
     """Held-out problems, without their tables that no rank could hold; one with none left is left out."""
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
-    shape = sampling.ProblemConfig(devices, config.min_tables, most, config.max_dim)
-    drawn = [sampling.problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
+    shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
+    drawn = [draw_problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
     fitting = [tuple(t for t in p.tables if t.bytes <= ARENA_BYTES) for p in drawn]
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
 
-def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: dataset.Control | None, config: EvaluateConfig,
-              out: Path) -> list[replays.Kept]:
+def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: dataset.ReferenceOp | None, config: EvaluateConfig,
+              out: Path) -> list[replays.ReplaySet]:
     """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
@@ -178,7 +180,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
             def one(run: Run, where: Path = where, problem: Problem = problem, plans: replays.Made = plans,
                     found: dict[str, float] = found) -> None:
                 made_now = replays.keep(where, problem, plans, model.setting, steps, run)
-                found.update(reality.figures(replays.judge([made_now], model)))
+                found.update(reality.figures(replay_records.judge([made_now], model)))
                 kept.append(made_now)
 
             if not gang.run(problem.name, one):

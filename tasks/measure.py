@@ -18,9 +18,13 @@ import ray
 import torch
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, sampling
+from shardcore import files
+from shardcore.draws import different
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import collectives, gang, hardware, kernels
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
+from shardcore.samples import dataset, parts
 from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError, Table
 from tasks import actors, services
 from tasks.progress import Progress
@@ -69,8 +73,8 @@ class MeasureConfig:
     def kernels(self) -> kernels.KernelConfig:
         return kernels.KernelConfig(self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats, self.interleave)
 
-    def groups(self) -> sampling.GroupConfig:
-        return sampling.GroupConfig(max_shards=self.max_shards, max_shard_bytes=self.arena_bytes)
+    def groups(self) -> GroupConfig:
+        return GroupConfig(max_shards=self.max_shards, max_shard_bytes=self.arena_bytes)
 
     def comm(self) -> collectives.CommConfig:
         return collectives.CommConfig(repeats=self.comm_repeats)
@@ -99,7 +103,7 @@ class Exchange:
 def wanted_compute(pool: Sequence[Table], setting: Setting, config: MeasureConfig) -> dict[str, ComputeRequest]:
     """The first compute_samples different groups of the seed's draws, by id."""
     live = tables_with_lookups(pool)
-    return dict(sampling.different(lambda i: sampling.compute_request(live, i, setting, config.seed, config.groups()),
+    return dict(different(lambda i: compute_request(live, i, setting, config.seed, config.groups()),
                                    lambda r: dataset.compute_id(setting, r), config.compute_samples))
 
 
@@ -112,7 +116,7 @@ def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
 
 def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CommRequest]:
     """The first comm_samples different exchanges of the seed's draws, by id."""
-    return dict(sampling.different(lambda i: sampling.comm_request(i, ranks, setting.batch, config.seed, hosts=config.hosts),
+    return dict(different(lambda i: comm_request(i, ranks, setting.batch, config.seed, hosts=config.hosts),
                                    lambda r: dataset.comm_id(setting, r), config.comm_samples))
 
 
@@ -180,11 +184,11 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     if not missing and not disturbed():
         return 0
     pool_name = dataset.write_pool(folder, pool)
-    control = sampling.control_request(tables_with_lookups(pool), setting, config.groups())
-    count, control_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, control)
-    with Workers(count, device, setting, config.kernels(), control, control_ms, config.chunk, config.hang_s, logger) as workers:
+    reference = reference_request(tables_with_lookups(pool), setting, config.groups())
+    count, usual_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, reference)
+    with Workers(count, device, setting, config.kernels(), reference, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
-        logger.info("%d devices; the control group takes %.3f ms", count, workers.control_ms)
+        logger.info("%d devices; the reference op takes %.3f ms", count, workers.control_ms)
         _measure(workers, missing, folder, pool_name, logger)
         if again := disturbed():
             logger.info("%d samples were disturbed and are measured once more", len(again))
@@ -248,4 +252,4 @@ def next_part(done: int, took_s: float, most: int) -> int:
 
 @task
 def merge_parts(folder: Path) -> None:
-    dataset.merge_parts(folder)
+    parts.merge_parts(folder)

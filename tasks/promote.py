@@ -12,9 +12,10 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, replays
-from shardcore.cost import accuracy, neural, reality, settle
+from shardcore import files
+from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
 from shardcore.report import model_report
+from shardcore.samples import replays
 from shardcore.types import MOST_COUNT, ShardCoreError, require_within
 from tasks import console, paths, publish_claim, registry
 
@@ -67,7 +68,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     champion = None if before is None else str(before.version)
     kept = replays.read_all(replayed, model.setting)
     if kept:
-        _log_reality(client, challenger, replays.judge(kept, model))
+        _log_reality(client, challenger, replay_records.judge(kept, model))
 
     def end(champion: str | None, reason: str) -> Promotion:
         logger.info("%s: %s", name, reason, extra=console.RESULT)
@@ -89,7 +90,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
 
 def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[reality.Judged]) -> None:
     """What replays say of a version's model: metrics reality_* and a plot in the run that made it; once for the same replays."""
-    known = files.digest(replays.csv_rows(rows))
+    known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
@@ -98,10 +99,10 @@ def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Seque
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
-def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, kept: Sequence[replays.Kept],
+def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, kept: Sequence[replays.ReplaySet],
            challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
-    known = settle.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
     data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
     if not any(s.error is None for s in data[0]):
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge version "
@@ -120,6 +121,6 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
     old = score(accuracy.evaluate(old_model, *data))
     if new > old + config.may_lose:
         return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"
-    if lost := kept and reality.lost(*(replays.judge(kept, m) for m in (model, old_model))):
+    if lost := kept and reality.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{said} against {old:.2f}% of champion {before.version}"

@@ -14,8 +14,10 @@ import numpy as np
 import ray
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, replays, sampling
+from shardcore import files
+from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
+from shardcore.samples import dataset, replays
 from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, ShardCoreError, Table
 from shardcore.workload import Workload
 from tasks import actors, services
@@ -38,9 +40,9 @@ class ReplayRank:
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
     def run(self, rank: int, address: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-            device: str, control: dataset.Control | None) -> tuple[list[np.ndarray], np.ndarray]:
+            device: str, reference: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
         self._progress()
-        return replay_rank(rank, address, workloads, setting, config, device, self._progress, control)
+        return replay_rank(rank, address, workloads, setting, config, device, self._progress, reference)
 
     @ray.method(concurrency_group="watch")  # so that it answers while the rank works
     def silent_s(self) -> float:
@@ -52,8 +54,8 @@ class ReplayRank:
 
 @contextmanager
 def replaying(ranks: int, setting: Setting, config: ReplayConfig,
-              control: dataset.Control | None = None) -> Iterator[Run]:
-    """A gang that replays plans of one problem after those of another, each call as `replay`, beside a dataset's control group;
+              reference: dataset.ReferenceOp | None = None) -> Iterator[Run]:
+    """A gang that replays plans of one problem after those of another, each call as `replay`, beside a dataset's reference op;
     it ends with the context."""
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
@@ -61,7 +63,7 @@ def replaying(ranks: int, setting: Setting, config: ReplayConfig,
         def run(workloads: Sequence[Workload]) -> list[Replayed]:
             for workload in workloads:
                 require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
-            found = combine_all(_marks(members, workloads, setting, config, device, control), control)
+            found = combine_all(_marks(members, workloads, setting, config, device, reference), reference)
             return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
 
         yield run
@@ -147,8 +149,8 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     total = sum(len(made) for _, made in lacking)
     if not total:
         return 0
-    progress, control = Progress("steps", total), dataset.control(folder, setting)
-    with EachProblem(lambda: replaying(devices, setting, config.steps(), control)) as gang:
+    progress, reference = Progress("steps", total), dataset.reference_op(folder, setting)
+    with EachProblem(lambda: replaying(devices, setting, config.steps(), reference)) as gang:
         for problem, made in lacking:
             if gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run)):
                 progress.add(f"{devices} ranks", len(made))
@@ -164,7 +166,7 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
 def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
                  config: MeasureConfig) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The first step_samples plans of the seed's draws, by their problems."""
-    return sampling.first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
+    return first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
 
 
 def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig) -> str | None:
@@ -172,7 +174,7 @@ def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: 
     if devices < 2:
         return "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
     most = config.steps().arena_bytes
-    if sampling.step_tables(pool, setting, most):
+    if step_tables(pool, setting, most):
         return None
     return f"no table of the pool with lookups fits {most >> 20} MiB at a dim of {MIN_WIDTH}"
 
@@ -183,7 +185,7 @@ def step_devices(config: MeasureConfig, batch: int) -> int:
     most = rank_count(config, device, batch) // config.hosts
     if device == "cpu":
         largest = max((node["Resources"] for node in ray.nodes() if node["Alive"]), key=lambda r: r.get("CPU", 0))
-        most = int(min(most, with_room(largest, config.arena_bytes)))  # the control group's shards are as large
+        most = int(min(most, with_room(largest, config.arena_bytes)))  # the reference op's shards are as large
     return devices_of_a_host(most, batch)
 
 
@@ -196,11 +198,11 @@ def devices_of_a_host(most: int, batch: int) -> int:
 
 
 def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-           device: str, control: dataset.Control | None) -> list[tuple[list[np.ndarray], np.ndarray]]:
+           device: str, reference: dataset.ReferenceOp | None) -> list[tuple[list[np.ndarray], np.ndarray]]:
     """What replay_rank gives of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))
-    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device, control)
+    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device, reference)
              for rank, m in enumerate(members)]
     heard = [time.monotonic()] * len(members)
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcore import dataset
 from shardcore.measure import hardware
+from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 
 

@@ -7,14 +7,21 @@ from pathlib import Path
 
 from prefect import task
 
-from shardcore import files, tables
+from shardcore import files
+from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
+from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.tables.public import public_pool
 from shardcore.types import Table
 
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """source: "generated" (calibrated to dlrm_datasets), the name of a public list, or the path of a dlrm_datasets file.
-    The rest is for generated pools; dim is what the tables have until a draw gives them another."""
+    """Which pool.
+
+    source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets
+    tables, seed: of a generated pool
+    dim: what the tables have until a draw gives them another; a public list has its own
+    """
 
     source: str = "generated"
     tables: int = 856
@@ -24,17 +31,17 @@ class TablesConfig:
     def __post_init__(self) -> None:
         self.generated()
 
-    def generated(self) -> tables.PoolConfig:
-        return tables.PoolConfig(self.tables, self.seed, self.dim)
+    def generated(self) -> PoolConfig:
+        return PoolConfig(self.tables, self.seed, self.dim)
 
 
 @task
 def make_pool(config: TablesConfig) -> tuple[Table, ...]:
     if config.source == "generated":
-        return tables.generate_pool(config.generated())
+        return generate_pool(config.generated())
     if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
-        return tables.dlrm_datasets_pool(config.source, dim=config.dim)
-    return tables.public_pool(config.source)
+        return dlrm_datasets_pool(config.source, dim=config.dim)
+    return public_pool(config.source)
 
 
 @task

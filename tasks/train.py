@@ -17,10 +17,11 @@ import pandas as pd
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import dataset, files, replays, schema
-from shardcore.cost import accuracy, fit, neural, settle, steps, study
+from shardcore import files, schema
+from shardcore.cost import accuracy, drift_correction, fit, neural, steps, study
 from shardcore.cost.metrics import coverage
 from shardcore.report import model_report
+from shardcore.samples import dataset, replays
 from shardcore.types import ComputeSample, ShardCoreError
 from tasks import console, paths, registry
 from tasks.setting import SettingConfig
@@ -86,7 +87,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
     for path in shipped:
         if not dataset.settings(path) and not replays.digests(path):
             raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml names dataset folders")
-    known = settle.read([measurements, *shipped], setting)
+    known = drift_correction.read([measurements, *shipped], setting)
     replayed = replays.steps([measurements, *shipped], setting)
     logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting, len(known.compute),
                 len(known.comm), len(replayed), " and ".join(map(str, [measurements, *shipped])))
@@ -139,7 +140,7 @@ def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
                        "quieter machine")
 
 
-def _study(model: neural.NeuralModel, known: settle.Measurements, config: TrainConfig) -> model_report.Studied:
+def _study(model: neural.NeuralModel, known: drift_correction.Measurements, config: TrainConfig) -> model_report.Studied:
     logger = get_run_logger()
 
     def progress(_: str, samples: int, values: dict[str, float]) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 import torch
 
-from shardcore import dataset
 from shardcore.measure import hardware, kernels
+from shardcore.samples import dataset
 from shardcore.types import ComputeRequest, ComputeSample, Setting, ShardCoreError
 from tasks import actors
 

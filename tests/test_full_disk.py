@@ -7,7 +7,8 @@ import resource
 import pytest
 from laws import SETTING, compute_samples, linear_law, pool
 
-from shardcore import dataset, files
+from shardcore import files
+from shardcore.samples import dataset
 from shardcore.types import ShardCoreError
 
 

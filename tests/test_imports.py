@@ -73,8 +73,9 @@ def test_directions(path):
         assert "flows" not in tops
     if place == Path("shardcore/types.py"):
         assert not ours
-    if place.parts[:2] == ("shardcore", "measure"):
-        assert not any(n.startswith(("shardcore.cost", "shardcore.search")) for n in ours)
+    if place.parts[0] == "shardcore" and place.parts[1] in ("tables", "draws", "samples", "measure"):
+        through = {p.relative_to(ROOT).parts[1] for p in reached(path)}
+        assert not through & {"cost", "search"}, f"{place} reaches {sorted(through & {'cost', 'search'})}"
     if place.parts[:2] == ("shardcore", "search"):
         assert not any(n.startswith("shardcore.cost") and n != "shardcore.cost.model" for n in ours)
     if place.parts[0] == "flows" and place.name not in ("__init__.py",):
@@ -132,6 +133,11 @@ def test_dvc_stage_depends_on_the_code_it_reaches(stage):
     assert not beyond, f"stage {stage} does not reach {sorted(beyond)}, which dvc.yaml lists"
 
 
+def test_measuring_goes_stale_with_no_cost_model_and_no_search():
+    code = reached(ROOT / "flows/measure.py")
+    assert not [p for p in code if is_within(p.relative_to(ROOT), ("shardcore/cost", "shardcore/search"))]
+
+
 @each_stage
 def test_dvc_stage_depends_on_the_sections_of_params_that_it_reads(stage):
     read = sections_read(stage)
@@ -164,9 +170,9 @@ def test_stages_make_what_the_project_keeps_and_dvc_leaves_what_grows():
 
 def test_stages_that_read_lists_of_public_tables_depend_on_them():
     for stage in STAGES:
-        reads = any((ROOT / "shardcore/tables.py") == p for p in reached(ROOT / f"flows/{stage}.py"))
-        makes_pools = reads and "tasks/tables.py" in listed(stage, "deps")
-        assert ("shardcore/data" in listed(stage, "deps")) == makes_pools
+        code = reached(ROOT / f"flows/{stage}.py")
+        if {ROOT / f"shardcore/tables/{name}.py" for name in ("public", "statistics")} & code:
+            assert "shardcore/tables" in listed(stage, "deps")  # the folder holds the lists
 
 
 def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():

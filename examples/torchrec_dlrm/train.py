@@ -27,12 +27,13 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.models.dlrm import DLRM_DCN
 
 import shardcore
-from shardcore import Setting, streams
+from shardcore import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.export.torchrec_json import write_torchrec
 from shardcore.export.torchrec_planner import ShardCorePlanner
 from shardcore.search import Budget
-from shardcore.tables import public_pool
+from shardcore.tables import streams
+from shardcore.tables.public import public_pool
 
 ROWS_SCALE, DIM, BATCH, LEARNING_RATE = 400, 32, 512, 1.0  # batch: samples of a rank; rate: of the tables
 DENSE = 13

@@ -86,8 +86,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from shardcore import dataset, replays, schema
-    from shardcore.cost import accuracy, fit, neural, settle, steps
+    from shardcore import schema
+    from shardcore.cost import accuracy, drift_correction, fit, neural, steps
+    from shardcore.samples import dataset, replays
 
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
@@ -96,7 +97,7 @@ def train(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
                              f"[{'; '.join(map(str, found)) or 'nothing'}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
-    known, start = settle.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
+    known, start = drift_correction.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     replayed = replays.steps(args.datasets, chosen[0])
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
@@ -124,8 +125,8 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from shardcore import dataset, replays
     from shardcore.report import dataset_report, text_table
+    from shardcore.samples import dataset, replays
 
     found = dataset.settings(args.dataset)
     if not found:

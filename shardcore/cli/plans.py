@@ -210,9 +210,10 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    from shardcore import dataset, files, replays
+    from shardcore import files
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
+    from shardcore.samples import dataset, replays
     from shardcore.workload import lower
 
     device = args.device or hardware.detect_device()
@@ -226,9 +227,9 @@ def replay(args: argparse.Namespace) -> None:
     if args.append:
         made = [(plan.provenance.get("algorithm", path.stem), plan)
                 for path, plan in zip(args.plans, plans, strict=True)]
-        control = dataset.control(args.append, setting)
+        reference = dataset.reference_op(args.append, setting)
         known = replays.append(args.append, problem, made, setting, config,
-                               lambda w: replay_all(w, setting, config, device, control))
+                               lambda w: replay_all(w, setting, config, device, reference))
         costs = [known[replays.plan_digest(plan, problem)] for plan in plans]
     else:
         costs = replay_all(workloads, setting, config, device)
@@ -293,15 +294,17 @@ def _add_problem(commands: argparse._SubParsersAction) -> None:
 
 
 def problem(args: argparse.Namespace) -> None:
-    from shardcore import files, sampling, tables
+    from shardcore import files
+    from shardcore.draws.problems import ProblemConfig, draw_problem
+    from shardcore.tables.public import public_pool
 
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
             raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public "
                                  "list)")
-        shape = sampling.ProblemConfig(devices=args.devices, max_dim=args.max_dim)
-        made = sampling.problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
+        shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
+        made = draw_problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
     else:
         devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
         if Path(args.tables).is_dir():
@@ -309,7 +312,7 @@ def problem(args: argparse.Namespace) -> None:
 
             found, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
-            found = tables.public_pool(args.tables)
+            found = public_pool(args.tables)
         made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch)
     files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardcore.cost.exchange import hosts_alike
 from shardcore.cost.model import CommCost, Compiled
-from shardcore.streams import access_share, lookups, unique_rows
+from shardcore.tables.access import access_share, lookups, unique_rows
 from shardcore.types import PRECISION_BYTES, Setting, Shard, ShardCoreError, Topology
 from shardcore.workload import Traffic
 

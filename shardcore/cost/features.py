@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore import streams
+from shardcore.tables import access
 from shardcore.types import PRECISION_BYTES, Shard
 
 DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells")
@@ -30,9 +30,9 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
         width, height, element_bytes, pooling = np.array(
-            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * streams.access_share(s)) for s in shards],
+            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s)) for s in shards],
             dtype=float).T
-        unique, lookups, row_bytes = streams.unique_rows_of(shards, batch), pooling * batch, width * element_bytes
+        unique, lookups, row_bytes = access.unique_rows_of(shards, batch), pooling * batch, width * element_bytes
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, schema, streams
+from shardcore import files, schema
 from shardcore.cost import band, exchange, features, nets
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.memory import gib
+from shardcore.tables import access
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
 from shardcore.workload import ROW, Traffic, Workload
 
@@ -211,7 +212,7 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
         "shard_bytes": [s.bytes for s in shards],
         "shard_rows": [s.rows for s in shards],
         "shard_width": [s.width for s in shards],
-        "shard_pooling": [s.table.pooling * streams.access_share(s) for s in shards],
+        "shard_pooling": [s.table.pooling * access.access_share(s) for s in shards],
         "op_shards": [len(shards)],
         "op_bytes": [sum(s.bytes for s in shards)],
         "op_batch": [batch],

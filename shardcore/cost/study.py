@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore import tables
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.rates import fit_law
+from shardcore.tables.held_out import kept_for_testing
 from shardcore.types import ComputeSample, Setting
 
 CONTROL = 8
@@ -35,8 +35,8 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
-    """The groups without any table that is kept for testing (tables.kept_for_testing), and those of such tables alone."""
-    kept = [[tables.kept_for_testing(x.table) for x in s.request.shards] for s in compute]
+    """The groups without any table that is kept for testing (kept_for_testing), and those of such tables alone."""
+    kept = [[kept_for_testing(x.table) for x in s.request.shards] for s in compute]
     return ([s for s, k in zip(compute, kept, strict=True) if not any(k)],
             [s for s, k in zip(compute, kept, strict=True) if all(k)])
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore import files, schema
-from shardcore.streams import BIN_HIGH
+from shardcore.tables.access import BIN_HIGH
 from shardcore.types import REUSE_BINS, Reuse, ShardCoreError, Table
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore import streams
 from shardcore.cost.model import CostModel
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, Ranks, layout, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, compare
 from shardcore.search.local import SPACE_OF
-from shardcore.tables import DEFAULT_ACCESS
+from shardcore.tables import access
+from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
         raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, {global_batch}, or "
                              "more")
     found = {name: np.concatenate(parts) for name, parts in ids.items()}
-    return {name: (len(values) / samples, streams.reuse_of(values, samples)) for name, values in found.items()}
+    return {name: (len(values) / samples, access.reuse_of(values, samples)) for name, values in found.items()}
 
 
 def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore import dataset
 from shardcore.measure import gang
 from shardcore.measure.timing import spread
+from shardcore.samples import dataset
 from shardcore.types import CommRequest, CommSample, Setting, ShardCoreError
 
 _SCRATCH_BYTES = 16 << 20

@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 
-from shardcore import dataset, files, sampling, tables
+from shardcore import files
+from shardcore.draws import different
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
+from shardcore.draws.steps import first_step_plans
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
+from shardcore.samples import dataset, parts, replays
+from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.tables.held_out import kept_for_testing
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
 
 _ESTIMATE_S = 5.0
@@ -32,13 +39,13 @@ def measure(args: argparse.Namespace) -> None:
     """What `python -m shardcore measure` does, its arguments as parsed there."""
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
     setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
-    pool = files.read_pool(args.pool) if args.pool else tables.generate_pool(tables.PoolConfig())
+    pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError(f"{args.pool} holds no table with lookups")
     config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
                                   max_repeats=args.max_repeats, interleave=args.interleave)
-    groups = sampling.GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
+    groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
@@ -48,13 +55,13 @@ def measure(args: argparse.Namespace) -> None:
     plans = sum(len(made) for _, made in steps)
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
-    drawn = [t for t in live if tables.kept_for_testing(t)] if args.held_out else live
-    draws = sampling.different(lambda i: sampling.compute_request(drawn, i, setting, args.seed, groups),
+    drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
+    draws = different(lambda i: compute_request(drawn, i, setting, args.seed, groups),
                        lambda r: dataset.compute_id(setting, r), args.samples)
     missing = (r for n, (key, r) in enumerate(draws) if n < args.again or key not in known)
     first = next(missing, None)
     if first:
-        control = sampling.control_request(live, setting, groups)
+        control = reference_request(live, setting, groups)
         control_ms = dataset.usual_ms(args.out, setting, control)
         with SupervisedBench(setting, device, config, control, control_ms, args.hang_s) as bench:
             missing = itertools.chain([first], missing)
@@ -62,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
                 _estimate(args, bench, missing)
             else:
                 print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
-                beside = [sampling.compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)]
+                beside = [compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)]
                 _measure_compute(args, bench, missing, beside, dataset.write_pool(args.out, pool))
     else:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
@@ -75,7 +82,7 @@ def measure(args: argparse.Namespace) -> None:
     elif plans:
         _measure_steps(args, steps, setting, device)
     if not args.dry_run:
-        dataset.merge_parts(args.out)
+        parts.merge_parts(args.out)
 
 
 def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest],
@@ -125,7 +132,7 @@ def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> N
 
 def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[CommRequest]:
     known = dataset.read_ids(args.out, "comm")
-    draws = sampling.different(lambda i: sampling.comm_request(i, args.ranks, setting.batch, args.seed),
+    draws = different(lambda i: comm_request(i, args.ranks, setting.batch, args.seed),
                        lambda r: dataset.comm_id(setting, r), args.exchanges)
     return [r for key, r in draws if key not in known]
 
@@ -145,17 +152,13 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CommRequest],
 
 def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Setting) -> list[tuple[Problem, list]]:
     """The plans to replay, by their problems."""
-    from shardcore import replays  # reaches the cost models, which measuring does without
-
     arena = of_samples(int(args.arena_gib * 2**30), args.hang_s).arena_bytes
-    drawn = sampling.first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
+    drawn = first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
     return replays.missing(args.out, drawn, setting)
 
 
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
-    from shardcore import replays
-
-    config, control = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.control(args.out, setting)
+    config, control = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.reference_op(args.out, setting)
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
         replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device, control))

@@ -30,8 +30,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardcore import dataset, memory, streams
+from shardcore import memory
 from shardcore.measure import hardware, timing
+from shardcore.samples import dataset
+from shardcore.tables import streams
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Table
 
 _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.dataset import Control
 from shardcore.measure import gang
 from shardcore.measure.collectives import CommConfig, Rank, all_gather, reduce_scatter, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
+from shardcore.samples.dataset import ReferenceOp
 from shardcore.types import (
     OUTPUT_BYTES,
     PRECISION_BYTES,
@@ -90,7 +90,7 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
 
 
 def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None, device: str = "cpu",
-               control: Control | None = None) -> list[Replayed]:
+               control: ReferenceOp | None = None) -> list[Replayed]:
     """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets them all; and with
     them a dataset's control group, on all devices at once, which tells the machine's pace.
 
@@ -108,7 +108,7 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     return combine_all([last_said[rank] for rank in range(n_devices)], control)
 
 
-def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], control: Control | None) -> list[Replayed]:
+def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], control: ReferenceOp | None) -> list[Replayed]:
     """The workloads' costs from what replay_rank gives of each rank of one host."""
     pace = float(np.median([control_ms for _, control_ms in ranks], axis=1).mean()) / control[1] if control else 1.0
     return [replace(combine(marks), pace=pace) for marks in zip(*(marks for marks, _ in ranks), strict=True)]
@@ -146,7 +146,7 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
 
 def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
                 device: str = "cpu", progress: Callable[[], None] = lambda: None,
-                control: Control | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+                control: ReferenceOp | None = None) -> tuple[list[np.ndarray], np.ndarray]:
     """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's monotonic clock; and [R] ms
     of the control group, once a round (without one: [0]).
 
@@ -280,7 +280,7 @@ def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:
 
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload], setting: Setting,
-          config: ReplayConfig, device: str, control: Control | None) -> None:
+          config: ReplayConfig, device: str, control: ReferenceOp | None) -> None:
     """One process of replay_all's gang; the last thing it says is its marks."""
     if device == "cuda":
         torch.cuda.set_device(rank)

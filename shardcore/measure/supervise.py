@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from shardcore import dataset
 from shardcore.measure import gang
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.samples import dataset
 from shardcore.types import ComputeRequest, ComputeSample, Setting, ShardCoreError
 
 _START_S = 300.0

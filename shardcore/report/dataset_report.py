@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.dataset import has_control
 from shardcore.memory import gib
+from shardcore.samples.dataset import has_reference_op
 from shardcore.types import CommSample, ComputeSample
 from shardcore.workload import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from shardcore.replays import Kept
+    from shardcore.samples.replays import ReplaySet
 
 
 def dataset_summary(samples: Sequence[ComputeSample],
@@ -44,7 +44,7 @@ def dataset_summary(samples: Sequence[ComputeSample],
         known = [s.known_to for s in timed if s.known_to and np.isfinite(s.known_to)]
         if known:
             rows += [("a median is known to", _deciles(known))]
-    again = repeats[has_control(repeats):]
+    again = repeats[has_reference_op(repeats):]
     if again:
         pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
         apart, clock = ([b.measured_at - a.measured_at for a, b in pairs],
@@ -83,7 +83,7 @@ def exchange_summary(samples: Sequence[CommSample]) -> list[tuple[str, str]]:
     return rows
 
 
-def step_summary(kept: Sequence[Kept]) -> list[tuple[str, str]]:
+def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
     """What a dataset has of replayed steps: rows of name and value."""
     costs = [cost for one in kept for cost in one.costs.values()]
     kinds = Counter(name for one in kept for plan in one.plans.values() for name in dict.fromkeys(
@@ -122,9 +122,11 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
                       [s.total_ms * s.pace / usual for s in repeats[0]], s=12,
                       label="the most often timed, at the clock's pace")
         drift.legend()
-        groups = repeats[has_control(repeats):]
+        groups = repeats[has_reference_op(repeats):]
         changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
         again.scatter([g[0].total_ms for g in groups], changes, s=6)
+        groups = repeats[has_reference_op(repeats):]
+        again.scatter([g[0].total_ms for g in groups], [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups], s=6)
     drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="pace, 1 is usual")
     again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %",
               xscale="log")

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 
-from shardcore import dataset, streams
 from shardcore.cost import features
 from shardcore.cost.neural import NeuralModel
+from shardcore.samples import dataset
+from shardcore.tables import access
 from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Reuse, Setting, Shard, Spread, Table, Zipf
 
 SETTING = Setting("law", 256)
@@ -24,9 +25,9 @@ def linear_law(shards, batch: int) -> tuple[float, float]:
     """A launch, lookups, cells and unique rows, each at its rate."""
     forward, backward = 0.05, 0.03
     for s in shards:
-        lookups = s.table.pooling * streams.access_share(s) * batch
+        lookups = s.table.pooling * access.access_share(s) * batch
         forward += 2e-6 * batch + 1e-5 * lookups + 1e-7 * lookups * s.width
-        backward += 2e-5 * lookups + 4e-5 * streams.unique_rows(s, batch) + 1e-6 * streams.unique_rows(s, batch) * s.width
+        backward += 2e-5 * lookups + 4e-5 * access.unique_rows(s, batch) + 1e-6 * access.unique_rows(s, batch) * s.width
     return forward, backward
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
-from shardcore.streams import unique_rows
+from shardcore.tables.access import unique_rows
 from shardcore.types import Device, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import Traffic, lower
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shardcore import streams
 from shardcore.cost.features import CONDITIONS, DRIVERS, features
+from shardcore.tables import access
 from shardcore.types import Reuse, Shard, Table, Zipf
 
 TABLE = Table("t", 10_000, 64, 5.0, Zipf(0.9))
@@ -53,11 +53,11 @@ def test_by_hand():
 def test_the_rows_that_a_table_touches_are_computed_once(monkeypatch):
     asked = []
 
-    def counted(of, compute=streams._unique_of_zipf):
+    def counted(of, compute=access._unique_of_zipf):
         asked.extend(of)
         return compute(of)
 
-    monkeypatch.setattr(streams, "_unique_of_zipf", counted)
+    monkeypatch.setattr(access, "_unique_of_zipf", counted)
     shards = [Shard.whole(TABLE), Shard(TABLE, 0, TABLE.rows, 0, 32), Shard(TABLE, 0, 100, 0, 64)]
     again = [features(shards, 77), features(shards[::-1], 77)]
     assert len(asked) == 1

@@ -9,7 +9,7 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, 
 
 from shardcore import schema
 from shardcore.cost import accuracy, band, fit
-from shardcore.streams import access_share
+from shardcore.tables.access import access_share
 from shardcore.types import (
     CommRequest,
     CommSample,

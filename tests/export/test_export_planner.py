@@ -21,7 +21,7 @@ from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
-from shardcore.tables import DEFAULT_ACCESS  # noqa: E402
+from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
 from shardcore.types import Device, Setting, ShardCoreError, Topology  # noqa: E402
 from shardcore.workload import lower  # noqa: E402
 

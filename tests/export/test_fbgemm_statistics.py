@@ -23,7 +23,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # n
 from torchrec.distributed.types import EnumerableShardingSpec  # noqa: E402
 from training import in_processes  # noqa: E402
 
-from shardcore import files, streams  # noqa: E402
+from shardcore import files  # noqa: E402
 from shardcore.cli import main  # noqa: E402
 from shardcore.export import fbgemm_statistics  # noqa: E402
 from shardcore.export.fbgemm_statistics import (  # noqa: E402
@@ -36,6 +36,7 @@ from shardcore.export.fbgemm_statistics import (  # noqa: E402
 )
 from shardcore.export.torchrec import to_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
+from shardcore.tables import access, streams  # noqa: E402
 from shardcore.types import Device, Placement, Plan, Reuse, Shard, ShardCoreError, Table, Topology, Zipf  # noqa: E402
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
@@ -111,7 +112,7 @@ def test_reuse_is_near_that_of_the_data(reports):
     reported = problem_for(Model(names="acd"), ONE, BATCH, reports)
     for table in reported.tables:
         unique = [len(np.unique(np.concatenate([step(seed)[f][0] for f in TABLES[table.name][2]]))) for seed in range(STEPS)]
-        found = streams.unique_rows(Shard.whole(table), BATCH)
+        found = access.unique_rows(Shard.whole(table), BATCH)
         assert found == pytest.approx(np.mean(unique), rel=0.25)
         assert sum(table.access.bins) == pytest.approx(1)
 
@@ -150,7 +151,7 @@ def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
     reported, measured = (problem_for(Model(), ONE, BATCH, source) for source in (tmp_path, [kjt(0)]))
     assert {t.name: t.pooling for t in reported.tables} == POOLING
     for found, true in zip(reported.tables, measured.tables, strict=True):
-        unique, wanted = (streams.unique_rows(Shard.whole(t), BATCH) for t in (found, true))
+        unique, wanted = (access.unique_rows(Shard.whole(t), BATCH) for t in (found, true))
         assert unique == pytest.approx(wanted, rel=0.25)
 
 

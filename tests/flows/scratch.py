@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from shardcore import dataset
+from shardcore.samples import dataset
 from tasks import services
 
 ROOT = Path(__file__).parents[2]

@@ -25,9 +25,10 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
-from shardcore import dataset, files, schema
+from shardcore import files, schema
 from shardcore.cost import fit, neural
 from shardcore.publish import store
+from shardcore.samples import dataset
 from shardcore.types import Device, Problem, Topology
 from tasks import publish_claim, registry
 

@@ -17,7 +17,9 @@ from ray_fixtures import add_node, raylet
 from scratch import timings, until
 
 import flows.measure
-from shardcore import dataset, files, sampling
+from shardcore import files
+from shardcore.draws.groups import reference_request
+from shardcore.samples import dataset
 from shardcore.types import ComputeSample
 from tasks import console, services
 from tasks.measure import MeasureConfig
@@ -86,7 +88,7 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
             for name in set(re.findall(r"ray_shardcore_measure_\w+", expression)):
                 asked[name] |= {label.strip() for by in re.findall(r" by \(([^)]+)\)", expression) for label in by.split(",")}
     setting, config = SettingConfig(batch=BATCH).setting(), MeasureConfig(**TOY)
-    control = sampling.control_request([t for t in pool() if t.pooling], setting, config.groups())
+    control = reference_request([t for t in pool() if t.pooling], setting, config.groups())
     known = ComputeSample(dataset.compute_id(setting, control), setting, control, spread(1.0), spread(1.0), 0.0)
     folder, head, seen = toy.folder / "data/measurements", cluster.list_all_nodes()[0], {}
     dataset.write_compute(folder, [known] * 3, dataset.write_pool(folder, pool()))  # so that it need not calibrate

@@ -32,9 +32,10 @@ from scratch import kill_group, until
 from flows.promote import promote
 from flows.publish import publish
 from flows.refresh import refresh
-from shardcore import dataset, files
+from shardcore import files
 from shardcore.cost import fit, neural
 from shardcore.publish import store
+from shardcore.samples import dataset
 from shardcore.search.explain import explain
 from shardcore.types import Device, Problem, ShardCoreError, Topology
 from tasks import publish_claim, registry, watch

@@ -9,8 +9,10 @@ import pytest
 import yaml
 from scratch import TOY, with_logs
 
-from shardcore import dataset, files, replays, sampling
+from shardcore import files
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.publish import store
+from shardcore.samples import dataset, replays
 from shardcore.types import Setting
 from tasks.tables import TablesConfig, make_pool
 
@@ -21,7 +23,7 @@ def project(new_project):
     made = new_project()
     pool = make_pool.fn(TablesConfig(**TOY["tables"]))
     for i in range(2):
-        problem = sampling.problem(pool, i, Setting("any", 64), 0, sampling.ProblemConfig(devices=2, max_dim=32))
+        problem = draw_problem(pool, i, Setting("any", 64), 0, ProblemConfig(devices=2, max_dim=32))
         files.write_problem(made.folder / f"problems/draw-{i}.json", problem)
     (made.folder / "log").write_text(made.run("flows.refresh").stdout)
     return made
@@ -93,7 +95,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the control group
     assert "24 exchanges and 2 steps of plans" in log and replays.digests(project.folder / "data/measurements")
     [setting] = dataset.settings(project.folder / "data/measurements")
-    control = dataset.control(project.folder / "data/measurements", setting)  # ran beside replays where there is one
+    control = dataset.reference_op(project.folder / "data/measurements", setting)  # ran beside replays where there is one
     for folder, plans in (("data/measurements/replays", 2), ("data/evaluation/replays", 1)):
         costs = [cost for kept in replays.read_all(project.folder / folder, setting) for cost in kept.costs.values()]
         assert len(costs) >= plans and {cost.pace != 1 for cost in costs} == {control is not None}

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore import dataset, sampling
+from shardcore.draws.collectives import comm_request
 from shardcore.measure import collectives, gang
+from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, CommRequest, Setting, ShardCoreError
 
 SETTING = Setting("test", 48)
@@ -30,7 +31,7 @@ def children():
 def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
     late = CommRequest((8, 8), 96, (0.0, 50.0))
     each = [CommRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")]
-    requests, found = [late, *each, sampling.comm_request(1, 2, 96, max_start_ms=10.0)], []
+    requests, found = [late, *each, comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
         for sample in collectives.measure_all(
             [*requests, *[CommRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG

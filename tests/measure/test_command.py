@@ -14,14 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import dataset, files, replays, sampling
+from shardcore import files
 from shardcore.cli import main
+from shardcore.draws import different
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import command as measuring
+from shardcore.samples import dataset, replays
 from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)
-SHAPE = sampling.GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
+SHAPE = GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
 
 
 def drawn(live, n: int) -> list:
-    draws = sampling.different(lambda i: sampling.compute_request(live, i, SETTING, 0, SHAPE),
+    draws = different(lambda i: compute_request(live, i, SETTING, 0, SHAPE),
                                lambda r: dataset.compute_id(SETTING, r), n)
     return [request for _, request in draws]
 
@@ -98,11 +102,11 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
         r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said
     )
     assert "2 of 2 exchanges" in said and "2 of 2 steps" in said and len(replays.digests(folder)) == 1
-    control = sampling.control_request(live, SETTING, SHAPE)
+    control = reference_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {control, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
     assert {s.request for s in dataset.read_comm(folder)} == {
-        sampling.comm_request(i, 2, 64) for i in range(2)
+        comm_request(i, 2, 64) for i in range(2)
     }
     assert len(list(folder.glob("compute-*.parquet"))) == len(list(folder.glob("comm-*.parquet"))) == 1
     assert main(["report", str(folder)]) == 0 and re.search(
@@ -112,7 +116,7 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
 
 def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, live, folder, tables, capsys):
     """At the folder's pace: its control group usually takes 1,000 s, which no machine is as slow as."""
-    requests, control = drawn(live, 8), sampling.control_request(live, SETTING, SHAPE)
+    requests, control = drawn(live, 8), reference_request(live, SETTING, SHAPE)
     kept = [measured(r) for r in requests[:6]]
     kept[3] = dataclasses.replace(kept[3], known_to=2.0)
     kept[4] = dataclasses.replace(kept[4], forward=None, backward=None, error="out of memory")
@@ -128,12 +132,12 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
 def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_asked_for(
     command, live, folder, tables, capsys
 ):
-    kept = [measured(r) for r in (*drawn(live, 6), sampling.control_request(live, SETTING, SHAPE))]
+    kept = [measured(r) for r in (*drawn(live, 6), reference_request(live, SETTING, SHAPE))]
     dataset.write_compute(folder, kept, dataset.write_pool(folder, tables))
     dataset.write_compute(
         folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables)
     )
-    exchanges = [sampling.comm_request(i, 2, 64) for i in range(2)]
+    exchanges = [comm_request(i, 2, 64) for i in range(2)]
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
     dataset.write_comm(
         folder,
@@ -227,7 +231,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     samples, repeats = dataset.read_compute(folder), dataset.read_repeats(folder)
     assert kept <= {s.id for s in samples} and len(samples) == 31  # with the control group
     assert not list(folder.glob(".*.tmp"))
-    control = sampling.control_request(live, SETTING, SHAPE)
+    control = reference_request(live, SETTING, SHAPE)
     assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, control)}  # no other was measured twice
 
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardcore import sampling, streams
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.tables import streams
 from shardcore.types import ComputeRequest, Setting, Shard, Table, Zipf
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
@@ -17,8 +18,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision, optimizer", [("fp32", "exact_sgd"), ("fp16", "exact_sgd"), ("fp32", "rowwise_adagrad")])
 def test_groups_are_measured_forward_and_backward(tables, device, precision, optimizer):
-    groups, setting = sampling.GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
-    requests = [sampling.compute_request(tables, i, setting, config=groups) for i in range(12)]
+    groups, setting = GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
+    requests = [compute_request(tables, i, setting, config=groups) for i in range(12)]
     samples = list(KernelBench(setting, device, CONFIG).measure(requests))
     assert {s.request for s in samples} == set(requests) and len(samples) == 12
     assert [s.error for s in samples] == [None] * 12
@@ -55,8 +56,8 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
 
 def test_what_does_not_fit_costs_that_sample_only(tables):
     huge = Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0)))
-    setting, groups = Setting("test", 256), sampling.GroupConfig(max_shard_bytes=1 << 20)
-    good = sampling.compute_request(tables, 0, setting, config=groups)
+    setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20)
+    good = compute_request(tables, 0, setting, config=groups)
     samples = list(KernelBench(setting, "cpu", CONFIG).measure([ComputeRequest((huge,), 256), good]))
     failed = next(s for s in samples if s.request.shards == (huge,))
     assert "huge" in failed.error and "2.4 GiB" in failed.error and failed.forward is None
@@ -179,9 +180,9 @@ def test_timings_are_at_the_pace_at_which_the_control_takes_its_usual_ms(tables)
 
 
 def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
-    setting, groups = Setting("test", 256), sampling.GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
-    requests = [sampling.compute_request(tables, i, setting, config=groups) for i in range(8)]
-    control = sampling.control_request(tables, setting, groups)
+    setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
+    requests = [compute_request(tables, i, setting, config=groups) for i in range(8)]
+    control = reference_request(tables, setting, groups)
     bench = KernelBench(setting, "cpu", CONFIG, control)
     bench.control_ms = bench.calibrate(requests, seconds=0.2)
     samples = list(bench.measure(requests))
@@ -193,8 +194,8 @@ def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
 
 
 def test_what_was_added_stays_in_turn_until_finished(tables):
-    setting, groups = Setting("test", 256), sampling.GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
-    requests = [sampling.compute_request(tables, i, setting, config=groups) for i in range(7)]
+    setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
+    requests = [compute_request(tables, i, setting, config=groups) for i in range(7)]
     bench = KernelBench(setting, "cpu", CONFIG)
     finished = [s for r in requests for s in bench.add(r)]
     assert 0 < len(bench.active) <= CONFIG.interleave

@@ -1,14 +1,17 @@
 import dataclasses
 
-from shardcore import dataset, report, sampling
+from shardcore import report
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import compute_request
 from shardcore.report import dataset_report
+from shardcore.samples import dataset
 from shardcore.types import CommSample, ComputeSample, Setting, Spread
 
 SETTING = Setting("test", 256)
 
 
 def sample(tables, i, at, scale=1.0, error=None):
-    request = sampling.compute_request(tables, i, SETTING)
+    request = compute_request(tables, i, SETTING)
     spread = Spread(scale, 0.9 * scale, 1.1 * scale, 5)
     found = ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, spread, spread, at, pace=1.2, known_to=0.05)
     return dataclasses.replace(found, forward=None, backward=None, error=error) if error else found
@@ -31,7 +34,7 @@ def test_a_dataset_report_says_coverage_noise_drift_and_repeatability(tables, tm
 
 def test_exchanges_are_summed_up_by_kind():
     spread = Spread(2.0, 1.9, 2.1, 5)
-    requests = [sampling.comm_request(i, 2, 256) for i in range(20)]
+    requests = [comm_request(i, 2, 256) for i in range(20)]
     samples = [CommSample(str(i), SETTING, r, None if r.collective == "all_reduce" else (spread,) * 2, (spread,) * 2, (0.0, 0.0),
                           1.0, None, i, False) for i, r in enumerate(requests)]
     rows = dict(dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0], error="a rank died")]))

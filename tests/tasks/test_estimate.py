@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import dataset, files
+from shardcore import files
+from shardcore.samples import dataset
 from shardcore.types import CommRequest, ComputeRequest, Device, Placement, Plan, Problem, Shard, Table, Topology, Zipf
 from shardcore.workload import lower
 from tasks import estimate

@@ -9,11 +9,12 @@ import re
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import files, replays
+from shardcore import files
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import replays
 from shardcore.search import compare
 from shardcore.search.budget import Budget
 from shardcore.types import Replayed, ShardCoreError, Spread, Table

@@ -4,10 +4,10 @@ import pytest
 import ray
 from laws import pool
 
-from shardcore import dataset
+from shardcore.draws.groups import GroupConfig
 from shardcore.measure.collectives import CommConfig
 from shardcore.measure.kernels import KernelConfig
-from shardcore.sampling import GroupConfig
+from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 from tasks.measure import (
     MeasureConfig,

@@ -6,7 +6,9 @@ from collections import Counter
 import pytest
 from laws import pool, spread
 
-from shardcore import dataset, files, sampling
+from shardcore import files
+from shardcore.draws.groups import reference_request
+from shardcore.samples import dataset
 from shardcore.types import ComputeSample, Setting
 from tasks import measure, replay
 from tasks.measure import MeasureConfig, measure_comm, measure_compute, wanted_comm, wanted_compute
@@ -47,13 +49,13 @@ def timed(request, known_to, ms=1.0):
 def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, progress, caplog):
     files.write_pool(tmp_path / "pool.json", TABLES)
     folder, wanted = tmp_path / "measurements", list(wanted_compute(TABLES, SETTING, CONFIG).values())
-    control = sampling.control_request(TABLES, SETTING, CONFIG.groups())
+    control = reference_request(TABLES, SETTING, CONFIG.groups())
     there = [timed(control, 0.01, ms=1.5), timed(wanted[0], 0.9), *(timed(r, 0.01) for r in wanted[1:6])]
     dataset.write_compute(folder, there, dataset.write_pool(folder, TABLES))
     with caplog.at_level(logging.INFO, "measure"):
         assert measure_compute.fn(tmp_path / "pool.json", SETTING, CONFIG, folder) == 2
     assert "8 compute samples wanted, 2 of them to measure" in caplog.text
-    assert "2 devices; the control group takes 3.000 ms" in caplog.text  # as the dataset has it, not calibrated again
+    assert "2 devices; the reference op takes 3.000 ms" in caplog.text  # as the dataset has it, not calibrated again
     assert "1 samples were disturbed and are measured once more" in caplog.text
     assert progress == [["compute", 2, 2, False], ["compute", 1, 1, True]]
     times = Counter(s.id for s in dataset.read_timings(folder))

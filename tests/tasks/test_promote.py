@@ -9,11 +9,13 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool, sprea
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import dataset, files, replays, sampling
+from shardcore import files
 from shardcore.cost import exchange, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.types import Replayed, Spread
 from tasks import publish_claim, registry
@@ -81,7 +83,7 @@ def promote(store, model, approve=False, will_publish=False, **config):
 def replay_as_priced_by(model, store, problems):
     """Replays of random plans that cost exactly what the model says."""
     for i in range(problems):
-        drawn = sampling.problem(pool(), i, SETTING, 1, sampling.ProblemConfig(2, 4, 8, 32))
+        drawn = draw_problem(pool(), i, SETTING, 1, ProblemConfig(2, 4, 8, 32))
         made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(8)]
 
         def run(workloads):

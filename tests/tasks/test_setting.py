@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from laws import SETTING, compute_samples, linear_law, pool
 
-from shardcore import dataset
 from shardcore.measure import hardware
+from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 from tasks.setting import SettingConfig
 

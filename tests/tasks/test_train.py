@@ -11,11 +11,12 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import dataset, files, replays, schema
+from shardcore import files, schema
 from shardcore.cost import accuracy, exchange, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.steps import FEWEST_STEPS
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.types import Device, Problem, Replayed, Setting, ShardCoreError, Spread, Topology
 from tasks import registry

@@ -7,15 +7,16 @@ import time
 import pytest
 from ray_fixtures import raylet
 
-from shardcore import dataset, sampling
+from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.measure.kernels import KernelConfig
+from shardcore.samples import dataset
 from shardcore.types import ComputeRequest, Setting, ShardCoreError
 from tasks import actors
 from tasks.workers import Workers, chunk_size
 
 SETTING = Setting("test", 64)
 CONFIG = KernelConfig(arena_bytes=1 << 24, min_repeats=2, max_repeats=2, interleave=3)
-GROUPS = sampling.GroupConfig(max_shards=4, max_shard_bytes=1 << 22, planned=0.0)
+GROUPS = GroupConfig(max_shards=4, max_shard_bytes=1 << 22, planned=0.0)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture
 def requests(tables):
     live = [t for t in tables if t.pooling]
-    draws = (sampling.compute_request(live, i, SETTING, 0, GROUPS) for i in range(40))
+    draws = (compute_request(live, i, SETTING, 0, GROUPS) for i in range(40))
     return list({dataset.compute_id(SETTING, r): r for r in draws}.values())[:24]
 
 

@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
-from shardcore import dataset
-from shardcore.cost import accuracy, settle
+from shardcore.cost import accuracy
+from shardcore.cost.drift_correction import (
+    FEWEST_BUSY,
+    NEIGHBOURS,
+    REACH_S,
+    _neighbours_median,
+    as_in_a_step,
+    corrected,
+    read,
+)
+from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 
 
@@ -33,10 +42,10 @@ def off(samples, truth) -> float:
 def test_slow_stretches_are_taken_out(law):
     truth = compute_samples(law, 600, noise=0.03)
     measured = in_turn(truth, lambda s: 1.3 if 40 < s < 80 else 1 + 0.1 * math.sin(s / 15))
-    settled = settle.settled(measured)
-    assert off(settled, truth) < 0.5 * off(measured, truth)
-    assert [s.id for s in settled] == [s.id for s in truth]
-    slow, was = settled[200], measured[200]
+    found = corrected(measured)
+    assert off(found, truth) < 0.5 * off(measured, truth)
+    assert [s.id for s in found] == [s.id for s in truth]
+    slow, was = found[200], measured[200]
     by = was.forward.median_ms / slow.forward.median_ms
     assert slow.pace == pytest.approx(by * was.pace)
     assert [
@@ -44,62 +53,62 @@ def test_slow_stretches_are_taken_out(law):
     ] == pytest.approx(
         [x / by for part in (was.forward, was.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)]
     )
-    assert 1.03 < slow.pace / settled[20].pace < 1.5
+    assert 1.03 < slow.pace / found[20].pace < 1.5
 
 
 def test_a_steady_machine_changes_next_to_nothing():
     truth = compute_samples(cache_law, 600, noise=0.03)
-    assert off(settle.settled(in_turn(truth, lambda s: 1.0)), truth) < 0.01
+    assert off(corrected(in_turn(truth, lambda s: 1.0)), truth) < 0.01
 
 
-def test_witnesses_are_near_in_time_and_others():
+def test_neighbours_are_near_in_time_and_others():
     """Half of NEIGHBOURS at least, of the nearest on each side, within REACH_S, none a timing of the same
     request."""
-    n, at = settle.NEIGHBOURS, np.arange(40.0)
-    deviation, witness, ids = np.arange(40.0), np.ones(40, bool), [str(i) for i in range(40)]
+    n, at = NEIGHBOURS, np.arange(40.0)
+    residual, trusted, ids = np.arange(40.0), np.ones(40, bool), [str(i) for i in range(40)]
 
-    def median(i, at_s=at, witness=witness, ids=ids):
-        return settle._neighbours_median(at_s, deviation, witness, ids)[i]
+    def median(i, at_s=at, trusted=trusted, ids=ids):
+        return _neighbours_median(at_s, residual, trusted, ids)[i]
 
     assert (
         median(20) == 20
         and median(0) == np.median(range(1, n + 1))
         and median(5) == np.median([*range(5), *range(6, 6 + n)])
     )
-    assert median(20, witness=at > 20) == np.median(range(21, 22 + n))
+    assert median(20, trusted=at > 20) == np.median(range(21, 22 + n))
     again = ["20" if 20 <= i < 30 else str(i) for i in range(40)]
     assert median(20, ids=again) == np.median([*range(20 - n, 20), *range(30, 21 + n)])
     assert (
-        median(20, at_s=at * settle.REACH_S / 3) == 20 and median(20, at_s=at * settle.REACH_S / 2.9) == 0
+        median(20, at_s=at * REACH_S / 3) == 20 and median(20, at_s=at * REACH_S / 2.9) == 0
     )  # six, or four
 
 
 def test_samples_far_apart_or_all_of_one_time_stay_as_they_are():
-    measured = in_turn(compute_samples(linear_law, 100, noise=0.1), lambda s: 1.0, seconds=settle.REACH_S + 1)
-    assert settle.settled(measured) == measured
+    measured = in_turn(compute_samples(linear_law, 100, noise=0.1), lambda s: 1.0, seconds=REACH_S + 1)
+    assert corrected(measured) == measured
     once = [dataclasses.replace(s, measured_at=1.0) for s in measured]
-    assert settle.settled(once) == once
+    assert corrected(once) == once
 
 
 def test_a_group_that_costs_more_keeps_its_cost():
     measured = in_turn(compute_samples(linear_law, 300), lambda s: 1.0)
     measured[150] = slowed(measured[150], 3.0)
-    assert settle.settled(measured)[150].total_ms == pytest.approx(measured[150].total_ms, rel=0.02)
+    assert corrected(measured)[150].total_ms == pytest.approx(measured[150].total_ms, rel=0.02)
 
 
-def test_the_test_split_is_no_witness():
+def test_the_test_split_corrects_nobody():
     measured = in_turn(compute_samples(linear_law, 300, noise=0.05), lambda s: 1 + 0.2 * math.sin(s / 10))
     other = [slowed(s, 2.0) if accuracy.held_out([s]) else s for s in measured]
-    rest = [(a, b) for a, b in zip(settle.settled(measured), settle.settled(other), strict=True) if not accuracy.held_out([a])]
+    rest = [(a, b) for a, b in zip(corrected(measured), corrected(other), strict=True) if not accuracy.held_out([a])]
     assert all(a == b for a, b in rest)
 
 
 def test_failures_and_few_samples_stay_as_they_are():
     samples = in_turn(compute_samples(linear_law, 30), lambda s: 1 + s)
-    assert settle.settled(samples) == samples
+    assert corrected(samples) == samples
     failed = [dataclasses.replace(s, id=f"{i}", forward=None, backward=None, error="out of memory")
               for i, s in enumerate(samples)]
-    assert [s for s in settle.settled([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed]) if s.error] == failed
+    assert [s for s in corrected([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed]) if s.error] == failed
 
 
 def test_folders_are_read_together_each_sample_once(tmp_path):
@@ -107,20 +116,20 @@ def test_folders_are_read_together_each_sample_once(tmp_path):
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
     for folder, part in (("a", samples[:40]), ("b", samples[30:])):
         dataset.write_compute(tmp_path / folder, part, dataset.write_pool(tmp_path / folder, tables))
-    known = settle.read([tmp_path / "a", tmp_path / "b"], SETTING)
+    known = read([tmp_path / "a", tmp_path / "b"], SETTING)
     assert sorted({s.id for s in samples}) == [s.id for s in known.compute] and not known.comm
     assert known.repeats == []
 
 
 def test_exchanges_of_a_collective_are_those_between_busy_ranks_once_there_are_enough():
     idle = [*comm_samples(40), *comm_samples(30, collective="all_reduce")]
-    few, enough = comm_samples(settle.FEWEST_BUSY // 2, busy_ms=20.0), comm_samples(2 * settle.FEWEST_BUSY, busy_ms=20.0)
-    assert settle.as_in_a_step(few) == few and settle.as_in_a_step(idle) == idle
-    assert settle.as_in_a_step([*idle, *few]) == idle
-    assert {(s.request.collective, s.request.busy_ms) for s in settle.as_in_a_step([*idle, *enough])} == {
+    few, enough = comm_samples(FEWEST_BUSY // 2, busy_ms=20.0), comm_samples(2 * FEWEST_BUSY, busy_ms=20.0)
+    assert as_in_a_step(few) == few and as_in_a_step(idle) == idle
+    assert as_in_a_step([*idle, *few]) == idle
+    assert {(s.request.collective, s.request.busy_ms) for s in as_in_a_step([*idle, *enough])} == {
         ("all_to_all", 20.0), ("all_reduce", 0.0)}
     failed = [dataclasses.replace(s, forward=None, backward=None, error="a rank died") for s in enough]
-    assert settle.as_in_a_step([*idle, *failed]) == idle
+    assert as_in_a_step([*idle, *failed]) == idle
 
 
 def test_a_folder_of_another_setting_is_named(tmp_path):
@@ -128,4 +137,4 @@ def test_a_folder_of_another_setting_is_named(tmp_path):
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
     dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
     with pytest.raises(ShardCoreError, match="holds samples for .*batch 256.*, none for .*batch 512"):
-        settle.read([tmp_path], Setting("law", 512))
+        read([tmp_path], Setting("law", 512))

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from shardcore import dataset, replays
-from shardcore.cost import reality
+from shardcore.cost import reality, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig
+from shardcore.samples import parts, replays
 from shardcore.search import Budget, compare
 from shardcore.types import Device, Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost, Topology
 
@@ -53,14 +53,14 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert replays.keep(folder, problem, made, SETTING, CONFIG, clock) == kept and len(clock.ran) == 1
     assert replays.read_all(tmp_path, SETTING) == [kept]
     assert replays.read_all(tmp_path, dataclasses.replace(SETTING, batch=64)) == []
-    rows = replays.judge([kept], MODEL)
+    rows = replay_records.judge([kept], MODEL)
     assert [r.algorithm for r in rows] == [algorithm for algorithm, _ in made]
     for r in rows:  # quartiles 1.4 to 1.6 times what was predicted, of four repeats
         assert r.replayed_ms == pytest.approx(1.5 * r.predicted_ms)
         assert r.noise_ms == pytest.approx(1.96 * 1.2533 / 1.349 * 0.2 * r.predicted_ms / 2)
     assert reality.figures(rows)["bias"] == pytest.approx(-100 / 3)
-    parts = replays.parts([kept], MODEL)
-    assert "backward_compute_ms" in parts and all(ratio == pytest.approx(1.5) for ratio in parts.values())
+    ratios = replay_records.parts([kept], MODEL)
+    assert "backward_compute_ms" in ratios and all(ratio == pytest.approx(1.5) for ratio in ratios.values())
 
 
 def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_path):
@@ -74,7 +74,7 @@ def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_pa
 
 def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, clock, tmp_path):
     def disturbed(workloads):
-        return [dataclasses.replace(cost, pace=replays.MOST_PACE + 0.1) for cost in clock(workloads)]
+        return [dataclasses.replace(cost, pace=replays.MOST_SLOWDOWN + 0.1) for cost in clock(workloads)]
 
     first = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, disturbed)
     assert len(first) == 2 and replays.steps([tmp_path], SETTING) == []
@@ -102,7 +102,7 @@ def test_a_replay_is_disturbed_at_a_pace_of_half_as_much_again_either_way(
 
 def test_replays_whose_timings_meant_something_else_are_none(problem, made, clock, tmp_path, monkeypatch):
     folder = tmp_path / "replays" / "kept"
-    monkeypatch.setattr(dataset, "MEASUREMENT_VERSION", 1)
+    monkeypatch.setattr(parts, "MEASUREMENT_VERSION", 1)
     replays.keep(folder, problem, made[-1:], SETTING, CONFIG, clock)
     monkeypatch.undo()
     assert not replays.is_kept(folder, problem, made[-1:], SETTING, CONFIG)

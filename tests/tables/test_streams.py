@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcore import streams
+from shardcore.tables import access, streams
 from shardcore.types import REUSE_BINS, Reuse, Shard, Table, Zipf
 
 BATCH = 4096
@@ -17,8 +17,9 @@ def reuse_table(rows_in_bin, batch=BATCH, rows=None, ordered=False, name="t"):
     """A table with whole rows in each bin, at the bins' mean counts."""
     n = np.zeros(REUSE_BINS)
     n[: len(rows_in_bin)] = rows_in_bin
-    lookups = round(float(n @ streams.BIN_MEAN))
-    return Table(name, rows or int(3 * n.sum()), 16, lookups / batch, Reuse(tuple(n / n.sum()), batch), ordered=ordered)
+    lookups = round(float(n @ access.BIN_MEAN))
+    reuse = Reuse(tuple(n / n.sum()), batch)
+    return Table(name, rows or int(3 * n.sum()), 16, lookups / batch, reuse, ordered=ordered)
 
 
 @st.composite
@@ -30,10 +31,11 @@ def whole_bins(draw):
 @settings(max_examples=60, deadline=None)
 def test_reference_counts_are_the_specified_bins(rows_in_bin):
     table = reuse_table(rows_in_bin)
-    counts = streams.reference_counts(table)
-    assert counts.sum() == streams.lookups(table, BATCH)
+    counts = access.reference_counts(table)
+    assert counts.sum() == access.lookups(table, BATCH)
     assert np.all(np.diff(counts) <= 0)
-    assert np.bincount(streams.reuse_bin(counts), minlength=REUSE_BINS)[: len(rows_in_bin)].tolist() == rows_in_bin
+    found = np.bincount(access.reuse_bin(counts), minlength=REUSE_BINS)
+    assert found[: len(rows_in_bin)].tolist() == rows_in_bin
 
 
 @given(bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS).filter(lambda b: sum(b) > 0.1),
@@ -42,7 +44,7 @@ def test_reference_counts_are_the_specified_bins(rows_in_bin):
 def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
     """Also one that the lookups or the rows cannot hold, or that is not of whole rows."""
     table = Table("t", rows, 16, lookups / BATCH, Reuse(tuple(np.array(bins) / sum(bins)), BATCH))
-    counts = streams.reference_counts(table)
+    counts = access.reference_counts(table)
     assert counts.sum() == lookups
     assert counts.min() >= 1
     assert len(counts) <= rows
@@ -50,7 +52,7 @@ def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
 
 def test_reuse_bin_edges():
     counts = np.array([1, 2, 3, 4, 5, 8, 9, 32768, 32769, 10**9])
-    assert streams.reuse_bin(counts).tolist() == [0, 1, 2, 2, 3, 3, 4, 15, 16, 16]
+    assert access.reuse_bin(counts).tolist() == [0, 1, 2, 2, 3, 3, 4, 15, 16, 16]
 
 
 @given(whole_bins(), st.booleans(), st.integers(0, 3))
@@ -58,8 +60,8 @@ def test_reuse_bin_edges():
 def test_stream_at_the_reference_batch_has_the_histogram_exactly(rows_in_bin, ordered, seed):
     table = reuse_table(rows_in_bin[:12] if any(rows_in_bin[:12]) else [1], ordered=ordered)
     ids, offsets = streams.stream(table, BATCH, seed)
-    assert streams.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-12)
-    assert len(ids) == streams.lookups(table, BATCH) == offsets[-1]
+    assert access.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-12)
+    assert len(ids) == access.lookups(table, BATCH) == offsets[-1]
     assert offsets[0] == 0 and len(offsets) == BATCH + 1 and np.all(np.diff(offsets) >= 0)
     assert ids.dtype == offsets.dtype == np.int64
     assert ids.min() >= 0 and ids.max() < table.rows
@@ -74,17 +76,17 @@ def test_smaller_batches_touch_the_expected_rows(keep, ordered):
     table, batch = reuse_table(MIXED, ordered=ordered), round(BATCH * keep)
     whole = Shard.whole(table)
     measured = [len(np.unique(streams.stream(table, batch, seed)[0])) for seed in range(5)]
-    assert np.mean(measured) == pytest.approx(streams.unique_rows(whole, batch), rel=0.04)
+    assert np.mean(measured) == pytest.approx(access.unique_rows(whole, batch), rel=0.04)
     lookups = np.mean([len(streams.stream(table, batch, seed)[0]) for seed in range(5)])
-    assert lookups == pytest.approx(streams.lookups(table, batch), rel=0.05)
+    assert lookups == pytest.approx(access.lookups(table, batch), rel=0.05)
 
 
 @pytest.mark.parametrize("factor", [1.3, 2, 3.5])
 def test_larger_batches_have_their_lookups_and_no_new_rows(factor):
     table, batch = reuse_table(MIXED), round(BATCH * factor)
     ids, _ = streams.stream(table, batch)
-    assert len(ids) == pytest.approx(streams.lookups(table, batch), rel=0.01)
-    assert len(np.unique(ids)) == streams.unique_rows(Shard.whole(table), batch) == sum(MIXED)
+    assert len(ids) == pytest.approx(access.lookups(table, batch), rel=0.01)
+    assert len(np.unique(ids)) == access.unique_rows(Shard.whole(table), batch) == sum(MIXED)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.8, 1.0, 1.05, 1.5])
@@ -94,7 +96,8 @@ def test_zipf_streams_touch_the_expected_rows(alpha, rows):
     ids, offsets = streams.stream(table, BATCH, seed=1)
     assert np.all(np.diff(offsets) == 8)
     assert ids.min() >= 0 and ids.max() < rows
-    assert len(np.unique(ids)) == pytest.approx(streams.unique_rows(Shard.whole(table), BATCH), rel=0.03, abs=1)
+    expected = access.unique_rows(Shard.whole(table), BATCH)
+    assert len(np.unique(ids)) == pytest.approx(expected, rel=0.03, abs=1)
 
 
 def test_zipf_with_fractional_pooling_spreads_over_the_samples():
@@ -118,19 +121,21 @@ def test_row_ranges_partition_the_stream(table, cut, batch):
     assert np.array_equal(low_offsets + high_offsets, offsets)
     assert np.array_equal(np.sort(np.concatenate([low_ids, high_ids + at])), np.sort(ids))
     assert low_ids.max(initial=0) < low.rows and high_ids.max(initial=0) < high.rows
-    assert streams.access_share(low) + streams.access_share(high) == pytest.approx(1)
-    parts = streams.unique_rows(low, batch) + streams.unique_rows(high, batch)
-    assert parts == pytest.approx(streams.unique_rows(Shard.whole(table), batch), rel=1e-6)
+    assert access.access_share(low) + access.access_share(high) == pytest.approx(1)
+    parts = access.unique_rows(low, batch) + access.unique_rows(high, batch)
+    assert parts == pytest.approx(access.unique_rows(Shard.whole(table), batch), rel=1e-6)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
 def test_a_row_range_serves_its_expected_share(table):
     shard = Shard(table, 0, table.rows // 4, 0, table.dim)
     ids, _ = streams.shard_stream(shard, BATCH)
-    share = len(ids) / streams.lookups(table, BATCH)
-    assert share == pytest.approx(streams.access_share(shard), abs=0.06)  # hashed: a few hot rows fall to one side
-    assert len(np.unique(ids)) == pytest.approx(streams.unique_rows(shard, BATCH), rel=0.05)
-    assert streams.access_share(shard) > 0.7 if table.ordered else streams.access_share(shard) == pytest.approx(0.25, abs=0.001)
+    share = len(ids) / access.lookups(table, BATCH)
+    # Hashed: a few hot rows fall to one side.
+    assert share == pytest.approx(access.access_share(shard), abs=0.06)
+    assert len(np.unique(ids)) == pytest.approx(access.unique_rows(shard, BATCH), rel=0.05)
+    expected = access.access_share(shard)
+    assert expected > 0.7 if table.ordered else expected == pytest.approx(0.25, abs=0.001)
 
 
 def test_column_shards_see_the_whole_stream():
@@ -138,7 +143,7 @@ def test_column_shards_see_the_whole_stream():
     ids, offsets = streams.stream(table, BATCH)
     part_ids, part_offsets = streams.shard_stream(Shard(table, 0, table.rows, 4, 8), BATCH)
     assert np.array_equal(ids, part_ids) and np.array_equal(offsets, part_offsets)
-    assert streams.access_share(Shard(table, 0, table.rows, 4, 8)) == 1
+    assert access.access_share(Shard(table, 0, table.rows, 4, 8)) == 1
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
@@ -174,11 +179,11 @@ def test_unique_rows_by_hand():
         (BATCH // 2, 10 / 2 + 4 * 3 / 4),
         (BATCH // 4, 10 / 4 + 4 * 7 / 16),
     ):
-        assert streams.unique_rows(Shard.whole(table), batch) == pytest.approx(expected)
+        assert access.unique_rows(Shard.whole(table), batch) == pytest.approx(expected)
         half = Shard(table, 0, table.rows // 2, 0, 4)  # rows are scattered
-        assert streams.unique_rows(half, batch) == pytest.approx(expected / 2)
+        assert access.unique_rows(half, batch) == pytest.approx(expected / 2)
     uniform = Table("u", 1000, 16, 2.5, Zipf(0.0))
-    assert streams.unique_rows(Shard.whole(uniform), 200) == pytest.approx(
+    assert access.unique_rows(Shard.whole(uniform), 200) == pytest.approx(
         1000 * (1 - np.exp(-0.5)), rel=1e-3
     )
 
@@ -188,21 +193,21 @@ def test_access_shares_by_hand():
         [10, 4], ordered=True
     )  # 18 lookups, of which the four most popular rows have two each
     for hi, share in ((4, 8 / 18), (2, 4 / 18), (9, 13 / 18), (14, 1), (42, 1)):
-        assert streams.access_share(Shard(ordered, 0, hi, 0, 16)) == pytest.approx(share)
-    assert streams.access_share(Shard(ordered, 3, 5, 0, 16)) == pytest.approx(3 / 18)
+        assert access.access_share(Shard(ordered, 0, hi, 0, 16)) == pytest.approx(share)
+    assert access.access_share(Shard(ordered, 3, 5, 0, 16)) == pytest.approx(3 / 18)
     zipf, flat = (Table("z", 99, 16, 1, Zipf(alpha), ordered=True) for alpha in (1.0, 0.0))
-    assert streams.access_share(Shard(zipf, 0, 9, 0, 16)) == pytest.approx(0.5)  # log 10 of log 100
-    assert streams.access_share(Shard(flat, 9, 42, 0, 16)) == pytest.approx(1 / 3)
+    assert access.access_share(Shard(zipf, 0, 9, 0, 16)) == pytest.approx(0.5)  # log 10 of log 100
+    assert access.access_share(Shard(flat, 9, 42, 0, 16)) == pytest.approx(1 / 3)
 
 
 def test_empty_tables_have_empty_streams():
-    for access in (Reuse((0.0,) * REUSE_BINS, BATCH), Zipf(1.05)):
-        table = Table("e", 10, 16, 0, access)
+    for accessed in (Reuse((0.0,) * REUSE_BINS, BATCH), Zipf(1.05)):
+        table = Table("e", 10, 16, 0, accessed)
         ids, offsets = streams.stream(table, 64)
         assert len(ids) == 0 and offsets.tolist() == [0] * 65
-        assert streams.unique_rows(Shard.whole(table), 64) == 0
-        assert streams.reuse_of(ids, 64).bins == (0.0,) * REUSE_BINS
-    assert len(streams.reference_counts(Table("e", 10, 16, 0, Reuse((0.0,) * REUSE_BINS, BATCH)))) == 0
+        assert access.unique_rows(Shard.whole(table), 64) == 0
+        assert access.reuse_of(ids, 64).bins == (0.0,) * REUSE_BINS
+    assert len(access.reference_counts(Table("e", 10, 16, 0, Reuse((0.0,) * REUSE_BINS, BATCH)))) == 0
 
 
 def test_many_shards_at_once_are_each_what_it_is_alone():
@@ -212,18 +217,21 @@ def test_many_shards_at_once_are_each_what_it_is_alone():
     for i in range(60):
         rows, ordered = int(10 ** rng.uniform(0.5, 6)), bool(i % 2)
         bins = rng.random(REUSE_BINS) * (rng.random(REUSE_BINS) < 0.5) + np.eye(REUSE_BINS)[0]
-        access = [Reuse(tuple(bins / bins.sum()), int(rng.choice([512, 4096]))), Zipf([0.0, 0.5, 1.0, rng.uniform(0, 2)][i % 4])]
-        table = Table(f"t{i}", rows, 16, float(rng.choice([0.0, 0.0001, 3.7, 40.0])), access[i % 3 > 0], ordered=ordered)
+        accesses = [Reuse(tuple(bins / bins.sum()), int(rng.choice([512, 4096]))),
+                    Zipf([0.0, 0.5, 1.0, rng.uniform(0, 2)][i % 4])]
+        pooling = float(rng.choice([0.0, 0.0001, 3.7, 40.0]))
+        table = Table(f"t{i}", rows, 16, pooling, accesses[i % 3 > 0], ordered=ordered)
         lo = int(rng.integers(0, rows))
         shards += [Shard.whole(table), Shard(table, lo, int(rng.integers(lo, rows)) + 1, 0, 8)]
     for batch in (512, 4096):
-        together = streams.unique_rows_of(shards, batch)
-        streams._KNOWN.clear()
-        np.testing.assert_array_equal(together, [streams.unique_rows(s, batch) for s in shards])
-    assert all(0 <= u <= s.rows for s, u in zip(shards, together, strict=True)) and streams.unique_rows_of([], 64).shape == (0,)
+        together = access.unique_rows_of(shards, batch)
+        access._KNOWN.clear()
+        np.testing.assert_array_equal(together, [access.unique_rows(s, batch) for s in shards])
+    assert all(0 <= u <= s.rows for s, u in zip(shards, together, strict=True))
+    assert access.unique_rows_of([], 64).shape == (0,)
 
 
 def test_rows_of_a_table_that_no_lookup_hits_serve_their_share():
     table = Table("cold", 100, 16, 0.0, Reuse((0.0,) * REUSE_BINS, BATCH), ordered=True)
-    assert streams.access_share(Shard(table, 0, 25, 0, 16)) == 0.25
-    assert streams.unique_rows(Shard(table, 0, 25, 0, 16), BATCH) == 0
+    assert access.access_share(Shard(table, 0, 25, 0, 16)) == 0.25
+    assert access.unique_rows(Shard(table, 0, 25, 0, 16), BATCH) == 0

@@ -3,10 +3,14 @@ import itertools
 
 import pytest
 
-from shardcore import dataset, files, sampling
+from shardcore import files
+from shardcore.draws import different
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
+from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem
+from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.memory import shard_bytes
-from shardcore.sampling import GroupConfig, ProblemConfig
-from shardcore.tables import kept_for_testing
+from shardcore.samples import dataset
 from shardcore.types import Setting, Shard, ShardCoreError
 from shardcore.workload import lower
 
@@ -14,9 +18,9 @@ SETTING = Setting("test", 256)
 
 
 def test_draws_depend_on_seed_and_index_alone(tables):
-    assert sampling.compute_request(tables, 5, SETTING, seed=1) == sampling.compute_request(tables, 5, SETTING, seed=1)
-    assert sampling.compute_request(tables, 5, SETTING, seed=1) != sampling.compute_request(tables, 5, SETTING, seed=2)
-    assert sampling.comm_request(4, 3, 252) == sampling.comm_request(4, 3, 252)
+    assert compute_request(tables, 5, SETTING, seed=1) == compute_request(tables, 5, SETTING, seed=1)
+    assert compute_request(tables, 5, SETTING, seed=1) != compute_request(tables, 5, SETTING, seed=2)
+    assert comm_request(4, 3, 252) == comm_request(4, 3, 252)
 
 
 def test_draws_are_those_of_earlier_versions(tables):
@@ -24,46 +28,46 @@ def test_draws_are_those_of_earlier_versions(tables):
     measures."""
     config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20)
     groups = [
-        dataset.compute_id(SETTING, sampling.compute_request(tables, i, SETTING, 3, config))
+        dataset.compute_id(SETTING, compute_request(tables, i, SETTING, 3, config))
         for i in range(50)
     ]
     assert files.digest(groups) == "77f112ed76628dbc"
-    control = sampling.control_request(tables, SETTING, config)
+    control = reference_request(tables, SETTING, config)
     assert dataset.compute_id(SETTING, control) == "6f71e685ca7151a4"
-    exchanges = [dataset.comm_id(SETTING, sampling.comm_request(i, 4, 256, 3)) for i in range(50)]
+    exchanges = [dataset.comm_id(SETTING, comm_request(i, 4, 256, 3)) for i in range(50)]
     assert files.digest(exchanges) == "0b09a364d95d2875"
-    problem = sampling.problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
+    problem = draw_problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
     assert files.digest(files.problem_to_json(problem)) == "a26d8f5977a8fca7"
-    problem, plans = sampling.step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
+    problem, plans = step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
     placed = [[kind, files.plan_to_json(plan, problem)["placements"]] for kind, plan in plans]
     assert files.digest([files.problem_to_json(problem), placed]) == "2c3ae033afead68f"
 
 
 def test_different_draws_are_counted_once_and_a_tiny_pool_ends():
-    assert list(sampling.different(lambda i: i // 2, str, 3)) == [("0", 0), ("1", 1), ("2", 2)]
-    assert [key for key, _ in sampling.different(lambda i: i % 3, str, 5)] == ["0", "1", "2"]
-    assert len(list(sampling.different(lambda i: i % 7, str, None))) == 7
-    assert list(itertools.islice(sampling.different(lambda i: i, str, None), 2000))[-1] == ("1999", 1999)
+    assert list(different(lambda i: i // 2, str, 3)) == [("0", 0), ("1", 1), ("2", 2)]
+    assert [key for key, _ in different(lambda i: i % 3, str, 5)] == ["0", "1", "2"]
+    assert len(list(different(lambda i: i % 7, str, None))) == 7
+    assert list(itertools.islice(different(lambda i: i, str, None), 2000))[-1] == ("1999", 1999)
 
 
 def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
     large = [*tables[:5], dataclasses.replace(tables[0], name="large", rows=10**7)]
     requests = [
-        sampling.compute_request(large, i, SETTING, config=GroupConfig(planned=0.0)) for i in range(400)
+        compute_request(large, i, SETTING, config=GroupConfig(planned=0.0)) for i in range(400)
     ]
     local = [r for r in requests if r.batch != 256]
     assert {r.batch for r in local} == {128, 64, 32} and 25 <= len(local) <= 60
     assert all(s.full_rows or s.table.name == "large" for r in local for s in r.shards)
-    assert max(s.bytes for r in local for s in r.shards) <= sampling.REPLICATED_BYTES
-    assert max(s.bytes for r in requests for s in r.shards) > sampling.REPLICATED_BYTES
+    assert max(s.bytes for r in local for s in r.shards) <= REPLICATED_BYTES
+    assert max(s.bytes for r in requests for s in r.shards) > REPLICATED_BYTES
 
 
 def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
-    problem = sampling.problem(tables, 0, SETTING, config=ProblemConfig(min_tables=5, devices=2))
+    problem = draw_problem(tables, 0, SETTING, config=ProblemConfig(min_tables=5, devices=2))
     need = sum(shard_bytes(Shard.whole(t), 256, "exact_sgd") for t in problem.tables)
     assert [d.memory_bytes for d in problem.topology.devices] == [int(need * 1.5 / 2)] * 2
     one = [tables[0]]  # of which each device holds at least one column
-    problem = sampling.problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
+    problem = draw_problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
     assert problem.topology.devices[0].memory_bytes == shard_bytes(
         Shard(problem.tables[0], 0, 50_000, 0, 4), 256, "exact_sgd"
     )
@@ -71,16 +75,16 @@ def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
 
 def test_groups_cover_what_a_search_asks_about(tables):
     config = GroupConfig(max_shards=30, max_width=256, max_shard_bytes=1 << 20)
-    requests = [sampling.compute_request(tables, i, SETTING, config=config) for i in range(300)]
+    requests = [compute_request(tables, i, SETTING, config=config) for i in range(300)]
     shards = [s for r in requests for s in r.shards]
     assert {len(r.shards) for r in requests} >= {1, 30}
     assert all(s.bytes <= 1 << 20 and s.width % 4 == 0 and s.width <= 256 for s in shards)
-    assert any(s.width not in sampling.DIMS for s in shards) and any(not s.full_rows for s in shards)
+    assert any(s.width not in DIMS for s in shards) and any(not s.full_rows for s in shards)
     assert any(len(set(r.shards)) < len(r.shards) for r in requests)
 
 
 def test_exchanges_vary_in_kind_load_and_skew():
-    requests = [sampling.comm_request(i, 4, 256) for i in range(400)]
+    requests = [comm_request(i, 4, 256) for i in range(400)]
     plain = [r for r in requests if (r.collective, r.payload, r.batch) == ("all_to_all", "fp32", 256)]
     assert 0.45 < len(plain) / 400 < 0.55
     of_rows = [r for r in requests if (r.collective, r.payload) == ("reduce_scatter", "fp32")]
@@ -89,12 +93,13 @@ def test_exchanges_vary_in_kind_load_and_skew():
     assert kinds == {(c, p) for c in ("all_to_all", "reduce_scatter", "all_reduce") for p in ("fp32", "bf16")}
     assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)
     assert all(max(r.widths) <= 30 * 4 * 128 for r in requests)
-    assert {r.hosts for r in requests} == {1} and sampling.comm_request(3, 4, 256, hosts=2).hosts == 2
-    assert sampling.comm_request(3, 4, 512).widths == requests[3].widths  # a draw depends on seed, index and ranks alone
+    assert {r.hosts for r in requests} == {1} and comm_request(3, 4, 256, hosts=2).hosts == 2
+    # A draw depends on seed, index and ranks only.
+    assert comm_request(3, 4, 512).widths == requests[3].widths
 
 
 def test_exchanges_vary_in_balance_and_skew():
-    requests = [sampling.comm_request(i, 2, 256) for i in range(100)]
+    requests = [comm_request(i, 2, 256) for i in range(100)]
     ratios = [max(r.widths) / max(1, min(r.widths)) for r in requests]
     assert min(ratios) < 1.1 and max(ratios) > 1.5
     assert all(min(r.start_ms) == 0 for r in requests) and sum(max(r.start_ms) > 0 for r in requests) == 50
@@ -102,7 +107,7 @@ def test_exchanges_vary_in_balance_and_skew():
 
 def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
-    steps = sampling.first_step_plans(pool, 15, SETTING, 2, 32 << 20, seed=3)
+    steps = first_step_plans(pool, 15, SETTING, 2, 32 << 20, seed=3)
     assert [len(made) for _, made in steps] == [6, 6, 3]
     for problem, made in steps:
         assert len(problem.topology) == 2 and all(t.bytes <= 32 << 20 for t in problem.tables)
@@ -110,46 +115,42 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
             traffic = lower(plan, problem).traffic
             assert traffic.all_to_all.any() and traffic.reduce_scatter.any() == ("rows" in kind)
             assert traffic.all_reduce.any() == ("copies" in kind)
-    more = sampling.first_step_plans(pool, 30, SETTING, 2, 32 << 20, seed=3)
+    more = first_step_plans(pool, 30, SETTING, 2, 32 << 20, seed=3)
     assert more[:2] == steps[:2] and more[2][1][:3] == steps[2][1]
     large = [dataclasses.replace(t, rows=2_000_000) for t in pool]
-    assert {kind for kind, _ in sampling.step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"columns", "rows"}
-    few = {sampling.step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
+    assert {kind for kind, _ in step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"columns", "rows"}
+    few = {step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
     assert max(t.dim for some in few for t in some) >= 32
-    with pytest.raises(ShardCoreError, match="none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"):
-        sampling.first_step_plans(large, 1, SETTING, 2, 1 << 20)
-    assert sampling.first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
+    said = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
+    with pytest.raises(ShardCoreError, match=said):
+        first_step_plans(large, 1, SETTING, 2, 1 << 20)
+    assert first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
 
 
 def test_problems_are_like_neuroshards(tables):
     pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
     for i in range(20):
-        problem = sampling.problem(pool, i, SETTING, config=ProblemConfig(max_dim=32))
+        problem = draw_problem(pool, i, SETTING, config=ProblemConfig(max_dim=32))
         assert 10 <= len(problem.tables) <= 50 and len(problem.topology) == 4
         assert all(t.dim <= 32 and t.pooling > 0 for t in problem.tables)
     with pytest.raises(ShardCoreError, match="5 tables with lookups"):
-        sampling.problem(tables, 0, SETTING)
+        draw_problem(tables, 0, SETTING)
     with pytest.raises(ShardCoreError, match="no tables"):
-        sampling.compute_request([], 0, SETTING)
+        compute_request([], 0, SETTING)
 
 
 def test_draws_are_in_the_setting(tables):
     setting = Setting("test", 128, "fp16", "rowwise_adagrad")
-    request = sampling.compute_request(tables, 0, setting)
+    request = compute_request(tables, 0, setting)
     assert request.batch == 128 and all(s.table.precision == "fp16" for s in request.shards)
-    sampling.problem(tables, 0, setting, config=ProblemConfig(min_tables=2, max_tables=4)).require_setting(setting)
+    small = ProblemConfig(min_tables=2, max_tables=4)
+    draw_problem(tables, 0, setting, config=small).require_setting(setting)
 
 
 @pytest.mark.parametrize("make", [lambda: GroupConfig(max_shards=0), lambda: GroupConfig(max_width=2),
-                                  lambda: ProblemConfig(min_tables=5, max_tables=4), lambda: ProblemConfig(max_dim=2),
+                                  lambda: ProblemConfig(min_tables=5, max_tables=4),
+                                  lambda: ProblemConfig(max_dim=2),
                                   lambda: ProblemConfig(devices=0)])
 def test_bad_configs_are_refused(make):
     with pytest.raises(ShardCoreError, match="needs"):
         make()
-
-
-def test_a_twentieth_of_tables_is_held_out_by_name(tables):
-    named = [dataclasses.replace(tables[0], name=f"t{i}") for i in range(2000)]
-    kept = [t for t in named if kept_for_testing(t)]
-    assert 60 <= len(kept) <= 140
-    assert all(kept_for_testing(dataclasses.replace(t, dim=64, rows=5)) for t in kept)

@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import dataset
+from shardcore.samples import dataset
 
-FOLDERS = sorted(p for p in (Path(__file__).parent.parent / "datasets").iterdir() if p.is_dir())
+FOLDERS = sorted(p for p in (Path(__file__).parents[2] / "datasets").iterdir() if p.is_dir())
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_a_shipped_dataset_is_whole_and_small(folder):
     [setting] = dataset.settings(folder)
-    compute, comm, repeats = (read(folder, setting) for read in (dataset.read_compute, dataset.read_comm, dataset.read_repeats))
+    compute, comm = dataset.read_compute(folder, setting), dataset.read_comm(folder, setting)
+    repeats = dataset.read_repeats(folder, setting)
     assert setting.hardware == folder.name
     assert sum(s.error is None for s in compute) >= 10_000 and sum(s.error is None for s in comm) >= 2_000
     assert sum(len(g) >= 3 for g in repeats) >= 300

@@ -1,11 +1,12 @@
-"""Index streams: which rows a batch looks up, drawn from a table's access statistics; and the statistics of a stream.
+"""Access statistics: how many rows a batch touches, and which share of the lookups a row range serves.
 
-A reuse histogram is the content of one reference batch: U unique rows, n_k of them in bin k, with counts inside the bin that
-add up to the batch's lookups. A stream at the reference batch has exactly this content; at a smaller batch each lookup is
-kept with probability batch / reference (what a smaller batch of the same data sees); at a larger one the counts scale and no
-new rows appear, so unique rows are then a lower bound.
+A reuse histogram is the content of one reference batch. It has U unique rows, n_k of them in bin k. Counts
+inside the bins add up to the batch's lookups.
 
-Shapes: L lookups, B samples of the batch, U unique rows.
+A smaller batch keeps each lookup with probability batch / reference, as a smaller batch of the same data
+would. In a larger one counts scale and no new rows appear. So unique rows are then a lower bound.
+
+Shapes: T tables, N shards, K classes of rows, L lookups, U unique rows.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ BIN_LOW = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, REUSE_BINS)], dtype
 """Smallest count in each reuse bin."""
 BIN_HIGH = np.array([2**k for k in range(REUSE_BINS - 1)] + [np.inf], dtype=np.float64)
 """Largest count in each reuse bin."""
-BIN_MEAN = np.array([1, 2, 3.38, 6.23, 11.6, 22.4, 45, 88] + [0.7 * 2**k for k in range(8, REUSE_BINS - 1)] + [1.5 * BIN_LOW[-1]])
-"""Mean count in each reuse bin. Bins 0 to 9: as the access and unique-row shares that are public of dlrm_datasets (2021) imply,
-within their rounding; from there 0.7 of the upper edge likewise, and 1.5 times the lower edge where there is no upper one."""
+BIN_MEAN = np.array([1, 2, 3.38, 6.23, 11.6, 22.4, 45, 88] + [0.7 * 2**k for k in range(8, REUSE_BINS - 1)]
+                    + [1.5 * BIN_LOW[-1]])
+"""Mean count in each reuse bin. The public access and unique-row shares of dlrm_datasets (2021) imply those
+of bins 0 to 9, within their rounding. From there it is 0.7 of the upper edge likewise. The last bin has no
+upper edge: 1.5 times its lower one."""
 _ZIPF_BUCKETS = 512
 
 
@@ -34,10 +37,10 @@ def lookups(table: Table, batch: int) -> int:
 
 
 def reference_counts(table: Table) -> np.ndarray:
-    """[U] int64 counts of the unique rows of a Reuse table's reference batch, largest first; they sum to its lookups.
+    """[U] int64 counts of the unique rows of a Reuse table's reference batch, largest first.
 
-    U is the number of rows for which the bins' counts can add up to the lookups with every bin's mean count as near as
-    possible to BIN_MEAN.
+    They sum to the batch's lookups. U is chosen so that each bin's mean count is as near to BIN_MEAN as it
+    can be.
     """
     total = lookups(table, table.access.batch)
     if total == 0:
@@ -61,7 +64,8 @@ def _bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
     mean = np.array([of @ BIN_MEAN for of in bins])
     unique = np.minimum([t.rows for t in tables], np.maximum(1.0, np.rint(total / mean)))
     rows = _apportion(bins, unique)
-    while len(over := np.flatnonzero((rows @ BIN_LOW > total) & (unique > 1))):  # too many rows for so few lookups
+    while len(over := np.flatnonzero((rows @ BIN_LOW > total) & (unique > 1))):
+        # Too many rows for so few lookups: each row needs at least the lowest count of its bin.
         fewer = np.floor(unique[over] * total[over] / (rows[over] @ BIN_LOW))
         unique[over] = np.maximum(1.0, np.minimum(unique[over] - 1, fewer))
         rows[over] = _apportion(bins[over], unique[over])
@@ -80,12 +84,16 @@ def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 
 def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """[T, REUSE_BINS] sums of counts per bin, within the bins' edges where that is possible, adding up to `total` [T]."""
+    """[T, REUSE_BINS] sums of counts per bin, within the bins' edges where that is possible.
+
+    They add up to `total` [T].
+    """
     live = rows > 0
     top = np.flatnonzero(live.any(0)).max(initial=0)
     highest = live.shape[1] - 1 - np.argmax(live[:, ::-1], axis=1)  # the last bin that has rows
     each = np.arange(len(rows))
-    low, high = rows * BIN_LOW, np.multiply(np.maximum(rows, 1), BIN_HIGH, where=live, out=np.zeros_like(rows))
+    low = rows * BIN_LOW
+    high = np.multiply(np.maximum(rows, 1), BIN_HIGH, where=live, out=np.zeros_like(rows))
     sums = rows * BIN_MEAN
     gap = total - sums.sum(-1)
     below, above = sums - low, np.where(np.isinf(high), 0.0, high - sums)
@@ -94,11 +102,13 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
     share = step / np.maximum(room, 1e-9)
     sums += np.where(gap[:, None] < 0, below, above) * share[:, None]
     beyond = np.where(gap < 0, 0.0, gap - step)
-    sums[each, highest] += np.maximum(beyond, 0.0)  # beyond every closed bin: the open one takes the rest, or the highest
+    # Beyond every closed bin: the open one takes the rest, or the highest that has rows.
+    sums[each, highest] += np.maximum(beyond, 0.0)
     sums = np.floor(sums)
     rest = total - sums.sum(-1)
     for k in range(top, -1, -1):  # the rounding rest goes where there is room, from the top
-        take = np.where((rest > 0) & np.isfinite(high[:, k]), np.minimum(rest, high[:, k] - sums[:, k]), rest) * live[:, k]
+        closed = (rest > 0) & np.isfinite(high[:, k])
+        take = np.where(closed, np.minimum(rest, high[:, k] - sums[:, k]), rest) * live[:, k]
         sums[:, k] += take
         rest = rest - take
     sums[each, highest] += rest
@@ -127,8 +137,12 @@ def unique_rows(shard: Shard, batch: int) -> float:
 
 
 def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
-    """[N] expected unique rows that one batch touches in each of many shards. What was asked before is remembered."""
-    keys = [(s.table, batch, s.row_lo, s.row_hi) if s.table.ordered else (s.table, batch, 0, s.table.rows) for s in shards]
+    """[N] expected unique rows that one batch touches in each of many shards.
+
+    What was asked before is remembered. Of tables that are not ordered, a row range has its share of them.
+    """
+    keys = [(s.table, batch, s.row_lo, s.row_hi) if s.table.ordered else (s.table, batch, 0, s.table.rows)
+            for s in shards]
     found = [_KNOWN.get(key) for key in keys]
     if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
         hit = [key for key in new if lookups(key[0], batch) > 0]
@@ -173,13 +187,17 @@ def _seen_when_thinned(counts: np.ndarray, keep: np.ndarray) -> np.ndarray:
 
 
 def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) -> np.ndarray:
-    """[N] rows that are seen within the rows asked for, from the share [N, K] seen of classes of so many rows [N, K], most
-    popular first: of ordered tables these are the first rows."""
+    """[N] rows that are seen within the rows asked for.
+
+    seen [N, K]: the share seen of each class of rows. sizes [N, K]: rows of each class, most popular first.
+    Of ordered tables the most popular rows are the first.
+    """
     low, high = (np.array([of[i] for of in asked], dtype=float)[:, None] for i in (2, 3))
     if any(table.ordered for table, *_ in asked):
         edges = np.concatenate([np.zeros((len(sizes), 1)), np.cumsum(sizes, axis=1)], axis=1)
         ordered = np.array([[table.ordered] for table, *_ in asked])
-        sizes = np.where(ordered, np.clip(np.minimum(edges[:, 1:], high) - np.maximum(edges[:, :-1], low), 0, None), sizes)
+        inside = np.minimum(edges[:, 1:], high) - np.maximum(edges[:, :-1], low)
+        sizes = np.where(ordered, np.clip(inside, 0, None), sizes)
     return np.minimum((seen * sizes).sum(1), (high - low)[:, 0])
 
 
@@ -203,7 +221,10 @@ def _zipf_edges(rows: np.ndarray) -> np.ndarray:
 
 
 def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
-    """[T, K] share of accesses to the ranks [T, K] most popular rows: the bounded continuous power law on [1, rows + 1)."""
+    """[T, K] share of accesses to the ranks [T, K] most popular rows.
+
+    The law is the bounded continuous power law on [1, rows + 1).
+    """
     flat = np.array([[abs(t.access.alpha - 1) < 1e-9] for t in tables])
     power = np.where(flat, 0.0, [[1 - t.access.alpha] for t in tables])
     whole = np.array([[math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
@@ -230,66 +251,6 @@ def access_share(shard: Shard) -> float:
     inside = np.clip(np.minimum(edges[1:], shard.row_hi) - np.maximum(edges[:-1], shard.row_lo), 0, None)
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))
 
-
-def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """One batch of a table: row ids [L] int64 and offsets [B + 1] int64, sample b's ids being ids[offsets[b]:offsets[b+1]].
-
-    The same table, batch and seed give the same stream. A Zipf table has the same number of lookups in every sample where
-    its pooling is whole; else lookups fall on samples at random.
-    """
-    rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
-    if isinstance(table.access, Reuse):
-        ranks = _reuse_ranks(table, batch, rng)
-    else:
-        ranks = _zipf_ranks(table, lookups(table, batch), rng)
-    lengths = _lengths(table, len(ranks), batch, rng)
-    ids = ranks if table.ordered else _scatter(ranks, table.rows)
-    return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
-    counts = reference_counts(table)
-    keep = batch / table.access.batch
-    if keep < 1:
-        counts = rng.binomial(counts, keep)
-    elif keep > 1:
-        counts = np.floor(counts * keep + rng.random(len(counts))).astype(np.int64)  # rounded so that the sum is right on average
-    ranks = np.repeat(np.arange(len(counts)), counts)
-    rng.shuffle(ranks)
-    return ranks
-
-
-def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
-    a, u = table.access.alpha, rng.random(n)
-    top = table.rows + 1.0
-    value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
-    return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
-
-
-def _lengths(table: Table, n: int, batch: int, rng: np.random.Generator) -> np.ndarray:
-    if isinstance(table.access, Zipf) and n % batch == 0:
-        return np.full(batch, n // batch)
-    return np.bincount(rng.integers(0, batch, n), minlength=batch)
-
-
-def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
-    """Spread ranks over the rows as hashing would: a bijection of [0, rows), neighbours falling far apart."""
-    step = max(1, int(rows * 0.6180339887498949))
-    while math.gcd(step, rows) != 1:
-        step += 1
-    return (ranks * step + rows // 3) % rows
-
-
-def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The part of its table's stream that falls into a shard's rows, ids counted from the shard's first row."""
-    ids, offsets = stream(shard.table, batch, seed)
-    if shard.full_rows:
-        return ids, offsets
-    inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
-    kept = np.concatenate([[0], np.cumsum(inside)])
-    return ids[inside] - shard.row_lo, kept[offsets]
-
-
 def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
     """The reuse histogram of a stream of `batch` samples."""
     if len(ids) == 0:
@@ -300,5 +261,5 @@ def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
 
 
 def reuse_bin(counts: np.ndarray) -> np.ndarray:
-    """The reuse bin of each count: 0 for 1, k for (2^(k-1), 2^k], the last for more than 2^(REUSE_BINS - 2)."""
+    """The reuse bin of each count: 0 for 1, k for (2^(k-1), 2^k], the last for all above."""
     return np.searchsorted(BIN_HIGH, counts)

@@ -7,7 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardcore import dataset, sampling
+from shardcore.draws.collectives import comm_request
+from shardcore.draws.groups import compute_request
+from shardcore.samples import dataset, parts
 from shardcore.types import (
     CommRequest,
     CommSample,
@@ -24,15 +26,16 @@ SPREAD = Spread(1.0, 0.9, 1.1, 7)
 
 
 def compute_sample(tables, i, error=None, at=1.0):
-    request = sampling.compute_request(tables, i, SETTING)
+    request = compute_request(tables, i, SETTING)
     timing = None if error else SPREAD
     return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, timing, timing, at, error)
 
 
 def comm_sample(i):
-    request = sampling.comm_request(i, 2, 256)
+    request = comm_request(i, 2, 256)
     forward = None if request.collective == "all_reduce" else (SPREAD,) * 2
-    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2, (0.0, 1.5), time.time(), None,
+    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2,
+                      (0.0, 1.5), time.time(), None,
                       order=i, oversubscribed=i == 1)
 
 
@@ -45,7 +48,7 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     assert len({(s.request.collective, s.request.payload) for s in comm}) == 6
     dataset.write_comm(tmp_path, comm)
     assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     assert len(list(tmp_path.glob("compute-*.parquet"))) == 1
     assert dataset.read_compute(tmp_path, SETTING) == sorted(samples, key=lambda s: s.id)
     assert dataset.read_comm(tmp_path) == sorted(comm, key=lambda s: s.id)
@@ -56,12 +59,12 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
 
 def test_the_control_group_is_what_was_timed_most_often(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    assert dataset.control(tmp_path, SETTING) is None
+    assert dataset.reference_op(tmp_path, SETTING) is None
     for i in (1, 2):
         dataset.write_compute(tmp_path, [compute_sample(tables, i, at=float(at)) for at in range(4)], pool)
-    assert dataset.control(tmp_path, SETTING) is None  # a repeatability set
+    assert dataset.reference_op(tmp_path, SETTING) is None  # a repeatability set
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=float(at)) for at in range(9)], pool)
-    request, usual_ms = dataset.control(tmp_path, SETTING)
+    request, usual_ms = dataset.reference_op(tmp_path, SETTING)
     assert request == compute_sample(tables, 0).request and usual_ms == pytest.approx(2.0)
 
 
@@ -72,12 +75,13 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
     [sample] = dataset.read_compute(tmp_path)
     assert sample.error is None and sample.measured_at == 2.0
-    dataset.merge_parts(tmp_path)  # keeps all timings, for they show drift
+    parts.merge_parts(tmp_path)  # keeps all timings, for they show drift
     [repeats] = dataset.read_repeats(tmp_path)
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-9] + b"x" + b[-8:]])
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"",
+                                    lambda b: b[:-9] + b"x" + b[-8:]])
 def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
     pool = dataset.write_pool(tmp_path, tables)
     path = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
@@ -91,7 +95,7 @@ def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
     for at in (1.0, 2.0):
         dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=f"failed at {at}", at=at)], pool)
     assert dataset.read_ids(tmp_path, "compute") == set()
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     [part] = tmp_path.glob("compute-*.parquet")
     assert pq.read_metadata(part).num_rows == 1
     [sample] = dataset.read_compute(tmp_path)
@@ -99,8 +103,8 @@ def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
 
 
 def test_an_id_is_the_setting_and_the_request(tables):
-    request = sampling.compute_request(tables, 3, SETTING)
-    same = dataset.compute_id(SETTING, sampling.compute_request(tables, 3, SETTING))
+    request = compute_request(tables, 3, SETTING)
+    same = dataset.compute_id(SETTING, compute_request(tables, 3, SETTING))
     assert dataset.compute_id(SETTING, request) == same
     assert dataset.compute_id(dataclasses.replace(SETTING, batch=512), request) != same
     assert dataset.compute_id(SETTING, dataclasses.replace(request, batch=128)) != same
@@ -138,7 +142,7 @@ def test_ids_are_those_of_earlier_versions(tables):
     [([5, 2], True), ([4], True), ([4, 2], False), ([3], False), ([], False), ([9, 4, 4], True)],
 )
 def test_a_control_group_was_timed_four_times_and_twice_as_often_as_others(timed, control):
-    assert dataset.has_control([[None] * n for n in timed]) == control
+    assert dataset.has_reference_op([[None] * n for n in timed]) == control
 
 
 def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
@@ -146,7 +150,7 @@ def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
     for name, age_s in ((f".{part}.7.tmp", 3700), (f".{part}.8.tmp", 60), (others, 3700)):
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {f".{part}.8.tmp", others}
 
 
@@ -164,7 +168,8 @@ def test_exchanges_timed_several_times_are_told(tmp_path):
     request = CommRequest((8, 8), 256, (0.0, 0.0))
     ms = (SPREAD,) * 2
     first = CommSample(dataset.comm_id(SETTING, request), SETTING, request, ms, ms, (0.0, 0.0), 1.0)
-    again, failed = dataclasses.replace(first, measured_at=2.0), dataclasses.replace(first, measured_at=3.0, error="a rank died")
+    again = dataclasses.replace(first, measured_at=2.0)
+    failed = dataclasses.replace(first, measured_at=3.0, error="a rank died")
     for part in ([first], [again, first], [failed]):  # `first` in two parts, as while parts are merged
         dataset.write_comm(tmp_path, part)
     assert dataset.read_comm_repeats(tmp_path, SETTING) == [[first, again]]
@@ -188,26 +193,28 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
     worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
     dataset.write_compute(tmp_path, [again, worse], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
-    dataset.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
+    parts.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
     assert next(s for s in dataset.read_compute(tmp_path) if s.id == bad.id) == again
     assert dataset.usual_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
 
 
 def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "MEASUREMENT_VERSION", 1)
+    monkeypatch.setattr(parts, "MEASUREMENT_VERSION", 1)
     old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     monkeypatch.undo()
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
-    dataset.merge_parts(tmp_path)
+    parts.merge_parts(tmp_path)
     assert old.exists()
     rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
-    dataset._write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}], dataset.COMPUTE)
-    assert [s.id for s in dataset.read_compute(tmp_path)] == [new] and dataset.read_ids(tmp_path, "compute") == {new}
+    parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
+    assert [s.id for s in dataset.read_compute(tmp_path)] == [new]
+    assert dataset.read_ids(tmp_path, "compute") == {new}
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet", "is a link that leads nowhere; remove it"),
+@pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet",
+                                         "is a link that leads nowhere; remove it"),
                                         ("compute-latest.parquet", "has no name of a part")])
 def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
     """And does not make a reader look for it forever."""
@@ -218,11 +225,12 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
 
 
 def rewritten(folder, **columns):
-    """The rows of a folder's one part of compute samples, with columns changed, under the name of their own digest."""
+    """The rows of a folder's one part of compute samples, with columns changed, under the name of their own
+    digest."""
     [path] = folder.glob("compute-*.parquet")
     rows = [{**row, **columns} for row in pq.read_table(path).to_pylist()]
     path.unlink()
-    return dataset._write_part(folder, "compute", rows, dataset.COMPUTE)
+    return parts.write_part(folder, "compute", rows)
 
 
 TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
@@ -231,15 +239,23 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
 @pytest.mark.parametrize("columns, said", [
     ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
     ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
-    ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"), ({"forward": None}, "has no timing, and no error"),
-    ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"), ({"pace": 0.0}, "has pace 0.0"),
+    ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"),
+    ({"forward": None}, "has no timing, and no error"),
+    ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"),
+    ({"pace": 0.0}, "has pace 0.0"),
     ({"pace": float("inf")}, "pace inf"),
-    ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"), ({"order": -1}, "order -1"),
-    ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"), ({"batch": 0}, "batch 0"),
-    ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"), ({"hardware": "a/b"}, "'a/b'"),
-    ({"shards": [None]}, "has an entry that is nothing"), ({"shards": None}, "has nothing in column 'shards'"),
-    ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has no table 'none'"),
-    ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]}, "has rows [1, 1)"),
+    ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"),
+    ({"order": -1}, "order -1"),
+    ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"),
+    ({"batch": 0}, "batch 0"),
+    ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"),
+    ({"hardware": "a/b"}, "'a/b'"),
+    ({"shards": [None]}, "has an entry that is nothing"),
+    ({"shards": None}, "has nothing in column 'shards'"),
+    ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
+     "has no table 'none'"),
+    ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
+     "has rows [1, 1)"),
 ])
 def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
@@ -275,30 +291,33 @@ def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
     kept = dataset.write_compute(tmp_path / "theirs", [compute_sample(tables, 0)], pool)
     dataset.write_compute(tmp_path / "mine", [compute_sample(tables, 1)], pool)
     (tmp_path / "mine" / kept.name).symlink_to(kept)
-    dataset.merge_parts(tmp_path / "mine")
+    parts.merge_parts(tmp_path / "mine")
     assert kept.exists() and len(list((tmp_path / "mine").glob("compute-*"))) == 1
     assert len(dataset.read_compute(tmp_path / "mine")) == 2
 
 
 def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "_PART_ROWS", 2)
+    monkeypatch.setattr(parts, "_PART_ROWS", 2)
     pool = dataset.write_pool(tmp_path, tables)
     for i in range(5):
         dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
     for _ in range(2):
-        dataset.merge_parts(tmp_path)
+        parts.merge_parts(tmp_path)
         assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")])
+@pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"),
+                                               ("x" * 200_000, 200, "characters;")])
 def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
-    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=error)] * rows, dataset.write_pool(tmp_path, tables))
+    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=error)] * rows,
+                                 dataset.write_pool(tmp_path, tables))
     assert path.stat().st_size < 100_000
     with pytest.raises(ShardCoreError, match=said):
         dataset.read_compute(tmp_path, SETTING)
 
 
-@pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)}, {"pace": 1e300}])
+@pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)},
+                                   {"pace": 1e300}])
 def test_an_op_takes_time_at_a_pace_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|a pace of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)

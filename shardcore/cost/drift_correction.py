@@ -1,0 +1,144 @@
+"""Correct slow machine drift using neighbouring samples' residuals.
+
+While measuring, an op's slowdown is known from the ops that run in turn with it (measure/timing.py). What
+slows all of them for longer than they stay is invisible then. It shows afterwards: samples next to each other
+in time then all cost more than a law of their drivers says. So each sample's slowdown is refined by the
+median of its neighbours' residuals, as far as these predict its own. A sample never corrects itself, and the
+test split corrects nobody.
+
+Shapes: S samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardcore.cost import exchange, features
+from shardcore.cost.accuracy import split_of
+from shardcore.cost.rates import fit_law
+from shardcore.samples import dataset
+from shardcore.types import COLLECTIVES, CommSample, ComputeSample, Setting, ShardCoreError, Spread
+
+FEWEST_BUSY = 20
+"""So many collectives between busy ranks are worth more than all those between idle ones."""
+NEIGHBOURS = 12
+"""Samples on each side in time."""
+REACH_S = 60.0
+"""Samples further away in time say nothing."""
+_LEAST = 50
+"""Fewer timed samples than these tell no slowdown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """What models are trained and judged on, drift corrected.
+
+    compute, comm: each sample once
+    repeats: all timings of what was timed several times, the most often timed first
+    """
+
+    compute: list[ComputeSample]
+    comm: list[CommSample]
+    repeats: list[list[ComputeSample]]
+
+
+def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
+    """The measurements of one setting in all of some dataset folders together.
+
+    Raises ShardCoreError where one holds no measurements, or compute samples but none of the setting.
+    """
+    for folder in folders:
+        if not any(Path(folder).glob("*.parquet")) and not (Path(folder) / dataset.REPLAYS).is_dir():
+            raise ShardCoreError(f"{folder} holds no measurements; it needs to be a dataset folder")
+        found = dataset.settings(folder)
+        if found and setting not in found:
+            held = "; ".join(map(str, found))
+            raise ShardCoreError(f"{folder} holds samples for ({held}), none for ({setting})")
+    each = [corrected(dataset.read_timings(f, setting)) for f in folders]  # each from a machine of its own
+    known = list({(s.id, s.measured_at): s for samples in each for s in samples}.values())
+    comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)}
+    return Measurements(compute=dataset.best_known(known), repeats=dataset.repeated(known),
+                        comm=as_in_a_step(dataset.best_known(comm.values())))
+
+
+def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
+    """Of each collective the samples between busy ranks, as steps have them, where there are enough.
+
+    Enough are FEWEST_BUSY, or any where there are no others. Else those between idle ranks.
+    """
+    def chosen(collective: str) -> list[CommSample]:
+        mine = [s for s in comm if s.request.collective == collective]
+        busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
+        timed = [s for s in exchange.priced(busy) if s.error is None]
+        return busy if not idle or len(timed) >= FEWEST_BUSY else idle
+
+    kept = {s.id for c in COLLECTIVES for s in chosen(c)}
+    return [s for s in comm if s.id in kept]
+
+
+def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
+    """The samples with their slowdown refined, and their timings with it. Failed ones stay as they are.
+
+    Several timings of one id are each a sample. Nothing changes where neighbours do not predict each other:
+    on a quiet machine, or for samples without their times.
+    """
+    timed = [s for s in samples if s.error is None]
+    if len(timed) < _LEAST:
+        return list(samples)
+    slower = dict(zip(map(id, timed), np.exp(_drift(timed)), strict=True))
+    return [_faster(s, float(slower[id(s)])) if id(s) in slower else s for s in samples]
+
+
+def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
+    """[S] log of how much slower the machine was at each sample than its slowdown says."""
+    trusted = np.array([split_of(s.id) != "test" for s in timed])
+    if trusted.sum() < _LEAST or len({s.measured_at for s in timed}) == 1:
+        return np.zeros(len(timed))
+    residual = _residual(timed, trusted)
+    at_s = np.array([s.measured_at for s in timed])
+    found = _neighbours_median(at_s, residual, trusted, [s.id for s in timed])
+    theirs, own = found[trusted], residual[trusted]
+    # The slope of a sample's residual on its neighbours': 0 where they say nothing, 1 where they say all.
+    foretold = float(theirs @ own / (theirs @ theirs)) if theirs.any() else 0.0
+    return np.clip(foretold, 0.0, 1.0) * found
+
+
+def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
+    """[S] log of measured over what a law of the drivers says. The trusted samples' median is 0."""
+    drivers = np.stack([features.features(s.request.shards, s.request.batch)[0].sum(0) for s in timed])
+    terms = np.concatenate([np.ones((len(timed), 1)), drivers], 1)
+    measured = np.array([s.total_ms for s in timed])
+    law = fit_law(terms[trusted], measured[trusted])
+    residual = np.log(measured / np.maximum(terms @ law, 1e-9))
+    return residual - np.median(residual[trusted])
+
+
+def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarray,
+                       ids: Sequence[str]) -> np.ndarray:
+    """[S] median residual of the nearest trusted samples in time; 0 where there are few.
+
+    Other timings of the same id are left out.
+    """
+    order = np.flatnonzero(trusted)[np.argsort(at_s[trusted], kind="stable")]
+    found = np.zeros(len(at_s))
+    for i, place in enumerate(np.searchsorted(at_s[order], at_s)):
+        near = [j for j in order[max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1]
+                if ids[j] != ids[i] and abs(at_s[j] - at_s[i]) <= REACH_S]
+        if len(near) >= NEIGHBOURS // 2:
+            found[i] = np.median(residual[near])
+    return found
+
+
+def _faster(sample: ComputeSample, by: float) -> ComputeSample:
+    """The sample as timed on a machine so much faster."""
+    def divided(spread: Spread) -> Spread:
+        return dataclasses.replace(spread, median_ms=spread.median_ms / by, q1_ms=spread.q1_ms / by,
+                                   q3_ms=spread.q3_ms / by)
+
+    return dataclasses.replace(sample, forward=divided(sample.forward), backward=divided(sample.backward),
+                               pace=sample.pace * by)

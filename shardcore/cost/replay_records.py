@@ -1,0 +1,44 @@
+"""What a model predicts for plans that were replayed, beside what they took."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardcore.cost.model import CostModel, price
+from shardcore.cost.reality import Judged, noise_ms
+from shardcore.samples.replays import ReplaySet
+from shardcore.types import StepCost
+from shardcore.workload import lower
+
+
+def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[Judged]:
+    """Every replay, at a slowdown of 1, beside what a model says of its plan."""
+    rows = []
+    for one in replayed:
+        steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
+        predicted = {name: price(step, model).total_ms for name, step in steps.items()}
+        costs = {name: cost.at_usual_pace() for name, cost in one.costs.items()}
+        rows += [Judged(problem=one.problem.name, algorithm=algorithm, plan=name,
+                        predicted_ms=predicted[name], replayed_ms=costs[name].total_ms,
+                        noise_ms=noise_ms(costs[name].step))
+                 for algorithm, name in one.made]
+    return rows
+
+
+def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
+    """How many times as long as predicted each part of all steps took, by its name in StepCost."""
+    pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_pace())
+             for one in replayed for name, plan in one.plans.items()]
+    names = [f.name for f in dataclasses.fields(StepCost)]
+    predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in names] for pair in pairs]).sum(0)
+                       for i in (0, 1))
+    return {name: float(t / p) for name, p, t in zip(names, predicted, took, strict=True) if p > 0}
+
+
+def csv_rows(rows: Sequence[Judged]) -> list[dict[str, Any]]:
+    return [{k: round(v, 5) if isinstance(v, float) else v for k, v in dataclasses.asdict(r).items()}
+            for r in rows]

@@ -1,0 +1,38 @@
+"""Seeded draws: what is measured, and the problems that sharders are judged on.
+
+  groups        groups of shards, each run as one fused op
+  placements    where the tables of a drawn problem live, for groups as sharders make them
+  collectives   collectives with the loads and skews of plans
+  steps         plans whose steps of training are replayed
+  problems      problems for sharders
+
+Draw i depends on (seed, i) only. So asking for more keeps those that were drawn before. Draws see no cost
+model and no search: an edit of a sharder leaves every wanted sample as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from shardcore.types import CommRequest, ComputeRequest
+
+Request = TypeVar("Request", ComputeRequest, CommRequest)
+
+
+def different(draw: Callable[[int], Request], identify: Callable[[Request], str],
+              n: int | None) -> Iterator[tuple[str, Request]]:
+    """The first n different requests (None: all) of draw(0), draw(1), ..., with their ids.
+
+    A tiny pool may not have n.
+    """
+    seen: set[str] = set()
+    for index in itertools.count():
+        if len(seen) == n or index >= 10 * (n or len(seen) + 100):
+            return
+        request = draw(index)
+        key = identify(request)
+        if key not in seen:
+            seen.add(key)
+            yield key, request

@@ -1,0 +1,51 @@
+"""Drawn collectives: the loads and skews that plans give them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardcore.draws.problems import DIMS
+from shardcore.types import CommRequest
+
+_PLAIN = 0.5
+"""Share of draws that are all-to-alls in FP32 at the full batch."""
+BUSY_MS = 20.0
+"""What ranks compute before a collective: of the order of a step."""
+_VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
+"""Shares of collectives among the other draws. Without them, few samples would tell of rows and of
+data-parallel tables."""
+_FP32 = 0.75
+"""Share of the other draws in FP32, which is what the cost model prices."""
+
+
+def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0,
+                 hosts: int = 1) -> CommRequest:
+    """Collective `index` among ranks on so many hosts.
+
+    Loads are like NeuroShard's: 1 to 30 tables a rank, of random dims. Half of the draws have numbers of
+    tables that are log-uniform, as plans have many small exchanges. Each table goes to a random rank with
+    probability p, else to the least loaded one. p is uniform, so that the balance varies. Every eighth draw
+    leaves some ranks nothing.
+
+    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls in FP32 at the full
+    batch, as plans of whole and column-wise tables have. The others vary in collective, payload and batch.
+    """
+    rng = np.random.default_rng([2, seed, index, ranks])
+    p, widths = rng.random(), [0] * ranks
+    owners = rng.permutation(ranks)[: rng.integers(1, ranks) if rng.random() < 1 / 8 else ranks]
+    many = rng.integers(ranks, 30 * ranks + 1)
+    for _ in range(many if rng.random() < 0.5 else round(ranks * 30 ** rng.random())):
+        rank = rng.choice(owners) if rng.random() < p else min(owners, key=lambda r: widths[r])
+        widths[rank] += int(rng.choice(DIMS))
+    starts = rng.uniform(0, max_start_ms, ranks) * (index % 2)
+    starts -= starts.min()
+    start_ms = tuple(round(float(s), 3) for s in starts)
+    collective, payload = "all_to_all", "fp32"
+    if rng.random() >= _PLAIN:
+        collective = str(rng.choice(list(_VARIED), p=list(_VARIED.values())))
+        payload = "fp32" if rng.random() < _FP32 else "bf16"
+        for _ in range(rng.integers(4)):
+            batch = batch // 2 if batch % (2 * ranks) == 0 else batch
+    if collective == "all_reduce":
+        widths = [max(widths)] * ranks
+    return CommRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)

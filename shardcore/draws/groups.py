@@ -1,0 +1,133 @@
+"""Drawn groups of shards, each measured as one fused op: random ones, and ones as plans have them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.draws import placements
+from shardcore.draws.problems import DEVICES, DIMS
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, ComputeRequest, Setting, Shard, ShardCoreError, Table
+
+REPLICATED_BYTES = 64 << 20
+"""Larger tables are not worth replicating."""
+_REFERENCE_SEED = 2**32 - 1
+"""Kept for the reference op."""
+_REFERENCE_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """What groups are drawn.
+
+    max_shards: in one op
+    max_width: of a shard, in columns
+    max_shard_bytes: of a shard's weights
+    any_width: share of widths drawn from all multiples of 4, evenly on a log scale; the others are powers of
+    two
+    row_ranges: share of shards that are a row range
+    duplicates: share of shards that are a second copy of one in the group
+    planned: share of groups that are a device's op in a plan
+    replicated: share of data-parallel groups, of small tables at a local batch
+    """
+
+    max_shards: int = 30
+    max_width: int = 256
+    max_shard_bytes: int = 1 << 30
+    any_width: float = 0.25
+    row_ranges: float = 0.1
+    duplicates: float = 0.02
+    planned: float = 0.3
+    replicated: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.max_shards < 1 or self.max_width < MIN_WIDTH or self.max_shard_bytes < 4 * MIN_WIDTH:
+            raise ShardCoreError(f"group config {self} needs max_shards of at least 1, max_width of at least "
+                                 f"{MIN_WIDTH}, and max_shard_bytes of at least {4 * MIN_WIDTH}")
+        if min(self.planned, self.replicated) < 0 or self.planned + self.replicated > 1:
+            raise ShardCoreError(f"group config {self} needs planned and replicated of 0 or more, "
+                                 "together at most 1")
+
+
+def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
+                    config: GroupConfig | None = None) -> ComputeRequest:
+    """Group `index` of a setting: a random one, a data-parallel one, or one as plans have them."""
+    config = config or GroupConfig()
+    if not pool:
+        raise ShardCoreError("the pool has no tables to draw from")
+    rng = np.random.default_rng([1, seed, index])
+    kind = rng.random()
+    if kind < config.planned and (group := _planned_group(pool, rng, setting, config)):
+        return group
+    if kind > 1 - config.replicated:
+        batch = max(1, setting.batch // int(rng.choice(DEVICES)))
+        config = dataclasses.replace(config, row_ranges=0.0,
+                                     max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES))
+    else:
+        batch = setting.batch
+    return ComputeRequest(_random_group(pool, rng, setting, config), batch)
+
+
+def reference_request(pool: Sequence[Table], setting: Setting,
+                      config: GroupConfig | None = None) -> ComputeRequest:
+    """The reference op: it runs throughout, so that the machine's slowdown shows.
+
+    It has typical shards of the pool, the same for every seed. It is large enough to be slowed by what slows
+    others.
+    """
+    rng = np.random.default_rng([1, _REFERENCE_SEED])
+    config = config or GroupConfig()
+    tables = [dataclasses.replace(pool[i], precision=setting.precision)
+              for i in rng.integers(len(pool), size=_REFERENCE_SHARDS)]
+    return ComputeRequest(tuple(_shard(t, rng, config) for t in tables), setting.batch)
+
+
+def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
+                   config: GroupConfig) -> ComputeRequest | None:
+    """The op of one device in a plan, less the shards that exceed the config; None where nothing is left."""
+    planned = placements.planned(pool, rng, setting)
+    found = planned and placements.place(*planned)
+    if not found:
+        return None
+    ops = [shards for shards in found if shards]
+    chosen = ops[rng.integers(len(ops))]
+    kept = tuple(s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width)
+    return ComputeRequest(kept[: config.max_shards], setting.batch) if kept else None
+
+
+def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
+                  config: GroupConfig) -> tuple[Shard, ...]:
+    """1 to max_shards shards of the pool's tables with replacement, at random widths; mostly at most 15.
+
+    This is NeuroShard's draw, widened to the shards that a search makes.
+    """
+    shards: list[Shard] = []
+    most = min(15, config.max_shards) if rng.random() < 0.75 else config.max_shards
+    for _ in range(rng.integers(1, most + 1)):
+        if shards and rng.random() < config.duplicates:
+            shards.append(shards[rng.integers(len(shards))])
+        else:
+            table = dataclasses.replace(pool[rng.integers(len(pool))], precision=setting.precision)
+            shards.append(_shard(table, rng, config))
+    return tuple(shards)
+
+
+def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard:
+    element_bytes = PRECISION_BYTES[table.precision]
+    lo, hi = 0, table.rows
+    if rng.random() < config.row_ranges and table.rows >= 64:
+        share = 2.0 ** -rng.uniform(0.5, 4)
+        hi = max(1, int(table.rows * share))
+        lo = int(rng.integers(0, table.rows - hi + 1))
+        hi += lo
+    widest = config.max_shard_bytes // ((hi - lo) * element_bytes) // MIN_WIDTH * MIN_WIDTH
+    widest = max(MIN_WIDTH, min(config.max_width, widest))
+    if rng.random() < config.any_width:
+        width = min(widest, round((widest / MIN_WIDTH) ** rng.random()) * MIN_WIDTH)
+    else:
+        width = int(rng.choice([d for d in DIMS if d <= widest]))
+    hi = min(hi, lo + max(1, config.max_shard_bytes // (width * element_bytes)))
+    return Shard(dataclasses.replace(table, dim=width), lo, hi, 0, width)

@@ -1,0 +1,203 @@
+"""Where the tables of a drawn problem live, so that groups are measured as plans have them.
+
+Placing is done here, not by the sharders: which samples are wanted must not change with a search. Simple
+orders are placed by `_greedy`. Plans of NeuroShard's search, and those that `_greedy` does not find, were
+recorded once in recorded_plans.json (`python -m bench.record_draws`). Of a problem without a record, the
+costliest tables are halved instead. How good a plan is does not matter here.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from shardcore import files
+from shardcore.draws.problems import DEVICES, ProblemConfig, draw_problem
+from shardcore.memory import table_bytes
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Problem, Setting, Shard, Table
+
+NEUROSHARD = "neuroshard"
+PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", NEUROSHARD)
+"""How the tables of a problem are placed. A fixed list: another one would change the draws made before."""
+RECORDED = Path(__file__).parent / "recorded_plans.json"
+SCHEMA, VERSION = "shardcore/recorded_plans", 1
+_PLANNED_SEED = 2**32 - 2
+"""Kept for the problems whose plans are measured: `evaluate` never sees them."""
+_CUTS = 5
+"""Halvings of the costliest pieces, where NeuroShard's plan was not recorded."""
+
+Columns = list[dict[int, int]]
+"""A plan of tables whole or cut by columns: for each device, the columns of each table by its place in the
+problem."""
+
+
+def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -> tuple[Problem, str] | None:
+    """A problem of the pool and one of PLANNERS; None where devices do not divide the batch."""
+    live = sum(t.pooling > 0 for t in pool)
+    if not live:
+        return None
+    shape = ProblemConfig(int(rng.choice(DEVICES)), min(10, live), 60, int(rng.choice([32, 64, 128])))
+    if setting.batch % shape.devices:
+        return None
+    drawn = draw_problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape)
+    return drawn, str(rng.choice(PLANNERS))
+
+
+def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
+    """[D] the shards of each device, by their tables' names; None where `_greedy` finds no device for one."""
+    columns = recorded(drawn, planner) or own(drawn, planner)
+    if columns is None:
+        return None
+    shards: list[list[Shard]] = [[] for _ in columns]
+    for i, table in sorted(enumerate(drawn.tables), key=lambda x: x[1].name):
+        for device, shard in deal_columns(table, {d: of[i] for d, of in enumerate(columns) if i in of}):
+            shards[device].append(shard)
+    return [tuple(s) for s in shards]
+
+
+def deal_columns(table: Table, widths: Mapping[int, int]) -> list[tuple[int, Shard]]:
+    """The table's columns dealt from the left to devices, in the devices' order. widths: columns of each
+    device."""
+    found, lo = [], 0
+    for device, width in sorted(widths.items()):
+        found.append((device, Shard(table, 0, table.rows, lo, lo + width)))
+        lo += width
+    return found
+
+
+# --- own placements
+# ----------------------------------------------------------------------------------------------------
+
+
+def own(drawn: Problem, planner: str) -> Columns | None:
+    """The tables placed by `_greedy`, those that fit no device cut in halves; None where one finds no
+    device."""
+    pieces = [(i, width) for i in range(len(drawn.tables)) for width in _fitting(drawn, i)]
+    load = _LOADS[planner]
+    if planner == NEUROSHARD:
+        for _ in range(_CUTS):
+            i, width = max((p for p in pieces if p[1] > MIN_WIDTH), default=(0, 0),
+                           key=lambda p: load(drawn.tables[p[0]], p[1]))
+            if width:
+                pieces.remove((i, width))
+                pieces += [(i, half) for half in _halves(width)]
+    return _greedy(drawn, pieces, load)
+
+
+_LOADS: Mapping[str, Callable[[Table, int], float]] = {
+    "random": lambda table, width: 0.0,
+    "size_greedy": lambda table, width: table.rows * width * PRECISION_BYTES[table.precision],
+    "dim_greedy": lambda table, width: width,
+    "lookup_greedy": lambda table, width: _looked_up(table, width),
+    "size_lookup_greedy": lambda table, width: _looked_up(table, width) * math.log10(table.rows),
+    NEUROSHARD: lambda table, width: _looked_up(table, width),
+}
+"""What each planner balances. Loads of 0 mean that any device with room is as good."""
+
+
+def _looked_up(table: Table, width: int) -> float:
+    # Not simplified: the rounding decides between equals, and draws stay as they were.
+    return table.pooling * width * table.rows / table.rows
+
+
+def _bytes(drawn: Problem, i: int, width: int) -> int:
+    """What so many columns of table i take on a device."""
+    return table_bytes(drawn.tables[i], drawn.global_batch, drawn.optimizer, width) if width else 0
+
+
+def _fitting(drawn: Problem, i: int) -> list[int]:
+    """Widths of parts of table i that each fit an empty device: it is whole, or halved as often as it
+    needs."""
+    waiting, found, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
+    while waiting:
+        width = waiting.pop()
+        if width > MIN_WIDTH and _bytes(drawn, i, width) > free:
+            waiting += reversed(_halves(width))
+        else:
+            found.append(width)
+    return found
+
+
+def _halves(width: int) -> tuple[int, int]:
+    """In multiples of MIN_WIDTH: 12 columns make 4 and 8."""
+    left = width // (2 * MIN_WIDTH) * MIN_WIDTH
+    return left, width - left
+
+
+def _greedy(drawn: Problem, pieces: Sequence[tuple[int, int]],
+            load: Callable[[Table, int], float]) -> Columns | None:
+    """Pieces (table, columns) by falling load, each to the device with room whose load is least.
+
+    Without loads each goes to any device with room. Parts of a table that meet on a device take the memory of
+    one.
+    """
+    rng = np.random.default_rng(0)
+    tables, devices = drawn.tables, drawn.topology.devices
+    loads = [load(tables[i], width) for i, width in pieces]
+    left, sums = np.array([d.memory_bytes for d in devices]), np.zeros(len(devices))
+    found: Columns = [{} for _ in devices]
+
+    for n in sorted(range(len(pieces)), key=lambda n: (-loads[n], -_bytes(drawn, *pieces[n]), n)):
+        i, width = pieces[n]
+        before = [of.get(i, 0) for of in found]
+        extra = np.array([_bytes(drawn, i, was + width) - _bytes(drawn, i, was) for was in before])
+        fits = extra <= left
+        if not fits.any():
+            return None
+        if any(loads):
+            after = np.where(fits, sums + loads[n], np.inf)
+            least = np.flatnonzero(after == after.min())
+            device = int(least[left[least].argmax()])
+        else:
+            device = int(rng.choice(np.flatnonzero(fits)))
+        sums[device] += loads[n]
+        left[device] -= extra[device]
+        found[device][i] = found[device].get(i, 0) + width
+    return found
+
+
+# --- recorded plans
+# ----------------------------------------------------------------------------------------------------
+
+
+def recorded(drawn: Problem, planner: str) -> Columns | None:
+    """The plan that was recorded for such a problem; None where there is none, or its tables no longer
+    fit."""
+    lines = recorded_plans().get(key(drawn, planner))
+    if lines is None:
+        return None
+    columns = [_parsed(line, drawn) for line in lines]
+    held = [sum(_bytes(drawn, i, width) for i, width in of.items()) for of in columns]
+    fits = all(h <= d.memory_bytes for h, d in zip(held, drawn.topology.devices, strict=True))
+    return columns if fits else None
+
+
+@lru_cache
+def recorded_plans() -> dict[str, list[str]]:
+    """Lines of each recorded plan, one a device, by `key`."""
+    return json.loads(RECORDED.read_text(encoding="utf-8"))["plans"] if RECORDED.exists() else {}
+
+
+def key(drawn: Problem, planner: str) -> str:
+    """What a plan is recorded by. Not the tables' rows or accesses: pools of other machines differ in a
+    few."""
+    of = [len(drawn.topology), drawn.global_batch, drawn.precision, drawn.optimizer]
+    return f"{planner}-{files.digest([*of, [[t.name, t.dim] for t in drawn.tables]])}"
+
+
+def line(of: Mapping[int, int], drawn: Problem) -> str:
+    """A device's tables in a recorded plan: places in the problem, with the columns of those that are cut."""
+    entries = sorted(of.items())
+    return " ".join(f"{i}" if width == drawn.tables[i].dim else f"{i}:{width}" for i, width in entries)
+
+
+def _parsed(text: str, drawn: Problem) -> dict[int, int]:
+    pairs = (entry.partition(":") for entry in text.split())
+    return {int(i): int(width or drawn.tables[int(i)].dim) for i, _, width in pairs}

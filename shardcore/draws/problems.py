@@ -1,0 +1,61 @@
+"""Drawn problems: tables of a pool at random dims, as in NeuroShard's benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.memory import table_bytes
+from shardcore.types import MIN_WIDTH, Device, Problem, Setting, ShardCoreError, Table, Topology
+
+DIMS = (4, 8, 16, 32, 64, 128)
+"""Dims that NeuroShard gives each table of its pool."""
+DEVICES = (2, 4, 8)
+"""Numbers of devices of plans that groups are like. A local batch is smaller than the global one by as
+much."""
+
+
+@dataclass(frozen=True)
+class ProblemConfig:
+    """What problems are drawn.
+
+    devices: how many; they are all equal
+    min_tables, max_tables: how many tables
+    max_dim: the largest dim of a table
+    slack: memory of all devices over what the tables need
+    """
+
+    devices: int = 4
+    min_tables: int = 10
+    max_tables: int = 60
+    max_dim: int = 128
+    slack: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not (self.devices >= 1 and 1 <= self.min_tables <= self.max_tables and self.max_dim >= MIN_WIDTH
+                and self.slack >= 1):
+            raise ShardCoreError(f"problem config {self} needs devices of at least 1, 1 <= min_tables <= "
+                                 f"max_tables, max_dim of at least {MIN_WIDTH}, and slack of at least 1")
+
+
+def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
+            config: ProblemConfig | None = None) -> Problem:
+    """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
+    config = config or ProblemConfig()
+    live = [t for t in pool if t.pooling > 0]
+    if len(live) < config.min_tables:
+        raise ShardCoreError(f"the pool has {len(live)} tables with lookups; a problem needs at least "
+                             f"{config.min_tables}")
+    rng = np.random.default_rng([3, seed, index])
+    n = min(int(rng.integers(config.min_tables, config.max_tables + 1)), len(live))
+    dims = [d for d in DIMS if d <= config.max_dim]
+    tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
+                   for i in rng.choice(len(live), n, replace=False))
+    need = sum(table_bytes(t, setting.batch, setting.optimizer) for t in tables)
+    narrowest = max(table_bytes(t, setting.batch, setting.optimizer, MIN_WIDTH) for t in tables)
+    device = Device(max(int(need * config.slack / config.devices), narrowest))
+    topology = Topology((device,) * config.devices)
+    return Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)

@@ -1,0 +1,115 @@
+"""Drawn steps: problems with random plans, each replayed as a step of training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardcore.draws.placements import deal_columns
+from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.memory import table_bytes
+from shardcore.types import (
+    MIN_WIDTH,
+    PRECISION_BYTES,
+    Device,
+    Placement,
+    Plan,
+    Problem,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    Topology,
+)
+
+STEP_KINDS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
+"""The plans of a problem. All have tables whole or cut by columns; some have divided rows or copies
+besides."""
+_STEP_SEED = 2**32 - 3
+_STEP_TABLES = (8, 24)
+_STEP_DIMS = (16, 32, 64, 128)
+_COPIED_BYTES = 4 << 20
+"""Larger tables are not copied in a step: their gradients would hide what a small exchange takes."""
+_DIVIDED = 0.4
+"""Share of a step's tables that are divided by rows, in plans that have such."""
+
+Plans = list[tuple[str, Plan]]
+"""Plans of a problem, with the names of STEP_KINDS."""
+
+
+def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int,
+                     seed: int = 0) -> list[tuple[Problem, Plans]]:
+    """The first n plans of step_plans, by their problems."""
+    found: list[tuple[Problem, Plans]] = []
+    while (missing := n - sum(len(plans) for _, plans in found)) > 0:
+        drawn, plans = step_plans(pool, len(found), setting, devices, max_table_bytes, seed)
+        found.append((drawn, plans[:missing]))
+    return found
+
+
+def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int, max_table_bytes: int,
+               seed: int = 0) -> tuple[Problem, Plans]:
+    """Problem `index` whose steps are measured, with its plans.
+
+    Plans are random. So loads are uneven, and every collective runs with many bytes and with few. A problem
+    without tables small enough to copy has fewer plans. `devices` divide the batch. Raises ShardCoreError
+    where no table of the pool has lookups and fits max_table_bytes.
+    """
+    rng = np.random.default_rng([4, seed, index])
+    fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
+    if not fitting[MIN_WIDTH]:
+        raise ShardCoreError(f"none of the pool's {len(pool)} tables has lookups and fits "
+                             f"{max_table_bytes >> 20} MiB at a dim of {MIN_WIDTH}: no step can be replayed; "
+                             "give more memory, or ask for no steps")
+    enough = min(_STEP_TABLES[0], len(fitting[MIN_WIDTH]))
+    max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= enough] or [MIN_WIDTH]))
+    fewest, most = (min(n, len(fitting[max_dim])) for n in _STEP_TABLES)
+    shape = ProblemConfig(devices, fewest, most, max_dim)
+    drawn = draw_problem(fitting[max_dim], int(rng.integers(1 << 31)), setting, _STEP_SEED, shape)
+    room = Device(2 * sum(table_bytes(t, setting.batch, setting.optimizer) for t in drawn.tables))
+    drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
+    small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
+    kinds = [kind for kind in STEP_KINDS if small or "copies" not in kind]
+    return drawn, [(kind, _step_plan(drawn, kind, small, rng)) for kind in kinds]
+
+
+def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
+                dim: int = MIN_WIDTH) -> list[Table]:
+    """The pool's tables that have lookups and at this dim are small enough for a step."""
+    return [t for t in pool
+            if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
+
+
+def _step_plan(drawn: Problem, kind: str, small: Sequence[Table], rng: np.random.Generator) -> Plan:
+    everywhere = tuple(range(len(drawn.topology)))
+    chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if "copies" in kind else ()
+    copied = {small[i].name for i in chosen}
+    found: list[Placement] = []
+    for table in drawn.tables:
+        if table.name in copied:
+            found.append(Placement(Shard.whole(table), everywhere))
+        elif "rows" in kind and rng.random() < _DIVIDED and (ranges := _row_ranges(table, len(everywhere))):
+            found += [Placement(shard, (d,)) for d, shard in enumerate(ranges)]
+        else:
+            found += [Placement(shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)]
+    return Plan(tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))))
+
+
+def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator) -> list[tuple[int, Shard]]:
+    """The table in one to three parts of random widths, on random devices."""
+    units = table.dim // MIN_WIDTH
+    parts = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
+    cuts = [0, *sorted(rng.choice(np.arange(1, units), parts - 1, replace=False)), units]
+    widths = [int(hi - lo) * MIN_WIDTH for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    chosen = map(int, rng.choice(devices, parts, replace=False))
+    return deal_columns(table, dict(zip(chosen, widths, strict=True)))
+
+
+def _row_ranges(table: Table, n: int) -> list[Shard] | None:
+    """The table's rows divided over n devices as TorchRec does; None where that leaves the last one none."""
+    each = -(-table.rows // n)
+    if each * (n - 1) >= table.rows:
+        return None
+    return [Shard(table, i * each, min((i + 1) * each, table.rows), 0, table.dim) for i in range(n)]

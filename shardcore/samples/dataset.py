@@ -1,0 +1,294 @@
+"""Datasets: a folder of measured samples that only grows.
+
+  pool-<digest>.json            the tables that the samples of some parts speak of
+  compute-*, comm-*.parquet     samples of ops and of collectives, see parts.py
+  replays/<name>/               steps of a problem's plans, see replays.py
+
+A sample's id is the digest of its setting, its request and MEASUREMENT_VERSION. So the same request is the
+same sample wherever and whenever it was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardcore import files
+from shardcore.samples import parts
+from shardcore.samples.parts import Row
+from shardcore.schema import show
+from shardcore.types import (
+    CommRequest,
+    CommSample,
+    ComputeRequest,
+    ComputeSample,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Spread,
+    Table,
+)
+
+REPLAYS = "replays"
+_FEWEST_OF_REFERENCE = 4
+ReferenceOp = tuple[ComputeRequest, float]
+"""The op that runs throughout, so that the machine's slowdown shows, and its usual ms."""
+Sample = TypeVar("Sample", ComputeSample, CommSample)
+
+
+# --- ids ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 16)
+def _table_digest(table: Table) -> str:
+    return files.digest(files.table_to_json(table))
+
+
+@lru_cache
+def _setting_json(setting: Setting) -> dict[str, Any]:
+    return files.setting_to_json(setting)
+
+
+def compute_id(setting: Setting, request: ComputeRequest) -> str:
+    shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
+    return files.digest(["compute", parts.MEASUREMENT_VERSION, _setting_json(setting), request.batch, shards])
+
+
+def comm_id(setting: Setting, request: CommRequest) -> str:
+    # A request without busy_ms has the id that it had before there was one.
+    described = {name: value for name, value in vars(request).items() if name != "busy_ms" or value}
+    return files.digest(["comm", parts.MEASUREMENT_VERSION, _setting_json(setting), described])
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
+    """Keep a pool beside the parts that speak of it. Returns its digest."""
+    name = files.digest([files.table_to_json(t) for t in tables])
+    path = Path(folder) / f"pool-{name}.json"
+    if not path.exists():
+        files.write_pool(path, tables)
+    return name
+
+
+def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
+    """Write one part of compute samples over the tables of `pool` (a digest from write_pool)."""
+    rows = [{**_common(s, s.request.batch), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
+             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "pace": s.pace,
+             "known_to": s.known_to, "order": s.order} for s in samples]
+    return parts.write_part(folder, "compute", rows)
+
+
+def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
+    """Write one part of samples of collectives."""
+    rows = [{**_common(s, s.request.batch),
+             **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms")},
+             "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
+             "forward": s.forward and [_spread_row(x) for x in s.forward],
+             "backward": s.backward and [_spread_row(x) for x in s.backward],
+             "waiting_ms": s.waiting_ms and list(s.waiting_ms), "order": s.order,
+             "oversubscribed": s.oversubscribed} for s in samples]
+    return parts.write_part(folder, "comm", rows)
+
+
+def _common(sample: ComputeSample | CommSample, batch: int) -> Row:
+    s = sample.setting
+    return {"id": sample.id, "hardware": s.hardware, "setting_batch": s.batch, "precision": s.precision,
+            "optimizer": s.optimizer, "measurement_version": parts.MEASUREMENT_VERSION,
+            "measured_at": sample.measured_at, "error": sample.error, "batch": batch}
+
+
+def _shard_row(s: Shard) -> Row:
+    return {"table": s.table.name, "dim": s.table.dim, "row_lo": s.row_lo, "row_hi": s.row_hi,
+            "col_lo": s.col_lo, "col_hi": s.col_hi}
+
+
+def _spread_row(spread: Spread | None) -> Row | None:
+    return spread and dataclasses.asdict(spread)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
+    """The compute samples of a folder (of one setting), each id once: best_known of all its timings."""
+    return best_known(read_timings(folder, setting))
+
+
+def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[ComputeSample]]:
+    """The compute samples of a folder (of one setting) that were timed several times, as `repeated`."""
+    return repeated(read_timings(folder, setting))
+
+
+def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:
+    """The samples of collectives of a folder (of one setting), as read_compute."""
+    return best_known(_comm(folder, setting))
+
+
+def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[CommSample]]:
+    """The collectives of a folder (of one setting) that were timed several times, as read_repeats."""
+    return repeated(_comm(folder, setting))
+
+
+def best_known(samples: Iterable[Sample]) -> list[Sample]:
+    """Each id once, in the order of their ids.
+
+    Of several timings of an id, one without error is preferred, then the best known one, then the latest.
+    """
+    best = {}
+    for sample in sorted(samples, key=lambda s: (s.error is None, _worth(s), s.measured_at)):
+        best[sample.id] = sample
+    return [best[k] for k in sorted(best)]
+
+
+def _worth(sample: ComputeSample | CommSample) -> float:
+    relative_ci = getattr(sample, "known_to", None)
+    return -math.inf if relative_ci is None else -relative_ci
+
+
+def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
+    """What was timed several times (the reference op, a repeatability set), the most often timed first.
+
+    Each has all its timings in the order of time.
+    """
+    by_id: dict[str, list[Sample]] = {}
+    for sample in timings:
+        if sample.error is None:
+            by_id.setdefault(sample.id, []).append(sample)
+    found = [sorted(s, key=lambda x: x.measured_at) for s in by_id.values() if len(s) > 1]
+    return sorted(found, key=lambda s: (-len(s), s[0].id))
+
+
+def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
+    """All timings and failures of the compute samples of a folder (of one setting)."""
+    pools: dict[str, dict[str, Table]] = {}
+    tables: dict[tuple[str, str, int, str], Table] = {}
+
+    def table(pool: str, name: str, dim: int, precision: str) -> Table:
+        key = (pool, name, dim, precision)
+        if key not in tables:
+            if pool not in pools:
+                pools[pool] = _pool(folder, pool)
+            if name not in pools[pool]:
+                raise ShardCoreError(f"its pool {pool} has no table {show(name)}")
+            tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision)
+        return tables[key]
+
+    def sample(row: Row) -> ComputeSample:
+        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"]),
+                             s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
+        made = ComputeSample(
+            row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
+            _spread(row["backward"]), row["measured_at"], row["error"], row["pace"], row["known_to"],
+            row["order"])
+        _require_own_id(made.id, compute_id(made.setting, made.request))
+        return made
+
+    return _samples(folder, "compute", setting, sample)
+
+
+def _comm(folder: str | Path, setting: Setting | None) -> list[CommSample]:
+    def sample(row: Row) -> CommSample:
+        request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"],
+                              row["payload"], row["hosts"], row["busy_ms"])
+        both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
+        waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
+        made = CommSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,
+                          row["measured_at"], row["error"], row["order"], row["oversubscribed"])
+        _require_own_id(made.id, comm_id(made.setting, made.request))
+        return made
+
+    return _samples(folder, "comm", setting, sample)
+
+
+def _samples(folder: str | Path, kind: str, setting: Setting | None,
+             make: Callable[[Row], Sample]) -> list[Sample]:
+    """What `make` makes of all rows of a kind, each timing once. Raises ShardCoreError naming a sample that
+    is none."""
+    samples = {}
+    for row in parts.read_rows(folder, kind, setting):
+        try:
+            samples[row["id"], row["measured_at"]] = make(row)
+        except (TypeError, ShardCoreError) as error:
+            said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
+            raise ShardCoreError(f"{folder}: {kind} sample {show(row['id'])}: {said}") from None
+    return list(samples.values())
+
+
+def _require_own_id(found: str, right: str) -> None:
+    if found != right:
+        raise ShardCoreError(f"its request has the id {right}")
+
+
+def _pool(folder: str | Path, name: str) -> dict[str, Table]:
+    """The tables of a pool, by their names."""
+    if not files.DIGEST.fullmatch(name):
+        raise ShardCoreError(f"its pool is {show(name)}; it needs the 16 hex digits of a pool's digest")
+    return {t.name: t for t in files.read_pool(Path(folder) / f"pool-{name}.json")}
+
+
+def _spread(row: Row | None) -> Spread | None:
+    return row and Spread(**row)
+
+
+# --- questions ----------------------------------------------------------------------------------------------
+
+
+def settings(folder: str | Path) -> list[Setting]:
+    """The settings that a folder holds compute samples of."""
+    columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
+    return sorted({row["setting"] for row in parts.read_rows(folder, "compute", None, columns)}, key=str)
+
+
+def read_ids(folder: str | Path, kind: str) -> set[str]:
+    """Ids of the samples that a folder holds timings of ("compute" or "comm"). Failed ones are tried
+    again."""
+    rows = parts.read_rows(folder, kind, None, columns=["id", "error", "measurement_version"])
+    return {row["id"] for row in rows if row["error"] is None}
+
+
+def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
+    """Ids of compute samples that were disturbed, to be measured again.
+
+    They were timed just once. Their confidence interval is more than twice as wide as most, and as
+    `tolerance`. Of fewer than six repeats there is none, so nothing is known.
+    """
+    columns, found = ["id", "error", "known_to", "measurement_version"], {}
+    for row in parts.read_rows(folder, "compute", None, columns):
+        if row["error"] is None:
+            found.setdefault(row["id"], []).append(math.inf if row["known_to"] is None else row["known_to"])
+    usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
+    return {k for k, known in found.items()
+            if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}
+
+
+def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
+    """Forward + backward of a request at a slowdown of 1, where a folder holds a timing of it."""
+    key = compute_id(setting, request)
+    if key not in read_ids(folder, "compute"):
+        return None
+    return next(s.total_ms for s in read_compute(folder, setting) if s.id == key)
+
+
+def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
+    """The reference op of a folder's compute samples; None where too little was measured to tell it from
+    others."""
+    repeats = read_repeats(folder, setting)
+    if not has_reference_op(repeats):
+        return None
+    return repeats[0][0].request, statistics.median(s.total_ms for s in repeats[0])
+
+
+def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
+    """Whether the first of what was timed several times (see `repeated`) is the reference op.
+
+    It was timed more than twice as often as any other. Samples of a repeatability set are not.
+    """
+    first, second, *_ = [*map(len, repeats), 0, 0]
+    return first >= _FEWEST_OF_REFERENCE and first > 2 * second

@@ -1,0 +1,215 @@
+"""The Parquet parts of a dataset's folder.
+
+  compute-<sha256>.parquet   samples of ops, columns as in COMPUTE
+  comm-<sha256>.parquet      samples of collectives, columns as in COMM
+
+A part is named after its content. It is written to a temporary name and then renamed, and its name is checked
+when it is read. So a part that was cut short is refused. Parts of several machines merge by copying them into
+one folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shardcore import files
+from shardcore.schema import MOST_FILE_BYTES, read_bytes, show
+from shardcore.types import Setting, ShardCoreError
+
+MEASUREMENT_VERSION = 2
+"""Raised by hand when the meaning of a timing changes. Older samples then no longer count."""
+
+_PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
+_UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
+_PART_ROWS = 1 << 17
+"""Samples of a part that is merged."""
+_MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
+"""Values of a part, and characters of its text: so many, and so many more for each of its bytes. (Shipped
+parts have 0.6 values a byte.) What repeats takes next to no bytes, so a small file could unpack to any
+size."""
+_OPTIONAL = ("error", "forward", "backward", "known_to", "waiting_ms")
+"""Columns in which a sample may have nothing."""
+
+_SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()),
+                     ("repeats", pa.int32())])
+_SHARD = pa.struct([("table", pa.string()), ("dim", pa.int32()), ("row_lo", pa.int64()),
+                    ("row_hi", pa.int64()), ("col_lo", pa.int32()), ("col_hi", pa.int32())])
+_COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.int64()),
+           ("precision", pa.string()), ("optimizer", pa.string()), ("measurement_version", pa.int32()),
+           ("measured_at", pa.float64()), ("error", pa.string()), ("batch", pa.int64())]
+COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD),
+                     ("backward", _SPREAD), ("pace", pa.float64()), ("known_to", pa.float64()),
+                     ("order", pa.int64())])
+"""batch: samples that the op ran over. pool: the pool file that holds its tables. A shard's table has the dim
+given here. pace: the machine's slowdown. known_to: the relative confidence interval. The rest as in
+ComputeSample."""
+COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
+                  ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
+                  ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
+                  ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
+                  ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64())])
+"""As in CommRequest and CommSample; lists have one entry a rank. Older parts have no busy_ms: it was 0."""
+_SCHEMAS = {"compute": COMPUTE, "comm": COMM}
+
+Row = dict[str, Any]
+
+
+def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
+    """Write rows of a kind ("compute" or "comm") as one part."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")
+    content = sink.getvalue().to_pybytes()
+    path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
+    files.write_atomic(path, content)
+    return path
+
+
+def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
+              columns: list[str] | None = None) -> Iterator[Row]:
+    """Rows (of one setting) whose timings mean what they mean today.
+
+    Where all columns of a setting are read, `setting` is one of the entries.
+    """
+    for path, rows in _read_parts(folder, kind, columns).items():
+        for row in rows:
+            if row["measurement_version"] != MEASUREMENT_VERSION:
+                continue
+            if "hardware" in row:
+                row["setting"] = _setting(row, path)
+            if setting is None or row["setting"] == setting:
+                yield row
+
+
+def merge_parts(folder: str | Path) -> None:
+    """Make one part of each kind out of all (a few of very many samples), dropping none of their samples.
+
+    A kill in between leaves both, which reads the same. Merging the same samples again gives the same file.
+    Of failures, the last stays where nothing was timed. What a killed writer left unfinished an hour ago is
+    removed.
+    """
+    for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
+        with suppress(FileNotFoundError):  # its writer was faster
+            if time.time() - unfinished.lstat().st_mtime > 3600:
+                unfinished.unlink()
+    for kind in _SCHEMAS:
+        parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
+        if len(parts) < 2:
+            continue
+        rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
+        in_time = sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))
+        last = {r["id"]: k for k, r in in_time}
+        kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
+        merged = {write_part(folder, kind, [rows[k] for k in kept[i:i + _PART_ROWS]])
+                  for i in range(0, len(kept), _PART_ROWS)}
+        for path in merged:
+            _read_part(path, kind, None)  # what cannot be read replaces nothing
+        for path in set(parts) - merged:
+            path.unlink(missing_ok=True)
+
+
+def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None) -> dict[Path, list[Row]]:
+    """All parts of a kind, read again from the start where another process merges them meanwhile."""
+    while True:
+        paths = _parts(folder, kind)
+        try:
+            return {path: _read_part(path, kind, columns) for path in paths}
+        except ShardCoreError:
+            if _parts(folder, kind) == paths:
+                raise
+
+
+def _parts(folder: str | Path, kind: str) -> list[Path]:
+    """The files with a part's name, in order. Raises ShardCoreError for a link that leads nowhere."""
+    found = []
+    for path in sorted(Path(folder).glob(f"{kind}-*.parquet")):
+        if not _PART.fullmatch(path.name):
+            raise ShardCoreError(f"{path} has no name of a part, {kind}-<24 hex digits>.parquet; remove it")
+        if path.is_symlink() and not path.exists():
+            raise ShardCoreError(f"{path} is a link that leads nowhere; remove it")
+        found.append(path)
+    return found
+
+
+def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
+    """Rows of a part; none of one whose timings mean something else (another MEASUREMENT_VERSION)."""
+    content = read_bytes(path)
+    if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
+        raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. "
+                             "Remove it, and a rerun of `measure` measures only what it held")
+    try:
+        return _rows_of(content, _SCHEMAS[kind], columns, path)
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
+        if isinstance(error, ShardCoreError):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise ShardCoreError(f"{path} is no part of a dataset ({why}); remove it") from None
+
+
+def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path: Path) -> list[Row]:
+    file = pq.ParquetFile(pa.BufferReader(content))
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    columns_of = [group.column(i) for group in groups for i in range(group.num_columns)]
+    _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
+    _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
+    in_file = [file.schema.column(i) for i in range(len(file.schema))]
+    text = [column.path for column in in_file if column.physical_type == "BYTE_ARRAY"]
+    # Text by its different values, each once. Arrow's threads can abort a process that ends.
+    table = pq.read_table(pa.BufferReader(content), use_threads=False, read_dictionary=text)
+    written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
+    _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
+    if "measurement_version" in table.schema.names:
+        if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
+            return []
+    if schema is COMM and "busy_ms" not in table.schema.names:
+        table = table.append_column("busy_ms", pa.array([0.0] * len(table), pa.float64()))
+    _require_columns(table, file.schema_arrow, schema, path)
+    return (table.select(columns) if columns else table).to_pylist()
+
+
+def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, path: Path) -> None:
+    missing = [f.name for f in schema if f.name not in table.schema.names]
+    if missing:
+        raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
+    if unknown := sorted(set(table.schema.names) - set(schema.names)):
+        known = ", ".join(schema.names)
+        raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {known}")
+    for field in schema:  # An older part has no busy_ms.
+        found = in_file.field(field.name).type if field.name in in_file.names else field.type
+        if found != field.type:
+            raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")
+    nulls = [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]
+    if nulls:
+        raise ShardCoreError(f"{path} has nothing in column {nulls[0]!r} of some sample")
+
+
+def _require_size(path: Path, what: str, sizes: Sequence[int], content: int, most: tuple[int, int]) -> None:
+    limit = most[0] + most[1] * content
+    if min(sizes, default=0) < 0 or sum(sizes) > limit:
+        raise ShardCoreError(f"{path} has {sum(sizes):,} {what}; a part of its size has at most {limit:,}")
+
+
+def _characters(array: pa.Array) -> int:
+    """Of all text in an array that was read with dictionaries, written out."""
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary)
+        return pc.sum(pc.take(lengths, array.indices).cast(pa.int64())).as_py() or 0
+    if pa.types.is_struct(array.type):
+        return sum(_characters(x) for x in array.flatten())
+    return _characters(array.flatten()) if pa.types.is_list(array.type) else 0
+
+
+def _setting(row: Row, path: Path) -> Setting:
+    try:
+        return Setting(row["hardware"], row["setting_batch"], row["precision"], row["optimizer"])
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{path}: {error}") from None

@@ -1,0 +1,296 @@
+"""Replays on disk: a folder for each problem, with its plans. Any model can price them, or be trained on
+them.
+
+  problem.json    as files.write_problem
+  <plan>.json     as files.write_plan; named by the digest of what it places
+  replays.json    schema shardcore/replays, version 1, sealed by a digest:
+                    the setting, the ReplayConfig and MEASUREMENT_VERSION (without one: 2)
+                    replays: algorithm (or kind of plan), plan, total_ms and the parts of each
+
+replays.json is written last, so a folder without it holds no replays. Nor does one of another measurement
+version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shardcore import files, schema
+from shardcore.samples import dataset, parts
+from shardcore.types import (
+    MOST_MS,
+    MOST_SPEED,
+    Plan,
+    Problem,
+    Replayed,
+    Setting,
+    ShardCoreError,
+    Spread,
+    StepCost,
+)
+from shardcore.workload import Workload, lower
+
+SCHEMA, VERSION = "shardcore/replays", 1
+REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
+MOST_SLOWDOWN = 1.5
+"""A replay at a slowdown above this, or below its inverse, was disturbed. It tells nothing, and is made
+again."""
+Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
+Config = Any
+"""A measure.replay.ReplayConfig. It is not imported: training reads replays, and an edit of measuring must
+not make it stale."""
+Made = Sequence[tuple[str, Plan]]
+"""Plans with the algorithm that made each; one may have several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaySet:
+    """The replays of a problem.
+
+    made: pairs of an algorithm and the digest of a plan that it made
+    plans, costs: by the plans' digests
+    """
+
+    problem: Problem
+    setting: Setting
+    made: tuple[tuple[str, str], ...]
+    plans: Mapping[str, Plan]
+    costs: Mapping[str, Replayed]
+
+
+def _is_disturbed(cost: Replayed) -> bool:
+    return max(cost.pace, 1 / cost.pace) > MOST_SLOWDOWN
+
+
+def plan_digest(plan: Plan, problem: Problem) -> str:
+    """Of what it places where, whoever made it."""
+    return files.digest(files.plan_to_json(plan, problem)["placements"])
+
+
+def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
+         replay: Replay) -> ReplaySet:
+    """The replays of these plans: those that `folder` has, or made now by `replay`.
+
+    What is made now is kept there instead of what the folder had. Equal plans run once.
+    Raises what `lower` and `replay` raise.
+    """
+    names = tuple((algorithm, plan_digest(plan, problem)) for algorithm, plan in made)
+    plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
+    if folder.is_symlink():
+        raise ShardCoreError(f"{folder} is a symbolic link; replays are kept in a folder of their own")
+    if is_kept(folder, problem, made, setting, config):
+        return read(folder)
+    costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
+    _clear(folder)
+    files.write_problem(folder / PROBLEM_JSON, problem)
+    for name, plan in plans.items():
+        files.write_plan(folder / f"{name}.json", plan, problem)
+    body = {
+        "setting": files.setting_to_json(setting), "config": dataclasses.asdict(config),
+        "measurement_version": parts.MEASUREMENT_VERSION,
+        "replays": [{"algorithm": algorithm, "plan": name, "total_ms": costs[name].total_ms,
+                     **dataclasses.asdict(costs[name])} for algorithm, name in names]}
+    head = {"schema": SCHEMA, "version": VERSION}
+    files.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
+    return ReplaySet(problem, setting, names, plans, costs)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what `keep` writes, and nothing else."""
+    # replays.json goes first: a folder without it holds no replays.
+    for old in (folder / REPLAYS_JSON, *folder.glob("*.json"), *folder.glob(".*.tmp")):
+        is_ours = old.name in (REPLAYS_JSON, PROBLEM_JSON) or files.DIGEST.fullmatch(old.stem)
+        if is_ours or files.UNFINISHED.fullmatch(old.name):
+            old.unlink(missing_ok=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove what `keep` writes, and the folder where it holds nothing else. A link is left with all that it
+    leads to."""
+    if folder.is_dir() and not folder.is_symlink():
+        with suppress(OSError):  # a folder of a plan's name, or something else in it: none of ours
+            _clear(folder)
+            folder.rmdir()
+
+
+def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
+    """Whether `folder` has the replays of just these plans, made in this way; one that cannot be read has
+    not."""
+    try:
+        body = _read(folder)
+        known = _kept(folder, body)
+    except ShardCoreError:
+        return False
+    names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
+    if not body.is_current or any(_is_disturbed(r.cost()) for r in body.replays):
+        return False
+    return (known.problem == problem and known.setting == setting
+            and body.config == dataclasses.asdict(config) and list(known.made) == names)
+
+
+def read(folder: Path) -> ReplaySet:
+    """Raises ShardCoreError naming the file that is missing, cut short, edited, or of a version that is not
+    known."""
+    return _kept(folder, _read(folder))
+
+
+def _kept(folder: Path, body: _Body) -> ReplaySet:
+    """What `body`, from the folder's replays.json, says of the problem and plans beside it."""
+    problem = files.read_problem(folder / PROBLEM_JSON)
+    for row in body.replays:
+        if len(row.waiting_ms) != len(problem.topology):
+            raise ShardCoreError(f"{folder / REPLAYS_JSON}: plan {row.plan} has times of "
+                                 f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
+                                 f"{len(problem.topology)}")
+    names = dict.fromkeys(r.plan for r in body.replays)
+    plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
+    for name, plan in plans.items():
+        if plan_digest(plan, problem) != name:
+            raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
+    return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
+                {r.plan: r.cost() for r in body.replays})
+
+
+def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
+    """The kept replays of a setting in the folders of `folder`, by their names; [] where there are none."""
+    return [kept for kept in _read_current(folder) if kept.setting == setting]
+
+
+def _read_current(folder: Path) -> list[ReplaySet]:
+    """Those in the folders of `folder` whose timings mean what they mean today."""
+    there = [path.parent for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
+    return [_kept(one, body) for one in there if (body := _read(one)).is_current]
+
+
+def missing(folder: Path, made: Sequence[tuple[Problem, Made]],
+            setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+    """The plans of which a dataset's folder has no undisturbed replay. Problems that lack none are left
+    out."""
+    lacks = [(problem, _missing(plans, problem, _known(folder, problem, setting))) for problem, plans in made]
+    return [(problem, plans) for problem, plans in lacks if plans]
+
+
+def _missing(made: Made, problem: Problem, known: Mapping[str, Replayed]) -> list[tuple[str, Plan]]:
+    return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan, problem) not in known]
+
+
+def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
+           replay: Replay) -> dict[str, Replayed]:
+    """What these plans take, by their digests.
+
+    A dataset's folder has it, in whatever way they were replayed. Or they are replayed now and kept there,
+    beside all that it has. Raises as `keep`.
+    """
+    known = _known(folder, problem, setting)
+    lacks = _missing(made, problem, known)
+    if lacks:
+        of = [files.problem_to_json(problem), files.setting_to_json(setting),
+              [plan_digest(plan, problem) for _, plan in lacks]]
+        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
+        known |= keep(where, problem, lacks, setting, config, replay).costs
+    return known
+
+
+def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, Replayed]:
+    kept = read_all(folder / dataset.REPLAYS, setting)
+    return {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()
+            if not _is_disturbed(cost)}
+
+
+def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Replayed]]:
+    """What datasets' folders hold of replays of a setting, at a slowdown of 1: what ran, and what it took.
+
+    Each plan of a problem is there once. Replays of more processes than cores are left out, and disturbed
+    ones. Raises as `read`, and where a folder has replays of other settings, but neither these nor samples of
+    this.
+    """
+    found: dict[tuple[str, str], tuple[Workload, Replayed]] = {}
+    for folder in folders:
+        kept = _read_current(folder / dataset.REPLAYS)
+        others = sorted({str(one.setting) for one in kept if one.setting != setting})
+        has_own = any(one.setting == setting for one in kept)
+        if others and not has_own and setting not in dataset.settings(folder):
+            raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
+        for one in kept:
+            if one.setting == setting:
+                which = files.digest(files.problem_to_json(one.problem))
+                found |= {(which, name): (lower(plan, one.problem), one.costs[name].at_usual_pace())
+                          for name, plan in one.plans.items()
+                          if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])}
+    return list(found.values())
+
+
+def digests(folder: Path) -> list[str]:
+    """Of all that a dataset has of replays."""
+    there = sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))
+    return [_read(path.parent).digest for path in there]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A replay in replays.json: who made the plan, its digest, and a Replayed. pace: the slowdown."""
+
+    algorithm: str
+    plan: str
+    total_ms: float
+    forward_compute_ms: tuple[float, ...]
+    backward_compute_ms: tuple[float, ...]
+    forward_comm_ms: tuple[float, ...]
+    backward_comm_ms: tuple[float, ...]
+    waiting_ms: tuple[float, ...]
+    step: Spread
+    oversubscribed: bool
+    pace: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not files.DIGEST.fullmatch(self.plan):
+            raise ShardCoreError(f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits "
+                                 "of a digest")
+        of_parts = [getattr(self, f.name) for f in dataclasses.fields(StepCost)]
+        alike = len({len(p) for p in of_parts}) == 1 and of_parts[0]
+        if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
+            raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
+                                 "it needs as many times for each, of 0 ms or more")
+        if not 1 / MOST_SPEED <= self.pace <= MOST_SPEED:
+            raise ShardCoreError(f"the replay of plan {self.plan} has pace {self.pace}; it needs "
+                                 f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
+        usual = self.cost().at_usual_pace()  # whose times are bounded too
+        if not (usual.total_ms > 0 and usual.step.median_ms > 0):
+            raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
+
+    def cost(self) -> Replayed:
+        return Replayed(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Replayed)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """What replays.json holds."""
+
+    setting: Setting
+    config: Mapping[str, Any]
+    replays: tuple[_Row, ...]
+    digest: str
+    measurement_version: int = 2
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its timings mean what they mean today."""
+        return self.measurement_version == parts.MEASUREMENT_VERSION
+
+
+def _read(folder: Path) -> _Body:
+    path = folder / REPLAYS_JSON
+    data = schema.read_json(path)
+    if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
+        raise ShardCoreError(f"{path} is not {SCHEMA} of version {VERSION}; "
+                             f"remove {folder} to replay its plans again")
+    body = {k: v for k, v in data.items() if k not in ("schema", "version")}
+    if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
+        digest = schema.show(data.get("digest"))
+        raise ShardCoreError(f"{path} does not match its digest {digest}; it was edited after ShardCore "
+                             f"wrote it: remove {folder} to replay its plans again")
+    return schema.build(_Body, body, str(path))

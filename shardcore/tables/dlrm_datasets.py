@@ -1,0 +1,101 @@
+"""Files of facebookresearch/dlrm_datasets.
+
+Shapes: T tables, B samples of a batch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardcore.tables.access import reuse_of
+from shardcore.types import ShardCoreError, Table
+
+
+def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
+    """The tables of a file of dlrm_datasets (`.pt.gz`, or unpacked `.pt`), named t000, t001, ...
+
+    The file holds one batch, as torch.save wrote it: indices (table after table), offsets [T × B + 1] and
+    lengths [T, B]. A table has the pooling and the reuse histogram of the batch. Its rows are the largest
+    index + 1, a lower bound of its true rows. A table without lookups is kept, with 1 row.
+    dim: of every table, as the release has none.
+    Raises ShardCoreError for a file that is not there, not whole or not of this format.
+    """
+    indices, offsets, lengths = _read_batch(Path(path))
+    n_tables, batch = lengths.shape
+    edges = offsets[::batch].tolist()
+    return tuple(_measured_table(f"t{t:03d}", indices[lo:hi].numpy(), batch, dim)
+                 for t, (lo, hi) in enumerate(zip(edges[:n_tables], edges[1:], strict=True)))
+
+
+def _measured_table(name: str, ids: np.ndarray, batch: int, dim: int) -> Table:
+    rows = int(ids.max()) + 1 if len(ids) else 1
+    return Table(name, rows, dim, len(ids) / batch, reuse_of(ids, batch))
+
+
+def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    what = f"dlrm_datasets file {str(path)!r}"
+    wanted = ("it needs to be the torch.save of "
+              "(indices, offsets [tables × batch + 1], lengths [tables, batch])")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            plain = _unpacked(path, Path(folder))
+        except FileNotFoundError:
+            source = "github.com/facebookresearch/dlrm_datasets"
+            raise ShardCoreError(f"{what} does not exist; download it from {source}") from None
+        except IsADirectoryError:
+            raise ShardCoreError(f"{what} is a folder; {wanted}") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ShardCoreError(f"{what} is cut short or damaged ({error}); download it again") from None
+        try:
+            content = torch.load(plain, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(plain))
+        except Exception as error:  # to the unpickler, foreign bytes may look like any opcode
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            why = f"cannot be read, being foreign or cut short ({reason})"
+            raise ShardCoreError(f"{what} {why}; {wanted}") from None
+    tensors = tuple(content) if isinstance(content, (tuple, list)) else ()
+    whole = all(isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64) for x in tensors)
+    if len(tensors) != 3 or not whole:
+        raise ShardCoreError(f"{what} holds {_kind(content)}; {wanted}, whole numbers all")
+    for problem in _batch_problems(*tensors):
+        raise ShardCoreError(f"{what} {problem}; {wanted}")
+    return tensors
+
+
+def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> Iterator[str]:
+    shapes = [list(x.shape) for x in (indices, offsets, lengths)]
+    if lengths.ndim != 2 or 0 in lengths.shape or indices.ndim != 1 or shapes[1] != [lengths.numel() + 1]:
+        yield f"has indices {shapes[0]}, offsets {shapes[1]}, lengths {shapes[2]}"
+        return
+    first, last = int(offsets[0]), int(offsets[-1])
+    if (first != 0 or last != len(indices)
+            or not torch.equal(offsets.diff(), lengths.flatten().to(offsets.dtype))):
+        yield f"has offsets from {first} to {last} that do not match its lengths and {len(indices)} indices"
+    elif len(indices) and indices.min() < 0:
+        yield f"has a negative index {int(indices.min())}"
+
+
+def _unpacked(path: Path, folder: Path) -> Path:
+    """`path` itself, or its content where it is gzipped: torch.load needs to seek."""
+    with path.open("rb") as raw:
+        if raw.read(2) != b"\x1f\x8b":
+            return path
+        raw.seek(0)
+        with gzip.open(raw) as packed, (folder / "batch.pt").open("wb") as plain:
+            shutil.copyfileobj(packed, plain, 1 << 20)
+    return folder / "batch.pt"
+
+
+def _kind(content: object) -> str:
+    if isinstance(content, (tuple, list)):
+        kinds = (str(getattr(x, "dtype", type(x).__name__)) for x in content[:4])
+        return f"{len(content)} objects ({', '.join(kinds)})"
+    return f"a {type(content).__name__}"

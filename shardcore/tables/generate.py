@@ -1,0 +1,240 @@
+"""The calibrated generator: a pool with the published statistics of dlrm_datasets.
+
+Shapes: T tables (N of them live), K = REUSE_BINS, S statistics of a pool, M moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardcore.tables import access
+from shardcore.tables.statistics import published, read_release
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_DIM,
+    MOST_SEED,
+    MOST_TABLES,
+    REUSE_BINS,
+    Reuse,
+    Table,
+    require_within,
+)
+
+_EMPTY = (0.0,) * REUSE_BINS
+_LEAST = 2
+"""A live table has at least this many unique rows."""
+_NEAR = 0.01
+"""Largest relative deviation of a statistic that _mend leaves alone."""
+_SMALL = 150
+"""Rounding to whole rows changes tables with fewer unique rows than these. _mend may change them back."""
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """tables: how many, empty ones among them in the published proportion.
+    dim: of every table, as the release has none.
+    """
+
+    tables: int = 856
+    seed: int = 0
+    dim: int = 64
+
+    def __post_init__(self) -> None:
+        require_within(self, "pool", tables=(1, MOST_TABLES), seed=(0, MOST_SEED), dim=(MIN_WIDTH, MOST_DIM))
+
+
+def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
+    """A pool whose statistics are those published of dlrm_datasets (see `published`).
+
+    Tables are drawn from a plausible family. They are then changed as little as possible for the pool to meet
+    the published rows, pooling, reuse bins, access shares and unique rows (_calibrate). Last they are rounded
+    to whole rows, so that a table's streams have exactly its histogram (_round, _mend).
+    How the statistics of one table go together is not public, so it is made up.
+    A pool of few tables meets the statistics as far as so few can.
+    The same config gives the same pool, but for a few tables where torch's linear algebra rounds otherwise.
+    """
+    rng = np.random.default_rng(config.seed)
+    release = read_release()
+    batch = release["batch_size"]
+    n_empty = round(config.tables * release["empty_tables"] / release["tables"])
+    with _one_thread():
+        draw = _calibrate(_draw(rng, config.tables - n_empty), config.tables)
+        rows_in_bin, unseen = _round(draw, rng)
+        _mend(rows_in_bin, unseen, config.tables)
+    specs = [_spec(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
+    specs += [(1, 0.0, Reuse(_EMPTY, batch))] * n_empty
+    return tuple(Table(f"t{i:03d}", specs[j][0], config.dim, specs[j][1], specs[j][2])
+                 for i, j in enumerate(rng.permutation(len(specs))))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch adds in another order with another number of threads; the pool should not depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
+    """[n, K + 2] parameters of live tables, as _unpack reads them.
+
+    The rows of a table are the release's population of rows, tilted towards frequent ones (by 2^(tilt × bin))
+    and perturbed smoothly. Tables with frequent rows have fewer of them and lower pooling. They are the small
+    vocabularies, of which a batch sees nearly every row.
+    """
+    k, release = np.arange(REUSE_BINS), read_release()
+    z, z_pooling, z_rows, noise = *rng.standard_normal((3, n)), rng.standard_normal((n, REUSE_BINS))
+    smooth = np.linalg.cholesky(np.exp(-0.5 * ((k[:, None] - k) / 2.5) ** 2) + 1e-6 * np.eye(REUSE_BINS))
+    tilt = 0.45 + 0.55 * z[:, None]
+    population = np.array(release["access_share_by_reuse_bin"]) / access.BIN_MEAN
+    weights = population * 2 ** (tilt * k) * np.exp(noise @ smooth.T)
+    pooling = 8 * np.exp(-1.0 * z + 0.8 * z_pooling)
+    unique = pooling * release["batch_size"] * weights.sum(1) / (weights @ access.BIN_MEAN)
+    unseen = np.where(unique < 16, unique * rng.random(n), 4e6 * np.exp(-0.25 * z + 0.6 * z_rows))
+    rows = [np.log(np.maximum(unique, 1))[:, None], np.log(np.maximum(unseen, 1e-3))[:, None]]
+    return torch.tensor(np.concatenate([np.log(weights), *rows], 1))
+
+
+def _unpack(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unique rows in each bin [N, K], and rows that the batch does not touch [N].
+
+    draw [N, K + 2]: logits of the bins, log of the unique rows beyond _LEAST, log of the untouched rows.
+    """
+    unique = _LEAST + draw[:, REUSE_BINS].exp()
+    return torch.softmax(draw[:, :REUSE_BINS], 1) * unique[:, None], draw[:, -1].exp()
+
+
+def _terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+    """[..., 5 + 3 K] what a table adds to the sums from which _statistics follow."""
+    unique, lookups_in_bin = rows_in_bin.sum(-1), rows_in_bin * torch.tensor(access.BIN_MEAN)
+    bins, rows, lookups = rows_in_bin / unique[..., None], unique + unseen, lookups_in_bin.sum(-1)
+    scalars = torch.stack([rows, rows**2, lookups, lookups**2, unique], -1)
+    return torch.cat([scalars, bins, bins**2, lookups_in_bin], -1)
+
+
+def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
+    """[..., S] statistics of a pool from the sums of its tables' terms, in the order of _goal.
+
+    Empty tables add nothing to the sums.
+    """
+    rows, rows2, lookups, lookups2, unique = sums[..., :5].unbind(-1)
+    bins, bins2, lookups_in_bin = sums[..., 5:].unflatten(-1, (3, REUSE_BINS)).unbind(-2)
+
+    def sd(total, squares):
+        return (squares / tables - (total / tables) ** 2).clamp_min(1e-12).sqrt()
+
+    scalars = [rows / tables, sd(rows, rows2), lookups / batch / tables, sd(lookups, lookups2) / batch,
+               lookups, unique]
+    shares = lookups_in_bin / lookups[..., None]
+    return torch.cat([torch.stack(scalars, -1), bins / tables, sd(bins, bins2), shares], -1)
+
+
+def _goal(tables: int) -> torch.Tensor:
+    """[S] published statistics for a pool of `tables`.
+
+    The unique row shares are left out: they follow from the access shares.
+    """
+    scale = tables / read_release()["tables"]
+    values = {k: v * (scale if k in ("lookups", "unique rows") else 1) for k, v in published().items()}
+    kept = [v for k, v in values.items() if not k.startswith("unique row share")]
+    return torch.tensor(kept, dtype=torch.float64)
+
+
+def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
+    """`draw` moved by the least distance that makes its pool meet the published statistics.
+
+    Gauss-Newton with minimum-norm steps, since the statistics are far fewer than the parameters. Steps are
+    damped, and no parameter moves by more than 1 at a time.
+    """
+    goal, batch = _goal(tables), read_release()["batch_size"]
+
+    def deviations(x: torch.Tensor) -> torch.Tensor:
+        return _statistics(_terms(*_unpack(x.reshape(draw.shape))).sum(0), tables, batch) / goal - 1
+
+    x = best = draw.flatten()
+    best_error = float("inf")
+    for _ in range(30):
+        error = deviations(x)
+        if float(error.norm()) > 0.99 * best_error and best_error < 0.1:
+            break  # as near as the rounded figures agree
+        if float(error.norm()) < best_error:
+            best, best_error = x, float(error.norm())
+        jacobian = torch.func.jacrev(deviations)(x)
+        gram = jacobian @ jacobian.T
+        gram += 1e-7 * gram.diagonal().mean() * torch.eye(len(goal), dtype=gram.dtype)
+        step = jacobian.T @ torch.linalg.solve(gram, error)
+        x = x - step / step.abs().max().clamp_min(1)
+    return best.reshape(draw.shape)
+
+
+def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole rows in each bin [N, K], at least one a table, and whole untouched rows [N].
+
+    A small table carries remainders from bin to bin, from a random start. The others carry them from table to
+    table, which keeps the total of each bin.
+    """
+    exact, unseen = (x.numpy() for x in _unpack(draw))
+    small = exact.sum(1) < _SMALL
+    whole = np.zeros_like(exact)
+    start = rng.random((small.sum(), 1))
+    whole[small] = np.diff(np.floor(np.cumsum(exact[small], 1) + start), axis=1, prepend=0)
+    whole[~small] = np.diff(np.floor(np.cumsum(exact[~small], 0) + 0.5), axis=0, prepend=0)
+    nothing = whole.sum(1) == 0
+    whole[nothing, np.argmax(exact[nothing], 1)] = 1
+    return torch.tensor(whole), torch.tensor(np.rint(unseen))
+
+
+def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
+    """Undo what rounding did to the statistics, in place.
+
+    Each time the best of all moves is made, until all statistics are near or none helps. A move takes one row
+    of a small table to a near bin, adds one or removes one.
+    """
+    goal, batch = _goal(tables), read_release()["batch_size"]
+    identity = torch.eye(REUSE_BINS, dtype=rows_in_bin.dtype)
+    near = [(i, j) for i in range(REUSE_BINS) for j in range(REUSE_BINS) if 0 < abs(i - j) <= 3]
+    shifts = [identity[j] - identity[i] for i, j in near]
+    moves = torch.stack([*shifts, *identity, *-identity])
+    small = torch.nonzero(rows_in_bin.sum(1) < _SMALL)[:, 0]
+    if len(small) == 0:
+        return
+
+    def gains(i: torch.Tensor) -> torch.Tensor:
+        """[..., M, terms] what each move of tables i would add to the sums; NaN where it cannot be made."""
+        moved = rows_in_bin[i][..., None, :] + moves
+        after = _terms(moved, unseen[i][..., None].expand(moved.shape[:-1]))
+        change = after - _terms(rows_in_bin[i], unseen[i])[..., None, :]
+        impossible = (moved < 0).any(-1) | (moved.sum(-1) < _LEAST)
+        return change.masked_fill(impossible[..., None], torch.nan)
+
+    def deviations(sums: torch.Tensor) -> torch.Tensor:
+        return _statistics(sums, tables, batch) / goal - 1
+
+    sums, change = _terms(rows_in_bin, unseen).sum(0), gains(small)
+    for _ in range(300):
+        now = deviations(sums)
+        after = deviations(sums + change).norm(dim=-1).nan_to_num(float("inf"))
+        table, move = divmod(int(after.argmin()), len(moves))
+        if now.abs().max() < _NEAR or after[table, move] >= now.norm():
+            break
+        sums = sums + change[table, move]
+        rows_in_bin[small[table]] += moves[move]
+        change[table] = gains(small[table])
+
+
+def _spec(rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int) -> tuple[int, float, Reuse]:
+    """Rows, pooling and access of a table with whole rows in each bin.
+
+    Its lookups are those of the bins' mean counts.
+    """
+    n = rows_in_bin.numpy()
+    pooling = round(float(n @ access.BIN_MEAN)) / batch
+    return round(n.sum() + float(unseen)), pooling, Reuse(tuple(n / n.sum()), batch)

@@ -1,0 +1,36 @@
+"""Public lists of tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardcore.types import ShardCoreError, Table, Zipf
+
+DEFAULT_ACCESS = Zipf(1.05)
+"""What public_pool assumes where a list says nothing about accesses: a common choice, not a measurement."""
+
+
+def public_pools() -> dict[str, str]:
+    """Names of the public lists, and where each comes from."""
+    return {k: v["source"] for k, v in _lists().items() if not k.startswith("_")}
+
+
+def public_pool(name: str) -> tuple[Table, ...]:
+    """The tables of a public list, named c00, c01, ...: their rows, dims and pooling.
+
+    Accesses follow Zipf(alpha) with the alpha that the list gives. A list without one gets DEFAULT_ACCESS.
+    Raises ShardCoreError for a name that is not among `public_pools()`.
+    """
+    if name not in public_pools():
+        known = ", ".join(public_pools())
+        raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")
+    entry = _lists()[name]
+    access = Zipf(entry["zipf_alpha"]) if "zipf_alpha" in entry else DEFAULT_ACCESS
+    digits = max(2, len(str(len(entry["tables"]) - 1)))
+    return tuple(Table(f"c{i:0{digits}d}", t["rows"], t["dim"], t["pooling"], access)
+                 for i, t in enumerate(entry["tables"]))
+
+
+def _lists() -> dict:
+    return json.loads((Path(__file__).parent / "public_tables.json").read_text(encoding="utf-8"))

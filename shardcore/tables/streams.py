@@ -1,0 +1,75 @@
+"""Index streams: which rows a batch looks up, drawn from a table's access statistics (see access.py).
+
+At its reference batch, a stream has exactly the content of the reuse histogram.
+
+Shapes: L lookups, B samples of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardcore.tables import access
+from shardcore.types import Reuse, Shard, Table, Zipf
+
+
+def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """One batch of a table: row ids [L] int64 and offsets [B + 1] int64.
+
+    Sample b has the ids ids[offsets[b]:offsets[b+1]]. The same table, batch and seed give the same stream. A
+    Zipf table with whole pooling has as many lookups in every sample. Else lookups fall on samples at random.
+    """
+    rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
+    if isinstance(table.access, Reuse):
+        ranks = _reuse_ranks(table, batch, rng)
+    else:
+        ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
+    lengths = _lengths(table, len(ranks), batch, rng)
+    ids = ranks if table.ordered else _scatter(ranks, table.rows)
+    return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
+    counts = access.reference_counts(table)
+    keep = batch / table.access.batch
+    if keep < 1:
+        counts = rng.binomial(counts, keep)
+    elif keep > 1:
+        # Rounded so that the sum is right on average.
+        counts = np.floor(counts * keep + rng.random(len(counts))).astype(np.int64)
+    ranks = np.repeat(np.arange(len(counts)), counts)
+    rng.shuffle(ranks)
+    return ranks
+
+
+def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
+    a, u = table.access.alpha, rng.random(n)
+    top = table.rows + 1.0
+    value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
+    return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
+
+
+def _lengths(table: Table, n: int, batch: int, rng: np.random.Generator) -> np.ndarray:
+    if isinstance(table.access, Zipf) and n % batch == 0:
+        return np.full(batch, n // batch)
+    return np.bincount(rng.integers(0, batch, n), minlength=batch)
+
+
+def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
+    """Spread ranks over the rows as hashing would: a bijection of [0, rows), neighbours falling far apart."""
+    step = max(1, int(rows * 0.6180339887498949))
+    while math.gcd(step, rows) != 1:
+        step += 1
+    return (ranks * step + rows // 3) % rows
+
+
+def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The part of its table's stream that falls into a shard's rows. Ids count from the shard's first row."""
+    ids, offsets = stream(shard.table, batch, seed)
+    if shard.full_rows:
+        return ids, offsets
+    inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
+    kept = np.concatenate([[0], np.cumsum(inside)])
+    return ids[inside] - shard.row_lo, kept[offsets]

@@ -1,0 +1,105 @@
+"""What is wanted stays wanted: draws that are like sharders' plans follow from the draws and their records
+only."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import record_draws
+from shardcore import files
+from shardcore.draws import placements
+from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.memory import table_bytes
+from shardcore.samples import dataset
+from shardcore.types import Device, Placement, Plan, Setting, Table, Topology, Zipf
+from shardcore.workload import lower
+
+SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"
+SETTING = Setting("test", 2048)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    [path] = SHIPPED.glob("pool-*.json")
+    return [t for t in files.read_pool(path) if t.pooling > 0]
+
+
+@pytest.fixture(scope="module")
+def planned(pool):
+    """Problems of the shipped pool, with the planners that they are drawn with."""
+    return list(record_draws.planned_draws(pool, 0, 400, SETTING))
+
+
+def test_draws_of_plans_are_in_the_shipped_dataset(pool):
+    [setting], measured = dataset.settings(SHIPPED), dataset.read_ids(SHIPPED, "compute")
+    config = GroupConfig(max_shard_bytes=4 << 30)  # as its README says
+    drawn = [i for i in range(300) if np.random.default_rng([1, 0, i]).random() < config.planned]
+    assert len(drawn) > 70
+    for i in drawn:
+        request = compute_request(pool, i, setting, 0, config)
+        assert dataset.compute_id(setting, request) in measured, i
+
+
+def test_all_columns_of_all_tables_are_placed_where_they_fit(planned):
+    assert {planner for _, planner in planned} == set(placements.PLANNERS)
+    for drawn, _ in planned[:20]:
+        for planner in placements.PLANNERS:
+            if found := placements.place(drawn, planner):
+                shards = [Placement(s, (d,)) for d, of in enumerate(found) for s in of]
+                lower(Plan(tuple(shards)), drawn)
+                assert len({(p.shard.table.name, p.devices) for p in shards}) == len(shards)
+
+
+def test_tables_that_fit_no_device_are_cut():
+    large = Table("large", 10_000, 32, 1.0, Zipf(1.0))
+    drawn = draw_problem([large], 3, SETTING, 0, ProblemConfig(4, 1, 1, 64))
+    room = Device(table_bytes(large, SETTING.batch, SETTING.optimizer, 12))
+    drawn = dataclasses.replace(drawn, tables=(large,), topology=Topology((room,) * 4))
+    assert sorted(s.width for of in placements.place(drawn, "size_greedy") for s in of) == [8, 8, 8, 8]
+
+
+def test_planners_balance_what_they_are_named_after():
+    tables = tuple(Table(f"t{i}", rows, dim, pooling, Zipf(1.0)) for i, (rows, dim, pooling) in enumerate(
+        [(8000, 4, 1.0), (1000, 16, 1.0), (1000, 8, 9.0)]))
+    drawn = draw_problem(tables, 0, SETTING, 0, ProblemConfig(2, 3, 3))
+    drawn = dataclasses.replace(drawn, tables=tables, topology=Topology((Device(1 << 30),) * 2))
+    alone = {planner: [{s.table.name for s in of} for of in placements.place(drawn, planner)]
+             for planner in ("size_greedy", "dim_greedy", "lookup_greedy")}
+    assert alone == {"size_greedy": [{"t0"}, {"t1", "t2"}], "dim_greedy": [{"t1"}, {"t0", "t2"}],
+                     "lookup_greedy": [{"t2"}, {"t0", "t1"}]}
+
+
+def test_a_record_is_used_where_its_tables_fit(planned):
+    drawn = next(p for p, planner in planned if placements.recorded(p, planner))
+    planner = next(planner for p, planner in planned if p is drawn)
+    lines = placements.recorded_plans()[placements.key(drawn, planner)]
+    assert [placements.line(of, drawn) for of in placements.recorded(drawn, planner)] == lines
+    tight = dataclasses.replace(drawn, topology=Topology((Device(1),) * len(drawn.topology)))
+    assert placements.key(tight, planner) == placements.key(drawn, planner)
+    assert placements.recorded(tight, planner) is None and placements.place(tight, planner) is None
+
+
+def test_plans_without_a_record_are_cut_and_stay_the_same(planned):
+    drawn = next(p for p, _ in planned if len(p.topology) == 4)
+    other = dataclasses.replace(drawn, global_batch=4096)
+    assert placements.recorded(other, placements.NEUROSHARD) is None
+    found = placements.place(other, placements.NEUROSHARD)
+    assert found == placements.place(other, placements.NEUROSHARD)
+    assert any(s.width < s.table.dim for of in found for s in of)
+
+
+def test_recording_keeps_plans_that_the_draws_do_not_find(pool):
+    setting = Setting("test", 512)
+    new = record_draws.record(pool, 7, 120, setting)
+    wanted = dict(record_draws.planned_draws(pool, 7, 120, setting))
+    by_key = {placements.key(drawn, planner): (drawn, planner) for drawn, planner in wanted.items()}
+    searched = {k for k, (_, planner) in by_key.items() if planner == placements.NEUROSHARD}
+    assert new and set(new) <= set(by_key) and any(k in searched for k in new)
+    for key, lines in new.items():
+        drawn, planner = by_key[key]
+        columns = record_draws.columns_of(drawn, planner, setting)
+        assert lines == [placements.line(of, drawn) for of in columns]
+        assert columns != placements.own(drawn, planner)

@@ -1,0 +1,10 @@
+import dataclasses
+
+from shardcore.tables.held_out import kept_for_testing
+
+
+def test_a_twentieth_of_tables_is_held_out_by_name(tables):
+    named = [dataclasses.replace(tables[0], name=f"t{i}") for i in range(2000)]
+    kept = [t for t in named if kept_for_testing(t)]
+    assert 60 <= len(kept) <= 140
+    assert all(kept_for_testing(dataclasses.replace(t, dim=64, rows=5)) for t in kept)

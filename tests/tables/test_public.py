@@ -1,0 +1,22 @@
+import pytest
+
+from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pools
+from shardcore.types import ShardCoreError, Zipf
+
+
+@pytest.mark.parametrize(("name", "tables", "gib"), [("mlperf-dlrm-dcnv2", 26, 97), ("hugectr-180", 177, None)])
+def test_public_lists(name, tables, gib):
+    pool = public_pool(name)
+    assert len(pool) == tables and len({t.name for t in pool}) == tables
+    assert pool[0].access == (Zipf(1.1) if name.startswith("hugectr") else DEFAULT_ACCESS)
+    assert gib is None or sum(t.bytes for t in pool) / 2**30 == pytest.approx(gib, abs=1)
+
+
+def test_every_public_list_can_be_read():
+    assert all(public_pool(name) for name in public_pools())
+    assert [t.name for t in public_pool("criteo-kaggle")][:2] == ["c00", "c01"]
+
+
+def test_unknown_list_names_the_known():
+    with pytest.raises(ShardCoreError, match="'criteo'; known are mlperf-dlrm-dcnv2, criteo-1tb-uncapped"):
+        public_pool("criteo")
