@@ -1,4 +1,6 @@
-"""Kills at random instants: of a random process of a run with SIGTERM, SIGINT or SIGKILL, and what is left of the run then.
+"""Kills at random instants: of a process of a run with SIGTERM, SIGINT or SIGKILL, and what is left of the run then.
+
+The victim is one of a kind that was struck least often so far, or most kills would strike Ray's many workers.
 
 The runs are those of a scratch project at toy size: `make run` (without its setup), `flows.measure` and `flows.publish` alone,
 and a publish on a stack, of which any process is killed, or the watch. A kill is one row:
@@ -20,6 +22,7 @@ goes on. Exit code 1 where something was left, or a next run failed.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import fcntl
 import json
@@ -112,23 +115,35 @@ def name_of(process: psutil.Process) -> str:
     said = " ".join(command)
     for word, name in (("owned.py", "guardian"), ("tasks.services", "tasks.services"), ("prefect server", "prefect server"),
                        ("mlflow", "mlflow"), ("tasks.watch", "watch"), ("worker start", "worker"), ("flow-run", "flow run"),
-                       ("-m dvc", "dvc"), ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet"), ("ray::", "ray worker"),
-                       ("default_worker.py", "ray worker"), ("dashboard", "ray dashboard"), ("agent", "ray agent"),
-                       ("ray.scripts", "ray start"), ("ray/", "ray process"), ("multiprocessing", "multiprocessing")):
+                       ("-m dvc", "dvc"), ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet"), ("Agent", "ray agent"),
+                       ("agent", "ray agent"), ("ray::", "ray worker"), ("default_worker.py", "ray worker"),
+                       ("dashboard", "ray dashboard"), ("ray.scripts", "ray start"), ("ray/", "ray process"),
+                       ("multiprocessing", "multiprocessing")):
         if word in said:
             return name
     return next((part for part in command if part.startswith("flows.")), os.path.basename(command[0]) if command else "?")
 
 
+def draw_victim(tree: list[psutil.Process], rows: list[dict[str, Any]], rng: random.Random) -> psutil.Process:
+    """A process of a kind that the fewest rows so far struck: a random one of these kinds, then a random one of its kind."""
+    struck = collections.Counter(row["victim"] for row in rows)
+    kinds: dict[str, list[psutil.Process]] = {}
+    for process in sorted(tree, key=lambda p: p.pid):
+        kinds.setdefault(name_of(process), []).append(process)
+    fewest = min(struck[kind] for kind in kinds)
+    return rng.choice(kinds[rng.choice(sorted(kind for kind in kinds if struck[kind] == fewest))])
+
+
 @dataclass
 class Bench:
-    """project: the scratch copy; temporary: its temporary directory; out: of the rows."""
+    """project: the scratch copy, of `commit`; temporary: its temporary directory; out: of the rows."""
 
     folder: Path
     temporary: Path
     out: Path
     env: dict[str, str]
     rows: list[dict[str, Any]]
+    commit: str
     of_before: int
     """Rows of another scratch project."""
     run_s: float = 0.0
@@ -173,6 +188,7 @@ class Bench:
         return ", ".join(sorted(set(holders))) or "free"
 
     def keep(self, row: dict[str, Any]) -> None:
+        row |= {"commit": self.commit, "load": round(os.getloadavg()[0], 1)}
         self.rows.append(row)
         with open(self.out, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -196,7 +212,7 @@ class Bench:
         self.went_on(kind, True)
         tree = run.look()
         listening = open_to_others(tree)
-        victim, number = rng.choice(sorted(tree, key=lambda p: p.pid)), rng.choice(SIGNALS)
+        victim, number = draw_victim(tree, self.rows, rng), rng.choice(SIGNALS)
         name = name_of(victim)
         with contextlib.suppress(psutil.Error):
             victim.send_signal(number)
@@ -284,7 +300,7 @@ class Bench:
             if kind == "watch":
                 tree = [p for p in tree if name_of(p) == "watch"]
             listening = open_to_others(tree)
-            victim, signal_ = rng.choice(sorted(tree, key=lambda p: p.pid)), rng.choice(SIGNALS)
+            victim, signal_ = draw_victim(tree, self.rows, rng), rng.choice(SIGNALS)
             name = name_of(victim)
             victim.send_signal(signal_)
             struck = time.monotonic()
@@ -339,7 +355,8 @@ def scratch_bench(out: Path) -> Iterator[Bench]:
             params[section] |= values
         params["stack"] = {name: taken.getsockname()[1] for name, taken in zip(names, held, strict=True)}
         (folder / "params.yaml").write_text(yaml.safe_dump(params))
-        bench = Bench(folder, temporary, out, env, rows, len(rows))
+        commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+        bench = Bench(folder, temporary, out, env, rows, commit, len(rows))
         try:
             yield bench
         finally:
