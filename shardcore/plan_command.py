@@ -121,6 +121,7 @@ def replay(args: argparse.Namespace) -> None:
     from shardcore.measure.replay import ReplayConfig, replay_all
 
     device = args.device or hardware.detect_device()
+    hardware.require_device(device)
     problem = files.read_problem(args.problem)
     setting = Setting(args.hardware or hardware.hardware_name(device), problem.global_batch, problem.precision, problem.optimizer)
     plans = [files.read_plan(path, problem) for path in args.plans]

@@ -16,6 +16,10 @@ import numpy as np
 from shardcore.memory import shard_bytes
 from shardcore.types import (
     MIN_WIDTH,
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_DIM,
+    MOST_TABLES,
     PRECISION_BYTES,
     CommRequest,
     ComputeRequest,
@@ -29,6 +33,7 @@ from shardcore.types import (
     ShardCoreError,
     Table,
     Topology,
+    require_within,
 )
 
 CONTROL_SEED = 2**32 - 1
@@ -52,6 +57,11 @@ _COPIED_BYTES = 4 << 20
 """Larger tables are not copied in a step: their gradients would hide what a small exchange takes."""
 _DIVIDED = 0.4
 """Share of a step's tables that are divided by rows, in plans that have such."""
+
+MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
+"""Of groups, exchanges, steps or problems, all drawn before the first is used; of one exchange, drawn in a second."""
+_MOST_SHARDS, _MOST_SLACK = 1 << 16, 1e6
+"""Of a group; of a problem's memory over what it needs."""
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
@@ -90,11 +100,10 @@ class GroupConfig:
     replicated: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.max_shards < 1 or self.max_width < MIN_WIDTH or self.max_shard_bytes < 4 * MIN_WIDTH:
-            raise ShardCoreError(f"group config {self} needs max_shards of at least 1, max_width of at least {MIN_WIDTH}, and "
-                                 f"max_shard_bytes of at least {4 * MIN_WIDTH}")
-        if min(self.planned, self.replicated) < 0 or self.planned + self.replicated > 1:
-            raise ShardCoreError(f"group config {self} needs planned and replicated of 0 or more, together at most 1")
+        share = (0, 1)
+        require_within(self, "group config", max_shards=(1, _MOST_SHARDS), max_width=(MIN_WIDTH, MOST_DIM),
+                       max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES), any_width=share, row_ranges=share, duplicates=share,
+                       planned=share, replicated=(0, 1 - self.planned))
 
 
 def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
@@ -289,9 +298,8 @@ class ProblemConfig:
     slack: float = 1.5
 
     def __post_init__(self) -> None:
-        if not (self.devices >= 1 and 1 <= self.min_tables <= self.max_tables and self.max_dim >= MIN_WIDTH and self.slack >= 1):
-            raise ShardCoreError(f"problem config {self} needs devices of at least 1, 1 <= min_tables <= max_tables, max_dim of "
-                                 f"at least {MIN_WIDTH}, and slack of at least 1")
+        require_within(self, "problem config", devices=(1, MOST_DEVICES), min_tables=(1, MOST_TABLES),
+                       max_tables=(self.min_tables, MOST_TABLES), max_dim=(MIN_WIDTH, MOST_DIM), slack=(1, _MOST_SLACK))
 
 
 def problem(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: ProblemConfig | None = None) -> Problem:

@@ -17,7 +17,18 @@ from shardcore import dataset, files, sampling, tables
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
-from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
+from shardcore.types import (
+    WAITS_S,
+    CommRequest,
+    CommSample,
+    ComputeRequest,
+    ComputeSample,
+    Problem,
+    Setting,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
@@ -30,7 +41,10 @@ _KEEP_EVERY_S = 5.0
 
 def measure(args: argparse.Namespace) -> None:
     """What `python -m shardcore measure` does, its arguments as parsed there."""
+    draws, ranks = (0, sampling.MOST_DRAWS), (1, sampling.MOST_RANKS)
+    require_within(args, "measure", exchanges=draws, steps=draws, ranks=ranks, hang_s=WAITS_S)
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
+    hardware.require_device(device)
     setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
     pool = files.read_pool(args.pool) if args.pool else tables.generate_pool(tables.PoolConfig())
     live = [t for t in pool if t.pooling > 0]

@@ -32,7 +32,19 @@ import torch
 
 from shardcore import dataset, memory, streams
 from shardcore.measure import hardware, timing
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Table
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_BYTES,
+    MOST_REPEATS,
+    PRECISION_BYTES,
+    ComputeRequest,
+    ComputeSample,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 
 _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
 _CONTROL_RUNS = 48
@@ -54,10 +66,10 @@ class KernelConfig:
     interleave: int = 16
 
     def __post_init__(self) -> None:
-        bounded = (self.tolerance is None or 0 < self.tolerance < 1) and 1 <= self.min_repeats <= self.max_repeats
-        if not (bounded and self.arena_bytes > 0 and self.interleave >= 1):
-            raise ShardCoreError(f"kernel config {self} needs 0 < tolerance < 1, 1 <= min_repeats <= max_repeats, a positive "
-                                 "arena_bytes and interleave")
+        require_within(self, "kernel config", arena_bytes=(1, MOST_BYTES), min_repeats=(1, MOST_REPEATS),
+                       max_repeats=(self.min_repeats, MOST_REPEATS), interleave=(1, MOST_REPEATS))
+        if not (self.tolerance is None or 0 < self.tolerance < 1):
+            raise ShardCoreError(f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05")
 
     def tolerance_on(self, device: str) -> float:
         return self.tolerance or (0.01 if device == "cuda" else 0.02)
