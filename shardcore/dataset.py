@@ -210,7 +210,7 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None, make: Calla
             samples[row["id"], row["measured_at"]] = make(row)
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
-            raise ShardCoreError(f"{folder}: {kind} sample {show(row['id'])}: {said}") from None
+            raise ShardCoreError(f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; remove it") from None
     return list(samples.values())
 
 
@@ -299,10 +299,11 @@ def merge_parts(folder: str | Path) -> None:
         with suppress(FileNotFoundError):  # its writer was faster
             if time.time() - unfinished.lstat().st_mtime > 3600:
                 unfinished.unlink()
-    for kind, schema in (("compute", COMPUTE), ("comm", COMM)):
+    for kind, schema, read in (("compute", COMPUTE, read_timings), ("comm", COMM, _comm)):
         parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
+        read(folder)  # one sample that is none would take the good ones of other parts with it
         rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
         last = {r["id"]: k for k, r in sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))}
         kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
@@ -322,13 +323,13 @@ def settings(folder: str | Path) -> list[Setting]:
 
 
 def _rows(folder: str | Path, kind: str, setting: Setting | None, columns: list[str] | None = None) -> Iterable[dict[str, Any]]:
-    """Rows whose timings mean what they mean today; where all of a setting is read, `setting` is one of its entries."""
+    """Rows whose timings mean what they mean today; where all of a setting is read, it and its `part` are entries too."""
     for path, rows in _read_parts(folder, kind, columns).items():
         for row in rows:
             if row["measurement_version"] != MEASUREMENT_VERSION:
                 continue
             if "hardware" in row:
-                row["setting"] = _setting(row, path)
+                row |= {"part": path, "setting": _setting(row, path)}
             if setting is None or row["setting"] == setting:
                 yield row
 
@@ -378,8 +379,8 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
     _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
     _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
     text = [file.schema.column(i).path for i in range(len(file.schema)) if file.schema.column(i).physical_type == "BYTE_ARRAY"]
-    # Text by its different values, each once. Arrow's threads can abort a process that ends.
-    table = pq.read_table(pa.BufferReader(content), use_threads=False, read_dictionary=text)
+    # Text by its different values, each once. Threads of Arrow's can abort a process that ends: read_table starts one even so.
+    table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
     written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
     _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
     if "measurement_version" in table.schema.names:

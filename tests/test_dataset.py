@@ -1,6 +1,8 @@
 import dataclasses
 import hashlib
 import os
+import subprocess
+import sys
 import time
 
 import pyarrow as pa
@@ -249,6 +251,20 @@ def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
     assert said in str(error.value), str(error.value)
 
 
+def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
+    """Merged into one part with them, it would have them all refused, and their own parts were gone."""
+    pool = dataset.write_pool(tmp_path, tables)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
+    bad = rewritten(tmp_path, id="0" * 16)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 1)], pool)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ShardCoreError, match=rf"{bad.name} is no part of a dataset, sample '0{{16}}': .*; remove it$"):
+        dataset.merge_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    bad.unlink()
+    assert [s.id for s in dataset.read_compute(tmp_path)] == [compute_sample(tables, 1).id]
+
+
 @pytest.mark.timeout(60)
 def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
@@ -302,3 +318,23 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
 def test_an_op_takes_time_at_a_pace_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|a pace of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)
+
+
+THREADS = """
+import os, sys
+from shardcore import dataset
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+assert dataset.read_compute(sys.argv[1])
+print(threads() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_thread_is_started_to_read(tables, tmp_path):
+    """A thread of Arrow's that still ran aborted one in a hundred commands after their work was done."""
+    dataset.write_compute(tmp_path, [compute_sample(tables, i) for i in range(9)], dataset.write_pool(tmp_path, tables))
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # by which Arrow goes
+    done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stdout + done.stderr

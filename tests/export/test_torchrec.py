@@ -159,7 +159,7 @@ def test_files_are_checked(tmp_path):
     given, path = training.problem(1, 2), tmp_path / "plan.json"
     write_torchrec(path, to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, training.Model()))
     whole = path.read_text()
-    for text, said in ((whole.replace('"ranks": [\n', '"ranks": [ 1,\n', 1), "edited"), (whole[:-40], "not whole JSON"),
+    for text, said in ((whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"), (whole[:-40], "not whole JSON"),
                        (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
                        (whole.replace('"version": 2', '"version": 9'), "version 9")):
         path.write_text(text)
