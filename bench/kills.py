@@ -6,7 +6,8 @@ The runs are those of a scratch project at toy size: `make run` (without its set
 and a publish on a stack, of which any process is killed, or the watch. A kill is one row:
 
 - ended: the run's exit code and how long after the kill it ended; a run that a kill does not end goes on, and is waited for
-- processes: of the run, or of what it started, alive 15 s after the kill (where the run goes on: after its end)
+- processes: of the run, or of what it started, alive 15 s after the kill (where the run goes on: after its end); late: where it
+  goes on, those 15 s after the kill
 - folders: left in the temporary directory then
 - lock: whether DVC's is free then
 - open: which of its processes listened at more than loopback before
@@ -216,16 +217,18 @@ class Bench:
         name = name_of(victim)
         with contextlib.suppress(psutil.Error):
             victim.send_signal(number)
-        struck = time.monotonic()
+        struck, late = time.monotonic(), None
         while not run.ended() and time.monotonic() < struck + LONGEST_S:
-            run.look()
+            alive = run.look()
+            if late is None and time.monotonic() > struck + PATIENCE_S:
+                late = sorted(map(name_of, alive))
             time.sleep(0.2)
         ended_s = time.monotonic() - struck
         gone_s = self.wait_until_gone(run, max(0.0, PATIENCE_S - ended_s) if ended_s < PATIENCE_S else PATIENCE_S)
         alive = [name_of(p) for p in run.look()]
         self.keep({"kind": kind, "seed": seed, "at_s": round(at_s, 1), "victim": name, "signal": signal.Signals(number).name,
-                   "code": run.process.poll(), "ended_s": round(ended_s, 1), "gone_s": round(gone_s, 1), "processes": alive,
-                   "folders": self.left(), "lock": self.lock(), "open": listening, "next": None,
+                   "code": run.process.poll(), "ended_s": round(ended_s, 1), "gone_s": round(gone_s, 1), "late": late,
+                   "processes": alive, "folders": self.left(), "lock": self.lock(), "open": listening, "next": None,
                    "said": self.said().strip().splitlines()[-1:]})
         for process in run.look():
             with contextlib.suppress(psutil.Error):
@@ -386,7 +389,8 @@ def main() -> int:
     parser.add_argument("--kills", nargs="*", default=[f"{k}={n}" for k, n in KILLS.items()], metavar="KIND=COUNT")
     parser.add_argument("--seed", type=int, default=0, help="of instants, processes and signals (0)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):  # what a shell runs beside itself ignores SIGINT, and so would all it starts
+        signal.signal(number, signal.default_int_handler)
     began = time.monotonic()
     with scratch_bench(args.out) as bench:
         wanted = {kind: int(count) for kind, count in (text.split("=") for text in args.kills)}
