@@ -303,7 +303,7 @@ def merge_parts(folder: str | Path) -> None:
         parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
-        read(folder)  # one sample that is none would take the good ones of other parts with it
+        read(folder, None)  # one sample that is none would take the good ones of other parts with it
         rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
         last = {r["id"]: k for k, r in sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))}
         kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]

@@ -9,10 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from shardcore.types import ShardCoreError
 from tasks import owned, services
@@ -20,6 +25,9 @@ from tasks import owned, services
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster of more than one machine listens at all addresses
               "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # nobody will start another head: all ends with it
+
+_NEEDED = ("gcs_server", "raylet")
+_LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
 
 
 @contextmanager
@@ -45,9 +53,46 @@ def ray_cluster() -> Iterator[None]:
             raise
         except Exception as error:  # of many kinds, a bare one among them
             raise ShardCoreError(f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}") from None
-        try:
+        with _ending_with(ray._private.worker._global_node if address == "local" else None):
             yield
-        finally:
+
+
+@contextmanager
+def _ending_with(node: Any) -> Iterator[None]:
+    """End the connection. Raise ShardCoreError soon after the head or raylet of our own node has ended: Ray may wait for them
+    for a minute. Where that is not heard, for Ray waits in its own code, end this process."""
+    import ray
+
+    over = threading.Event()
+
+    def lost() -> str:
+        kinds = [kind for kind, _ in node.dead_processes() if kind in _NEEDED] if node else []
+        return f"the {kinds[0]} of this run's Ray has ended; {services.GOES_ON}" if kinds else ""
+
+    def end() -> None:
+        time.sleep(_LAST_WORDS_S)
+        if not over.is_set():
+            print(f"error: {lost()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def watch() -> None:
+        while not over.wait(_LOOK_EVERY_S):
+            if lost():
+                os.kill(os.getpid(), signal.SIGINT)
+                return end()
+
+    if node:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except BaseException:
+        if not (said := lost()):
+            raise
+        threading.Thread(target=end, daemon=True).start()  # Ray's own end, at exit, waits for them too
+        raise ShardCoreError(said) from None
+    finally:
+        over.set()
+        if not lost():
             ray.shutdown()
 
 

@@ -263,6 +263,13 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
     bad.unlink()
     assert [s.id for s in dataset.read_compute(tmp_path)] == [compute_sample(tables, 1).id]
+    for i in range(2):
+        dataset.write_comm(tmp_path, [comm_sample(i)])
+    dataset.write_comm(tmp_path, [dataclasses.replace(comm_sample(2), id="0" * 16)])
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ShardCoreError, match="sample '0{16}'"):
+        dataset.merge_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.timeout(60)

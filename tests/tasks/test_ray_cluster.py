@@ -143,6 +143,45 @@ def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(n
         time.sleep(0.1)
 
 
+WAITS = """
+import os, signal, sys, time
+import ray
+from ray._private import worker
+from shardcore.types import ShardCoreError
+from tasks.ray_cluster import ray_cluster
+
+@ray.remote
+class Waits:
+    def works(self):
+        time.sleep(600)
+
+try:
+    with ray_cluster():
+        [info] = worker._global_node.all_processes[sys.argv[1]]
+        call = Waits.remote().works.remote()
+        ray.wait([call], timeout=1)
+        print("waits", flush=True)
+        os.kill(info.process.pid, signal.SIGKILL)
+        ray.get(call)
+except ShardCoreError as error:
+    print(f"error: {error}", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("needed", ray_cluster._NEEDED)
+def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed):
+    root = Path(__file__).parents[2]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    flow = subprocess.Popen([sys.executable, "-c", WAITS, needed], cwd=root, env=env, stdout=subprocess.PIPE, text=True,
+                            stderr=subprocess.STDOUT)
+    lines = iter(flow.stdout.readline, "")
+    assert any(line == "waits\n" for line in lines)
+    flow.wait(15)  # what is promised
+    said = f"error: the {needed} of this run's Ray has ended; what was finished is kept, and a rerun goes on from there\n"
+    assert list(lines).count(said) == 1
+
+
 def test_the_token_of_a_local_ray_is_its_owner_s_only(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     everybody = os.umask(0)
