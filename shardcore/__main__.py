@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcore.schema import MOST_INT
-from shardcore.types import Device, Problem, Setting, ShardCoreError, Topology
+from shardcore.types import MOST_DEVICES, Device, Problem, Setting, ShardCoreError, Topology, require_within
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +89,7 @@ def report(args: argparse.Namespace) -> None:
 def problem(args: argparse.Namespace) -> None:
     from shardcore import files, sampling, tables
 
+    require_within(args, "problem", devices=(1, MOST_DEVICES))
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:

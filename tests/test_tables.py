@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shardcore import streams
+from shardcore.__main__ import main
 from shardcore.tables import (
     DEFAULT_ACCESS,
     PoolConfig,
@@ -188,3 +189,10 @@ def test_every_public_list_can_be_read():
 def test_unknown_list_names_the_known():
     with pytest.raises(ShardCoreError, match="'criteo'; known are mlperf-dlrm-dcnv2, criteo-1tb-uncapped"):
         public_pool("criteo")
+
+
+@pytest.mark.parametrize("devices", ["65537", "1000000000000"])
+def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, devices):
+    made = ["problem", "mlperf-dlrm-dcnv2", "--devices", devices, "--out", str(tmp_path / "p.json")]
+    assert main(made) == 1
+    assert capsys.readouterr().err == f"error: problem has devices {devices}; it needs 1 to 65,536\n"
