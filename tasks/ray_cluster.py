@@ -13,11 +13,11 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from shardcore.types import ShardCoreError
 from tasks import owned, services
@@ -38,9 +38,10 @@ def ray_cluster() -> Iterator[None]:
 
     address = os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": runtime.flow_run.name or None}
-    with owned.owned() if address == "local" else nullcontext():
+    of_our_own = address == "local"
+    with owned.owned() if of_our_own else nullcontext(), _ending_with_it() if of_our_own else nullcontext(bool) as ends_now:
         try:
-            if address == "local":
+            if of_our_own:
                 _close()
                 with owned.serving():
                     ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES, include_dashboard=False,
@@ -53,47 +54,52 @@ def ray_cluster() -> Iterator[None]:
             raise
         except Exception as error:  # of many kinds, a bare one among them
             raise ShardCoreError(f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}") from None
-        with _ending_with(ray._private.worker._global_node if address == "local" else None):
+        try:
             yield
+        finally:
+            ends_now()
+            ray.shutdown()
 
 
 @contextmanager
-def _ending_with(node: Any) -> Iterator[None]:
-    """End the connection. Raise ShardCoreError soon after the head or raylet of our own node has ended: Ray may wait for them
-    for a minute. Where that is not heard, for Ray waits in its own code, end this process."""
-    import ray
-
+def _ending_with_it() -> Iterator[Callable[[], None]]:
+    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended, for Ray may wait for them for a minute. Where
+    this is not heard in time, for Ray waits in its own code, say so and end this process. Yields what to call before Ray is to
+    end."""
+    found: dict[str, psutil.Process] = {}
     over = threading.Event()
 
     def lost() -> str:
-        kinds = [kind for kind, _ in node.dead_processes() if kind in _NEEDED] if node else []
-        return f"the {kinds[0]} of this run's Ray has ended; {services.GOES_ON}" if kinds else ""
-
-    def end() -> None:
-        time.sleep(_LAST_WORDS_S)
-        if not over.is_set():
-            print(f"error: {lost()}", file=sys.stderr, flush=True)
-        os._exit(1)
+        ended = [name for name, process in found.items() if not _lives(process)]
+        return f"this run's Ray has lost its {' and its '.join(ended)}; {services.GOES_ON}" if ended else ""
 
     def watch() -> None:
-        while not over.wait(_LOOK_EVERY_S):
-            if lost():
-                os.kill(os.getpid(), signal.SIGINT)
-                return end()
+        while not over.wait(_LOOK_EVERY_S) and not lost():
+            if len(found) < len(_NEEDED):  # then no more, for to look for them disturbs what is measured
+                with suppress(psutil.NoSuchProcess):
+                    found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            if not over.wait(_LAST_WORDS_S):
+                print(f"error: {lost()}", file=sys.stderr, flush=True)
+                os._exit(1)
 
-    if node:
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
+        yield lambda: None if lost() else over.set()
     except BaseException:
         if not (said := lost()):
             raise
-        threading.Thread(target=end, daemon=True).start()  # Ray's own end, at exit, waits for them too
         raise ShardCoreError(said) from None
     finally:
         over.set()
-        if not lost():
-            ray.shutdown()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _close() -> None:

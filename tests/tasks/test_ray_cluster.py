@@ -144,9 +144,8 @@ def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(n
 
 
 WAITS = """
-import os, signal, sys, time
-import ray
-from ray._private import worker
+import os, signal, sys, threading, time
+import psutil, ray
 from shardcore.types import ShardCoreError
 from tasks.ray_cluster import ray_cluster
 
@@ -155,13 +154,21 @@ class Waits:
     def works(self):
         time.sleep(600)
 
+def kill():
+    while not (found := [p for p in psutil.Process().children() if p.name() == sys.argv[1]]):
+        time.sleep(0.1)
+    time.sleep(float(sys.argv[2]))
+    print("killed", flush=True)
+    found[0].kill()
+
+if float(sys.argv[2]):
+    threading.Thread(target=kill).start()
 try:
     with ray_cluster():
-        [info] = worker._global_node.all_processes[sys.argv[1]]
         call = Waits.remote().works.remote()
         ray.wait([call], timeout=1)
-        print("waits", flush=True)
-        os.kill(info.process.pid, signal.SIGKILL)
+        if not float(sys.argv[2]):
+            kill()
         ray.get(call)
 except ShardCoreError as error:
     print(f"error: {error}", flush=True)
@@ -170,16 +177,17 @@ except ShardCoreError as error:
 
 @pytest.mark.long
 @pytest.mark.parametrize("needed", ray_cluster._NEEDED)
-def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed):
+@pytest.mark.parametrize("after_s", [1.0, 0.0], ids=["while it starts", "while it works"])
+def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s):
     root = Path(__file__).parents[2]
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    flow = subprocess.Popen([sys.executable, "-c", WAITS, needed], cwd=root, env=env, stdout=subprocess.PIPE, text=True,
-                            stderr=subprocess.STDOUT)
+    flow = subprocess.Popen([sys.executable, "-c", WAITS, needed, str(after_s)], cwd=root, env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
     lines = iter(flow.stdout.readline, "")
-    assert any(line == "waits\n" for line in lines)
+    assert any(line == "killed\n" for line in lines)
     flow.wait(15)  # what is promised
-    said = f"error: the {needed} of this run's Ray has ended; what was finished is kept, and a rerun goes on from there\n"
-    assert list(lines).count(said) == 1
+    [said] = [line for line in lines if line.startswith("error: ")]
+    assert said.startswith("error: this run's Ray has lost its ") and needed in said and "a rerun goes on from there" in said
 
 
 def test_the_token_of_a_local_ray_is_its_owner_s_only(tmp_path, monkeypatch):
