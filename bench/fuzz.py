@@ -52,7 +52,7 @@ from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
 from shardcore.publish import store
-from shardcore.samples import dataset, parts, replays
+from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.types import MOST_CHARACTERS, Placement, Plan, Problem, Replayed, Shard, ShardCoreError, Spread
 from shardcore.workload import lower
@@ -207,7 +207,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
         for s in dataset.read_comm(where, setting):
             _require(s.error or _is_cost([x.median_ms for x in s.backward], s.waiting_ms), "an exchange's time is none")
     dataset.disturbed_ids(where, 0.02)
-    parts.merge_parts(where)
+    dataset.merge_parts(where)
 
 
 def use_torchrec(folder: Path, sound: Sound) -> None:

@@ -1,10 +1,14 @@
-"""Kills at random instants: of a random process of a run with SIGTERM, SIGINT or SIGKILL, and what is left of the run then.
+"""Kills at random instants: of a process of a run with SIGTERM, SIGINT or SIGKILL, and what is left of the run then.
+
+The victim is one of a kind that was struck least often so far, or most kills would strike Ray's many workers.
 
 The runs are those of a scratch project at toy size: `make run` (without its setup), `flows.measure` and `flows.publish` alone,
 and a publish on a stack, of which any process is killed, or the watch. A kill is one row:
 
-- ended: the run's exit code and how long after the kill it ended; a run that a kill does not end goes on, and is waited for
-- processes: of the run, or of what it started, alive 15 s after the kill (where the run goes on: after its end)
+- ended: the run's exit code and how long after the kill it ended; a run that a kill does not end goes on, and is waited for;
+  one that failed later than 15 s after the kill failed late
+- processes: of the run, or of what it started, alive 15 s after the kill (where the run goes on: after its end); late: where it
+  goes on, those 15 s after the kill
 - folders: left in the temporary directory then
 - lock: whether DVC's is free then
 - open: which of its processes listened at more than loopback before
@@ -15,6 +19,7 @@ goes on. Exit code 1 where something was left, or a next run failed.
 
   python -m bench.kills --out kills.jsonl                     100 kills
   python -m bench.kills --out kills.jsonl --kills run=5       some of them
+  python -m bench.kills --say kills.jsonl more.jsonl          the tables of both
 """
 
 from __future__ import annotations
@@ -32,13 +37,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from bench.processes import MARK, Run, draw_victim, name_of, open_to_others
 from shardcore import files, report
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.types import Setting
@@ -54,82 +60,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 PATIENCE_S = 15.0
 LONGEST_S = 600.0
 """Of a run that goes on after a kill, and of one that is not killed."""
-MARK = "SHARDCORE_KILLS"
 SMALLER = {"measure": {"compute_samples": 60, "comm_samples": 24, "step_samples": 1}, "train": {"epochs": 4},
            "evaluate": {"problems": 1}}
 """Than the toy sizes of the tests."""
-HEADERS = ("killed", "kills", "ended by it", "slowest end s", "went on", "processes left", "folders left", "locks held",
-           "open to others", "next run went on")
-
-
-@dataclass
-class Run:
-    """One run of a kind, followed: every process that was ever seen of it."""
-
-    process: subprocess.Popen
-    mark: str
-    seen: dict[int, psutil.Process] = field(default_factory=dict)
-    others: set[psutil.Process] = field(default_factory=set)
-
-    def look(self) -> list[psutil.Process]:
-        """Its living processes now: those that it started, those of theirs, and those that carry its mark."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process in self.others or self.seen.get(process.pid) == process:
-                    continue
-                if process.pid == self.process.pid or process.ppid() in self.seen or process.environ().get(MARK) == self.mark:
-                    self.seen[process.pid] = process
-                else:
-                    self.others.add(process)
-        return [p for p in self.seen.values() if living(p)]
-
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-
-def living(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def open_to_others(processes: list[psutil.Process]) -> list[str]:
-    """Those that listen at more than loopback, and where."""
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            found += [f"{name_of(process)} at {c.laddr.ip}:{c.laddr.port}" for c in process.net_connections("inet")
-                      if c.status == psutil.CONN_LISTEN and not c.laddr.ip.removeprefix("::ffff:").startswith("127.")]
-    return found
-
-
-def name_of(process: psutil.Process) -> str:
-    """What a process is, in a word or two."""
-    try:
-        command = process.cmdline()
-    except psutil.Error:
-        return "?"
-    said = " ".join(command)
-    for word, name in (("owned.py", "guardian"), ("tasks.services", "tasks.services"), ("prefect server", "prefect server"),
-                       ("mlflow", "mlflow"), ("tasks.watch", "watch"), ("worker start", "worker"), ("flow-run", "flow run"),
-                       ("-m dvc", "dvc"), ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet"), ("ray::", "ray worker"),
-                       ("default_worker.py", "ray worker"), ("dashboard", "ray dashboard"), ("agent", "ray agent"),
-                       ("ray.scripts", "ray start"), ("ray/", "ray process"), ("multiprocessing", "multiprocessing")):
-        if word in said:
-            return name
-    return next((part for part in command if part.startswith("flows.")), os.path.basename(command[0]) if command else "?")
+HEADERS = ("killed", "kills", "ended in 15 s", "slowest end s", "went on", "failed late", "processes left", "folders left",
+           "locks held", "open to others", "next run went on")
 
 
 @dataclass
 class Bench:
-    """project: the scratch copy; temporary: its temporary directory; out: of the rows."""
+    """project: the scratch copy, of `commit`; temporary: its temporary directory; out: of the rows."""
 
     folder: Path
     temporary: Path
     out: Path
     env: dict[str, str]
     rows: list[dict[str, Any]]
+    commit: str
     of_before: int
     """Rows of another scratch project."""
     run_s: float = 0.0
@@ -174,6 +121,7 @@ class Bench:
         return ", ".join(sorted(set(holders))) or "free"
 
     def keep(self, row: dict[str, Any]) -> None:
+        row |= {"commit": self.commit, "load": round(os.getloadavg()[0], 1)}
         self.rows.append(row)
         with open(self.out, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -197,20 +145,22 @@ class Bench:
         self.went_on(kind, True)
         tree = run.look()
         listening = open_to_others(tree)
-        victim, number = rng.choice(sorted(tree, key=lambda p: p.pid)), rng.choice(SIGNALS)
+        victim, number = draw_victim(tree, self.rows, rng), rng.choice(SIGNALS)
         name = name_of(victim)
         with contextlib.suppress(psutil.Error):
             victim.send_signal(number)
-        struck = time.monotonic()
+        struck, late = time.monotonic(), None
         while not run.ended() and time.monotonic() < struck + LONGEST_S:
-            run.look()
+            alive = run.look()
+            if late is None and time.monotonic() > struck + PATIENCE_S:
+                late = sorted(map(name_of, alive))
             time.sleep(0.2)
         ended_s = time.monotonic() - struck
         gone_s = self.wait_until_gone(run, max(0.0, PATIENCE_S - ended_s) if ended_s < PATIENCE_S else PATIENCE_S)
         alive = [name_of(p) for p in run.look()]
         self.keep({"kind": kind, "seed": seed, "at_s": round(at_s, 1), "victim": name, "signal": signal.Signals(number).name,
-                   "code": run.process.poll(), "ended_s": round(ended_s, 1), "gone_s": round(gone_s, 1), "processes": alive,
-                   "folders": self.left(), "lock": self.lock(), "open": listening, "next": None,
+                   "code": run.process.poll(), "ended_s": round(ended_s, 1), "gone_s": round(gone_s, 1), "late": late,
+                   "processes": alive, "folders": self.left(), "lock": self.lock(), "open": listening, "next": None,
                    "said": self.said().strip().splitlines()[-1:]})
         for process in run.look():
             with contextlib.suppress(psutil.Error):
@@ -285,7 +235,7 @@ class Bench:
             if kind == "watch":
                 tree = [p for p in tree if name_of(p) == "watch"]
             listening = open_to_others(tree)
-            victim, signal_ = rng.choice(sorted(tree, key=lambda p: p.pid)), rng.choice(SIGNALS)
+            victim, signal_ = draw_victim(tree, self.rows, rng), rng.choice(SIGNALS)
             name = name_of(victim)
             victim.send_signal(signal_)
             struck = time.monotonic()
@@ -340,7 +290,8 @@ def scratch_bench(out: Path) -> Iterator[Bench]:
             params[section] |= values
         params["stack"] = {name: taken.getsockname()[1] for name, taken in zip(names, held, strict=True)}
         (folder / "params.yaml").write_text(yaml.safe_dump(params))
-        bench = Bench(folder, temporary, out, env, rows, len(rows))
+        commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+        bench = Bench(folder, temporary, out, env, rows, commit, len(rows))
         try:
             yield bench
         finally:
@@ -348,29 +299,48 @@ def scratch_bench(out: Path) -> Iterator[Bench]:
                 subprocess.run([sys.executable, "-m", "tasks.stack", "down"], cwd=folder, env=env, stdout=subprocess.DEVNULL)
 
 
-def table(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def table(rows: list[dict[str, Any]], by: str = "kind") -> list[tuple[Any, ...]]:
+    """A line for each kind of run, or of process (`by` "victim")."""
     found = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        mine = [row for row in rows if row["kind"] == kind]
-        ended = [row for row in mine if row["ended_s"] <= PATIENCE_S]
-        found.append((kind, len(mine), len(ended), f"{max((r['ended_s'] + r['gone_s'] for r in ended), default=0):.1f}",
-                      len(mine) - len(ended), *(sum(wrong(row) for row in mine) for wrong in WRONG.values()),
-                      f"{sum(bool(row['next']) for row in mine)} of {sum(row['next'] is not None for row in mine)}"))
+    for kind in dict.fromkeys(row[by] for row in rows):
+        mine = [row for row in rows if row[by] == kind]
+        ended, known = [row for row in mine if row["ended_s"] <= PATIENCE_S], [row for row in mine if row["next"] is not None]
+        wrong = [sum(is_wrong(row) for row in mine) for is_wrong in WRONG.values()]
+        slowest_s = max((row["ended_s"] + row["gone_s"] for row in ended), default=0)
+        found.append((kind, len(mine), len(ended), f"{slowest_s:.1f}", len(mine) - len(ended) - wrong[0], *wrong,
+                      f"{sum(row['next'] for row in known)} of {len(known)}"))
     return found
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "late": lambda row: row["kind"] not in ("stack", "watch") and row["ended_s"] > PATIENCE_S and row["code"] != 0,
     "processes": lambda row: bool(row["processes"]), "folders": lambda row: bool(row["folders"]),
     "lock": lambda row: row["lock"] != "free", "open": lambda row: bool(row["open"])}
 
 
+def say(rows: list[dict[str, Any]]) -> int:
+    """Print tables of kills, and those that left something or whose next run failed; how many these are."""
+    for by in ("kind", "victim"):
+        print(report.text_table(HEADERS, table(rows, by)) + "\n")
+    bad = [row for row in rows if row["next"] is False or any(wrong(row) for wrong in WRONG.values())]
+    for row in bad:
+        print(json.dumps(row))
+    print(f"{len(rows)} kills, {len(bad)} with something wrong")
+    return len(bad)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each kill; those there are not repeated")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="a line of JSON for each kill; those there are not repeated")
+    what.add_argument("--say", type=Path, nargs="+", metavar="OUT", help="only print the tables of all these")
     parser.add_argument("--kills", nargs="*", default=[f"{k}={n}" for k, n in KILLS.items()], metavar="KIND=COUNT")
     parser.add_argument("--seed", type=int, default=0, help="of instants, processes and signals (0)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if args.say:
+        return 1 if say([json.loads(line) for path in args.say for line in path.read_text().splitlines()]) else 0
+    for number in (signal.SIGTERM, signal.SIGINT):  # what a shell runs beside itself ignores SIGINT, and so would all it starts
+        signal.signal(number, signal.default_int_handler)
     began = time.monotonic()
     with scratch_bench(args.out) as bench:
         wanted = {kind: int(count) for kind, count in (text.split("=") for text in args.kills)}
@@ -381,12 +351,8 @@ def main() -> int:
         bench.run_s = bench.to_the_end("tasks.services", sys.executable, "-m", "flows.refresh")
         for kind, count in wanted.items():
             (bench.kills_of_the_stack if kind in ("stack", "watch") else bench.kills_of)(kind, count, args.seed)
-    print(report.text_table(HEADERS, table(bench.rows)))
-    bad = [row for row in bench.rows if row["next"] is False or any(wrong(row) for wrong in WRONG.values())]
-    for row in bad:
-        print(json.dumps(row))
-    print(f"\n{len(bench.rows)} kills, {len(bad)} with something wrong; seed {args.seed}; {time.monotonic() - began:.0f} s now")
-    return 1 if bad else 0
+    print(f"seed {args.seed}; {time.monotonic() - began:.0f} s now")
+    return 1 if say(bench.rows) else 0
 
 
 if __name__ == "__main__":

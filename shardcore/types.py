@@ -41,6 +41,10 @@ MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, MOST_PACE, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
+MOST_REPEATS = 1_000_000
+"""Of one timing."""
+WAITS_S = (1e-3, 1e6)
+"""The ends of a time after which something counts as hung: clocks overflow at longer ones."""
 MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
 _PATH_NAME = f"a name of letters, digits and . _ -, {MOST_PATH_NAME} at most"

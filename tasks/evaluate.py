@@ -14,6 +14,7 @@ from prefect import get_run_logger, task
 
 from shardcore import files
 from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
+from shardcore.draws import MOST_DRAWS
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
 from shardcore.report import model_report
@@ -21,10 +22,8 @@ from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import (
-    MIN_WIDTH,
     MOST_COUNT,
-    MOST_DEVICES,
-    MOST_DIM,
+    MOST_REPEATS,
     MOST_SEED,
     Problem,
     Setting,
@@ -61,10 +60,12 @@ class EvaluateConfig:
     replay_repeats: int = 20
 
     def __post_init__(self) -> None:
-        count = (1, MOST_COUNT)
-        require_within(self, "evaluate config", problems=count, budget_evals=count, replay_repeats=count,
-                       replay_problems=(0, MOST_COUNT), seed=(0, MOST_SEED), devices=(1, MOST_DEVICES), min_tables=count,
-                       max_tables=(self.min_tables, MOST_COUNT), max_dim=(MIN_WIDTH, MOST_DIM))
+        require_within(self, "evaluate config", problems=(1, MOST_DRAWS), budget_evals=(1, MOST_COUNT),
+                       replay_problems=(0, MOST_DRAWS), replay_repeats=(1, MOST_REPEATS), seed=(0, MOST_SEED))
+        self.shape()
+
+    def shape(self) -> ProblemConfig:
+        return ProblemConfig(self.devices, self.min_tables, self.max_tables, self.max_dim)
 
 
 @task(task_run_name="evaluate-model")
@@ -90,7 +91,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     """COMPARED sharders on the same held-out problems: sharders.csv in `out`, and per sharder the share of problems solved, the
     cost relative to the best of the others and the seconds, over the problems that all solved."""
     model, pool = neural.load(folder), files.read_pool(pool_path)
-    shape = ProblemConfig(config.devices, config.min_tables, config.max_tables, config.max_dim)
+    shape = config.shape()
     problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
     console.progress(0.0, "compiling the searches: half a minute, once for an installation")
     compare.compile_searches(problems[0], model)

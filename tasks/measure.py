@@ -19,13 +19,24 @@ import torch
 from prefect import get_run_logger, task
 
 from shardcore import files
-from shardcore.draws import different
+from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import collectives, gang, hardware, kernels
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
-from shardcore.samples import dataset, parts
-from shardcore.types import CommRequest, ComputeRequest, Setting, ShardCoreError, Table
+from shardcore.samples import dataset
+from shardcore.types import (
+    MOST_COUNT,
+    MOST_REPEATS,
+    MOST_SEED,
+    WAITS_S,
+    CommRequest,
+    ComputeRequest,
+    Setting,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 from tasks import actors, services
 from tasks.progress import Progress
 from tasks.setting import SettingConfig
@@ -62,10 +73,10 @@ class MeasureConfig:
     step_repeats: int = STEP_REPEATS
 
     def __post_init__(self) -> None:
-        counts = (self.compute_samples, self.comm_samples, self.step_samples, self.actors, self.ranks, self.seed)
-        if min(counts) < 0 or min(self.chunk, self.hosts) < 1 or not self.hang_s > 0:
-            raise ShardCoreError(f"measure config {self} needs counts and a seed of 0 or more, chunk and hosts of at least 1, "
-                                 "and a positive hang_s")
+        counts, ranks, repeats = (0, MOST_DRAWS), (0, MOST_RANKS), (1, MOST_REPEATS)
+        require_within(self, "measure config", compute_samples=counts, comm_samples=counts, step_samples=counts, actors=ranks,
+                       ranks=ranks, hosts=(1, MOST_RANKS), chunk=(1, MOST_COUNT), hang_s=WAITS_S, seed=(0, MOST_SEED),
+                       comm_repeats=repeats, step_repeats=repeats)
         if self.ranks % self.hosts:
             raise ShardCoreError(f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts")
         self.kernels(), self.groups(), self.comm(), self.steps()
@@ -252,4 +263,4 @@ def next_part(done: int, took_s: float, most: int) -> int:
 
 @task
 def merge_parts(folder: Path) -> None:
-    parts.merge_parts(folder)
+    dataset.merge_parts(folder)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+
+import psutil
 
 from shardcore.types import ShardCoreError
 from tasks import owned, services
@@ -20,6 +25,9 @@ from tasks import owned, services
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster of more than one machine listens at all addresses
               "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # nobody will start another head: all ends with it
+
+_NEEDED = ("gcs_server", "raylet")
+_LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
 
 
 @contextmanager
@@ -30,9 +38,10 @@ def ray_cluster() -> Iterator[None]:
 
     address = os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": runtime.flow_run.name or None}
-    with owned.owned() if address == "local" else nullcontext():
+    of_our_own = address == "local"
+    with owned.owned() if of_our_own else nullcontext(), _ending_with_it() if of_our_own else nullcontext(bool) as ends_now:
         try:
-            if address == "local":
+            if of_our_own:
                 _close()
                 with owned.serving():
                     ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES, include_dashboard=False,
@@ -48,7 +57,49 @@ def ray_cluster() -> Iterator[None]:
         try:
             yield
         finally:
+            ends_now()
             ray.shutdown()
+
+
+@contextmanager
+def _ending_with_it() -> Iterator[Callable[[], None]]:
+    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended, for Ray may wait for them for a minute. Where
+    this is not heard in time, for Ray waits in its own code, say so and end this process. Yields what to call before Ray is to
+    end."""
+    found: dict[str, psutil.Process] = {}
+    over = threading.Event()
+
+    def lost() -> str:
+        ended = [name for name, process in found.items() if not _lives(process)]
+        return f"this run's Ray has lost its {' and its '.join(ended)}; {services.GOES_ON}" if ended else ""
+
+    def watch() -> None:
+        while not over.wait(_LOOK_EVERY_S) and not lost():
+            if len(found) < len(_NEEDED):  # then no more, for to look for them disturbs what is measured
+                with suppress(psutil.NoSuchProcess):
+                    found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            if not over.wait(_LAST_WORDS_S):
+                print(f"error: {lost()}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield lambda: None if lost() else over.set()
+    except BaseException:
+        if not (said := lost()):
+            raise
+        raise ShardCoreError(said) from None
+    finally:
+        over.set()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _close() -> None:

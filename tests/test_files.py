@@ -121,6 +121,20 @@ def test_plans_round_trip_and_know_their_problem(problem, tmp_path):
         files.read_plan(path, problem)
 
 
+def test_files_have_a_line_for_each_record_and_no_slow_indents(problem, tmp_path, monkeypatch):
+    """With an indent, json encodes in Python: 100,000 placements took longer than their search may overrun."""
+    monkeypatch.setattr(json.encoder, "_make_iterencode", None)
+    files.write_plan(tmp_path / "plan.json", whole(problem), problem)
+    files.write_problem(tmp_path / "problem.json", problem)
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    assert f'  {{"table": "{problem.tables[0].name}", "rows": [0, {problem.tables[0].rows}], "columns": ' in "\n".join(lines)
+    assert sum('"table": ' in line for line in lines) == len(problem.tables) and ' "placements": [' in lines
+    lines = (tmp_path / "problem.json").read_text().splitlines()
+    assert sum('"pooling": ' in line for line in lines) == len(problem.tables) and ' "tables": [' in lines
+    odd = {"a": {}, "b": [], "c": [[], {}, 1], "d": {"e": (1, None)}, "f": [{"g": [{}]}], 'h"': "i\n"}
+    assert json.loads(files.json_bytes(odd)) == {**odd, "d": {"e": [1, None]}}
+
+
 def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     files.write_plan(tmp_path / "plan.json", whole(problem), problem)
     for other in (dataclasses.replace(problem, global_batch=512), dataclasses.replace(problem, constraints=Constraints(1))):

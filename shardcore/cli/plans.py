@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import amount, command, natural, positive
-from shardcore.types import Device, Plan, Problem, Setting, ShardCoreError, Topology
+from shardcore.types import (
+    MOST_DEVICES,
+    Device,
+    Plan,
+    Problem,
+    Setting,
+    ShardCoreError,
+    Topology,
+    require_within,
+)
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.search.budget import Budget
 
 SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
-                        "(docs/figures.md); leave it out, or search longer with --budget-s")
+                        "(docs/log.md); leave it out, or search longer with --budget-s")
 _CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
                "than what the model expects")
 _EXPLAIN = ("say what bounds the plan, what other algorithms find, and what more memory or more devices "
@@ -217,6 +226,7 @@ def replay(args: argparse.Namespace) -> None:
     from shardcore.workload import lower
 
     device = args.device or hardware.detect_device()
+    hardware.require_device(device)
     problem = files.read_problem(args.problem)
     name = args.hardware or hardware.hardware_name(device)
     setting = Setting(name, problem.global_batch, problem.precision, problem.optimizer)
@@ -298,6 +308,7 @@ def problem(args: argparse.Namespace) -> None:
     from shardcore.draws.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_pool
 
+    require_within(args, "problem", devices=(1, MOST_DEVICES))
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:

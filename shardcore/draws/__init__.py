@@ -19,6 +19,9 @@ from typing import TypeVar
 from shardcore.types import CommRequest, ComputeRequest
 
 Request = TypeVar("Request", ComputeRequest, CommRequest)
+MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
+"""Of groups, collectives, steps or problems, all drawn before the first is used; of one collective, drawn in a
+second."""
 
 
 def different(draw: Callable[[int], Request], identify: Callable[[Request], str],

@@ -10,13 +10,28 @@ import numpy as np
 
 from shardcore.draws import placements
 from shardcore.draws.problems import DEVICES, DIMS
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, ComputeRequest, Setting, Shard, ShardCoreError, Table
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_BYTES,
+    MOST_DIM,
+    PRECISION_BYTES,
+    ComputeRequest,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 
 REPLICATED_BYTES = 64 << 20
 """Larger tables are not worth replicating."""
 _REFERENCE_SEED = 2**32 - 1
 """Kept for the reference op."""
 _REFERENCE_SHARDS = 8
+
+
+_MOST_SHARDS = 1 << 16
+"""Of a group."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,10 @@ class GroupConfig:
     replicated: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.max_shards < 1 or self.max_width < MIN_WIDTH or self.max_shard_bytes < 4 * MIN_WIDTH:
-            raise ShardCoreError(f"group config {self} needs max_shards of at least 1, max_width of at least "
-                                 f"{MIN_WIDTH}, and max_shard_bytes of at least {4 * MIN_WIDTH}")
-        if min(self.planned, self.replicated) < 0 or self.planned + self.replicated > 1:
-            raise ShardCoreError(f"group config {self} needs planned and replicated of 0 or more, "
-                                 "together at most 1")
+        share = (0, 1)
+        require_within(self, "group config", max_shards=(1, _MOST_SHARDS), max_width=(MIN_WIDTH, MOST_DIM),
+                       max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES), any_width=share, row_ranges=share,
+                       duplicates=share, planned=share, replicated=(0, 1 - self.planned))
 
 
 def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,

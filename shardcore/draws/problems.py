@@ -9,13 +9,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.memory import table_bytes
-from shardcore.types import MIN_WIDTH, Device, Problem, Setting, ShardCoreError, Table, Topology
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_DEVICES,
+    MOST_DIM,
+    MOST_TABLES,
+    Device,
+    Problem,
+    Setting,
+    ShardCoreError,
+    Table,
+    Topology,
+    require_within,
+)
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 DEVICES = (2, 4, 8)
 """Numbers of devices of plans that groups are like. A local batch is smaller than the global one by as
 much."""
+
+
+_MOST_SLACK = 1e6
 
 
 @dataclass(frozen=True)
@@ -35,10 +50,9 @@ class ProblemConfig:
     slack: float = 1.5
 
     def __post_init__(self) -> None:
-        if not (self.devices >= 1 and 1 <= self.min_tables <= self.max_tables and self.max_dim >= MIN_WIDTH
-                and self.slack >= 1):
-            raise ShardCoreError(f"problem config {self} needs devices of at least 1, 1 <= min_tables <= "
-                                 f"max_tables, max_dim of at least {MIN_WIDTH}, and slack of at least 1")
+        require_within(self, "problem config", devices=(1, MOST_DEVICES), min_tables=(1, MOST_TABLES),
+                       max_tables=(self.min_tables, MOST_TABLES), max_dim=(MIN_WIDTH, MOST_DIM),
+                       slack=(1, _MOST_SLACK))
 
 
 def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,

@@ -14,11 +14,11 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore import files, schema
-from shardcore.types import ShardCoreError
+from shardcore.types import MOST_DEVICES, ShardCoreError
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
-    from torchrec.distributed.types import ShardingPlan
+    from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 SCHEMA, VERSION = "shardcore/torchrec-plan", 2
 """Version 1 had no qcomms, and a digest of the modules alone."""
@@ -65,11 +65,25 @@ def to_json(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") -> ShardingPlan:
-    from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     return ShardingPlan({path: EmbeddingModuleShardingPlan(
-        {name: decode(ParameterSharding, value, f"{what}, table {name!r} of module {path!r}") for name, value in tables.items()})
+        {name: _sharding(value, f"{what}, table {name!r} of module {path!r}") for name, value in tables.items()})
         for path, tables in modules.items()})
+
+
+def _sharding(value: Any, what: str) -> ParameterSharding:
+    """A table's, of a kind, a kernel and ranks that TorchRec has; it looks at them only when a model is built."""
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+    from torchrec.distributed.types import ParameterSharding, ShardingType
+
+    made = decode(ParameterSharding, value, what)
+    for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
+        if getattr(made, name) not in (known := [kind.value for kind in kinds]):
+            raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows {', '.join(known)}")
+    if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
+        raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
+    return made
 
 
 def encode(value: Any, what: str) -> Any:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from shardcore.measure import gang
 from shardcore.measure.timing import spread
 from shardcore.samples import dataset
-from shardcore.types import CommRequest, CommSample, Setting, ShardCoreError
+from shardcore.types import MOST_REPEATS, WAITS_S, CommRequest, CommSample, Setting, ShardCoreError, require_within
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""
@@ -55,8 +55,7 @@ class CommConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.repeats < 1 or self.warmups < 0 or not self.timeout_s > 0:
-            raise ShardCoreError(f"comm config {self} needs repeats of at least 1, warmups of 0 or more, a positive timeout_s")
+        require_within(self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), timeout_s=WAITS_S)
 
 
 @dataclass(frozen=True)

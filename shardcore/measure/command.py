@@ -14,17 +14,28 @@ from typing import Any
 import torch
 
 from shardcore import files
-from shardcore.draws import different
+from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.draws.steps import first_step_plans
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
-from shardcore.samples import dataset, parts, replays
+from shardcore.samples import dataset, replays
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Problem, Setting, ShardCoreError, Table
+from shardcore.types import (
+    WAITS_S,
+    CommRequest,
+    CommSample,
+    ComputeRequest,
+    ComputeSample,
+    Problem,
+    Setting,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
@@ -37,7 +48,10 @@ _KEEP_EVERY_S = 5.0
 
 def measure(args: argparse.Namespace) -> None:
     """What `python -m shardcore measure` does, its arguments as parsed there."""
+    counts, ranks = (0, MOST_DRAWS), (1, MOST_RANKS)
+    require_within(args, "measure", exchanges=counts, steps=counts, ranks=ranks, hang_s=WAITS_S)
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
+    hardware.require_device(device)
     setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = [t for t in pool if t.pooling > 0]
@@ -82,7 +96,7 @@ def measure(args: argparse.Namespace) -> None:
     elif plans:
         _measure_steps(args, steps, setting, device)
     if not args.dry_run:
-        parts.merge_parts(args.out)
+        dataset.merge_parts(args.out)
 
 
 def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest],

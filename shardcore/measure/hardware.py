@@ -17,8 +17,16 @@ def detect_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def require_device(device: str) -> None:
+    """Raise ShardCoreError where there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'")
+
+
 def hardware_name(device: str) -> str:
-    """The name of this machine's device as settings and model registries use it: "nvidia-h200", "cpu-amd-epyc-9654"."""
+    """The name of this machine's device as settings and model registries use it: "nvidia-h200", "cpu-amd-epyc-9654". Raises
+    ShardCoreError where there is no such device."""
+    require_device(device)
     if device == "cuda":
         return _slug(torch.cuda.get_device_name())
     try:
@@ -36,8 +44,7 @@ def _slug(name: str) -> str:
 def require_fbgemm(device: str) -> None:
     """Import FBGEMM and run one row of it on the device; raises ShardCoreError saying what to install where FBGEMM is missing,
     was built for another torch, or is the CPU build on a GPU machine, and where there is no such device."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'")
+    require_device(device)
     try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401 (loads the ops)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import random
 import time
 import zlib
@@ -34,13 +35,28 @@ from shardcore import memory
 from shardcore.measure import hardware, timing
 from shardcore.samples import dataset
 from shardcore.tables import streams
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, ComputeRequest, ComputeSample, Setting, Shard, ShardCoreError, Table
+from shardcore.types import (
+    MIN_WIDTH,
+    MOST_BYTES,
+    MOST_REPEATS,
+    OUTPUT_BYTES,
+    PRECISION_BYTES,
+    ComputeRequest,
+    ComputeSample,
+    Setting,
+    Shard,
+    ShardCoreError,
+    Table,
+    require_within,
+)
 
 _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
 _CONTROL_RUNS = 48
 """Runs of the control that make one sample of it."""
 _EVICT_BYTES = 64 << 20
 """More than the caches of a device hold (an EPYC's L3 slice 32 MiB, an H200's L2 50 MB)."""
+_MOST_BATCH_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+"""Of a batch's ids and outputs: to draw ids takes a few times their memory."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +72,10 @@ class KernelConfig:
     interleave: int = 16
 
     def __post_init__(self) -> None:
-        bounded = (self.tolerance is None or 0 < self.tolerance < 1) and 1 <= self.min_repeats <= self.max_repeats
-        if not (bounded and self.arena_bytes > 0 and self.interleave >= 1):
-            raise ShardCoreError(f"kernel config {self} needs 0 < tolerance < 1, 1 <= min_repeats <= max_repeats, a positive "
-                                 "arena_bytes and interleave")
+        require_within(self, "kernel config", arena_bytes=(1, MOST_BYTES), min_repeats=(1, MOST_REPEATS),
+                       max_repeats=(self.min_repeats, MOST_REPEATS), interleave=(1, MOST_REPEATS))
+        if not (self.tolerance is None or 0 < self.tolerance < 1):
+            raise ShardCoreError(f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05")
 
     def tolerance_on(self, device: str) -> float:
         return self.tolerance or (0.01 if device == "cuda" else 0.02)
@@ -206,12 +222,16 @@ class KernelBench:
 
     def prepare(self, request: ComputeRequest, seed: int = 0) -> Run:
         """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where a shard is larger
-        than the arena or of another precision than the setting's."""
+        than the arena or of another precision than the setting's, and where the batch takes more memory than may be."""
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        indices, offsets = self._lookups(request, seed)
         width = sum(s.width for s in request.shards)
+        ids = sum(streams.lookups(s.table, request.batch) for s in request.shards) + request.batch * len(request.shards)
+        if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > _MOST_BATCH_BYTES:
+            raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and outputs; on this machine it "
+                                 f"may have {_MOST_BATCH_BYTES / 2**30:.1f}: it needs fewer samples, or lookups of each")
+        indices, offsets = self._lookups(request, seed)
         if self._gradient.numel() < request.batch * width:
             self._gradient = torch.full((request.batch * width,), 1e-3, device=self.device)
         return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,

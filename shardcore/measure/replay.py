@@ -34,13 +34,18 @@ from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
 from shardcore.samples.dataset import ReferenceOp
 from shardcore.types import (
+    MOST_BYTES,
+    MOST_REPEATS,
+    MOST_SEED,
     OUTPUT_BYTES,
     PRECISION_BYTES,
+    WAITS_S,
     ComputeRequest,
     Replayed,
     Setting,
     SettingMismatch,
     ShardCoreError,
+    require_within,
 )
 from shardcore.workload import COLUMN, REPLICATED, ROW, Workload
 
@@ -64,10 +69,8 @@ class ReplayConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive = self.repeats >= 1 and self.batches >= 1 and self.arena_bytes > 0 and self.timeout_s > 0
-        if not positive or min(self.warmups, self.evict_bytes, self.seed) < 0:
-            raise ShardCoreError(f"replay config {self} needs repeats and batches of at least 1, a positive arena_bytes and "
-                                 "timeout_s, and the rest 0 or more")
+        require_within(self, "replay config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), batches=(1, MOST_REPEATS),
+                       arena_bytes=(1, MOST_BYTES), evict_bytes=(0, MOST_BYTES), timeout_s=WAITS_S, seed=(0, MOST_SEED))
 
 
 STEP_REPEATS = 20
@@ -78,7 +81,7 @@ STEP_BYTES = 512 << 20
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
     """How plans are replayed whose steps are samples of a dataset: weights of STEP_BYTES a rank at most; in a round, or while a
     plan's ops are built, more happens than in one op that hangs after hang_s."""
-    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=2 * hang_s)
+    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=min(2 * hang_s, WAITS_S[1]))
 
 
 def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu") -> Replayed:

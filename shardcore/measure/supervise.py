@@ -21,7 +21,7 @@ import torch
 from shardcore.measure import gang
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.samples import dataset
-from shardcore.types import ComputeRequest, ComputeSample, Setting, ShardCoreError
+from shardcore.types import WAITS_S, ComputeRequest, ComputeSample, Setting, ShardCoreError, require_within
 
 _START_S = 300.0
 """Seconds that a process may take to start and to touch its arena."""
@@ -47,6 +47,7 @@ class SupervisedBench:
     def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
                  control: ComputeRequest | None = None, control_ms: float | None = None, hang_s: float = 60.0):
         self.setting, self.device, self.config, self.hang_s = setting, device, config or KernelConfig(), hang_s
+        require_within(self, "a measuring process", hang_s=WAITS_S)
         self.control, self.control_ms = control, control_ms
         self._process = None
         self._counts, self._ended_counts = (0.0, 0.0), (0.0, 0.0)

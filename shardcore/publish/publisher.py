@@ -65,18 +65,15 @@ class PublishConfig:
 
     def __post_init__(self) -> None:
         compare.require_known([self.algorithm])
-        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED))
+        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED),
+                       keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT))
         if not self.plans or not self.plans.isprintable():
             raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such "
                                  "as 'plans'")
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 "
                                  "and 1, such as 0.02")
-        if self.keep_versions < store.FEWEST_KEPT:
-            raise ShardCoreError(f"publish config has keep_versions {self.keep_versions}; it needs "
-                                 f"{store.FEWEST_KEPT} or more")
-        if self.max_moved_tables is not None and (self.max_moved_tables < 0
-                                                  or self.algorithm not in SPACE_OF):
+        if self.max_moved_tables is not None and self.algorithm not in SPACE_OF:
             raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
                                  f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}")
 

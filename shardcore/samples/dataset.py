@@ -217,8 +217,14 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
             samples[row["id"], row["measured_at"]] = make(row)
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
-            raise ShardCoreError(f"{folder}: {kind} sample {show(row['id'])}: {said}") from None
+            raise ShardCoreError(f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; "
+                                 "remove it") from None
     return list(samples.values())
+
+
+def merge_parts(folder: str | Path) -> None:
+    """See parts.merge. Raises ShardCoreError naming a sample that is none."""
+    parts.merge(folder, lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None))
 
 
 def _require_own_id(found: str, right: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,24 +78,24 @@ def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
               columns: list[str] | None = None) -> Iterator[Row]:
     """Rows (of one setting) whose timings mean what they mean today.
 
-    Where all columns of a setting are read, `setting` is one of the entries.
+    Where all columns of a setting are read, it and the `part` are entries too.
     """
     for path, rows in _read_parts(folder, kind, columns).items():
         for row in rows:
             if row["measurement_version"] != MEASUREMENT_VERSION:
                 continue
             if "hardware" in row:
-                row["setting"] = _setting(row, path)
+                row |= {"part": path, "setting": _setting(row, path)}
             if setting is None or row["setting"] == setting:
                 yield row
 
 
-def merge_parts(folder: str | Path) -> None:
+def merge(folder: str | Path, require: Callable[[str], object]) -> None:
     """Make one part of each kind out of all (a few of very many samples), dropping none of their samples.
 
     A kill in between leaves both, which reads the same. Merging the same samples again gives the same file.
     Of failures, the last stays where nothing was timed. What a killed writer left unfinished an hour ago is
-    removed.
+    removed. require: raises for a kind of which one sample is none: it would take the good ones with it.
     """
     for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
         with suppress(FileNotFoundError):  # its writer was faster
@@ -105,6 +105,7 @@ def merge_parts(folder: str | Path) -> None:
         parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
+        require(kind)
         rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
         in_time = sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))
         last = {r["id"]: k for k, r in in_time}
@@ -164,7 +165,7 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
     in_file = [file.schema.column(i) for i in range(len(file.schema))]
     text = [column.path for column in in_file if column.physical_type == "BYTE_ARRAY"]
     # Text by its different values, each once. Arrow's threads can abort a process that ends.
-    table = pq.read_table(pa.BufferReader(content), use_threads=False, read_dictionary=text)
+    table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
     written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
     _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
     if "measurement_version" in table.schema.names:

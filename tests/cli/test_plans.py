@@ -37,3 +37,10 @@ def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
     asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
     assert main([*asked, "--second-model", value]) == 1
     assert capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n" and not (stored / "plan.json").exists()
+
+
+@pytest.mark.parametrize("devices", ["65537", "1000000000000"])
+def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, devices):
+    made = ["problem", "mlperf-dlrm-dcnv2", "--devices", devices, "--out", str(tmp_path / "p.json")]
+    assert main(made) == 1
+    assert capsys.readouterr().err == f"error: problem has devices {devices}; it needs 1 to 65,536\n"

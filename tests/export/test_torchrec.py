@@ -155,20 +155,32 @@ def test_settings_of_a_plan_are_kept(tmp_path):
     assert kept.ranks == [1]
 
 
+ODD = [
+    ("colour", "blue", " has 'colour'"),
+    ("sharding_type", "bogus", "sharding_type is 'bogus'; TorchRec knows data_parallel"),
+    ("compute_kernel", "bogus", "compute_kernel is 'bogus'; TorchRec knows dense"),
+    ("ranks", [-1], "ranks has -1; ranks are 0 to 65535"),
+    ("ranks", [1 << 40], "ranks has 1099511627776; ranks are 0 to 65535"),
+    ("ranks", [0.5], "ranks is 0.5; it needs to be int"),
+    ("sharding_spec", [{"offsets": [0, 0], "sizes": [-4, 4], "placement": "rank:0/cpu"}], "sharding_spec: "),
+]
+
+
 def test_files_are_checked(tmp_path):
     given, path = training.problem(1, 2), tmp_path / "plan.json"
     write_torchrec(path, to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, training.Model()))
     whole = path.read_text()
-    for text, said in ((whole.replace('"ranks": [\n', '"ranks": [ 1,\n', 1), "edited"), (whole[:-40], "not whole JSON"),
+    for text, said in ((whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"), (whole[:-40], "not whole JSON"),
                        (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
                        (whole.replace('"version": 2', '"version": 9'), "version 9")):
         path.write_text(text)
         with pytest.raises(ShardCoreError, match=said):
             read_torchrec(path)
     body = to_json(to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, training.Model()))
-    body["left"]["a"]["colour"] = "blue"
-    with pytest.raises(ShardCoreError, match="table 'a' of module 'left' has 'colour'"):
-        from_json(body)
+    for key, value, said in ODD:
+        odd = {**body, "left": {**body["left"], "a": {**body["left"]["a"], key: value}}}
+        with pytest.raises(ShardCoreError, match="table 'a' of module 'left'.*" + said):
+            from_json(odd)
 
 
 def test_command_writes_what_a_job_reads(tmp_path, capsys):

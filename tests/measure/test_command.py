@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardcore import files
 from shardcore.cli import main
@@ -31,6 +32,25 @@ SHAPE = GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "data"
+
+
+@pytest.mark.parametrize("asked, said", [
+    (["--exchanges", "1000000000000"], "measure has exchanges 1000000000000; it needs 0 to 1,000,000"),
+    (["--steps", "1000000000000"], "measure has steps 1000000000000; it needs 0 to 1,000,000"),
+    (["--exchanges", "1", "--ranks", "1000000"], "measure has ranks 1000000; it needs 1 to 1,024"),
+    (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
+    (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
+    (["--arena-gib", "1e12"], "kernel config has arena_bytes"),
+    (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
+    (["--device", "cuda"], "there is no CUDA device here"),
+    (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
+])
+def test_what_cannot_be_is_one_line_before_anything_starts(asked, said, command, folder, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*command, *asked]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert not folder.exists()
 
 
 @pytest.fixture

@@ -48,5 +48,6 @@ def test_an_fbgemm_that_cannot_be_imported_is_one_clear_line(broken, said, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_named():
     assert hardware.detect_device() == "cpu"
-    with pytest.raises(ShardCoreError, match="no CUDA device here.*measure on 'cpu'"):
-        hardware.require_fbgemm("cuda")
+    for ask in (hardware.require_fbgemm, hardware.hardware_name):
+        with pytest.raises(ShardCoreError, match="no CUDA device here.*measure on 'cpu'"):
+            ask("cuda")

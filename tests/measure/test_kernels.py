@@ -64,6 +64,15 @@ def test_what_does_not_fit_costs_that_sample_only(tables):
     assert next(s for s in samples if s.request == good).error is None
 
 
+@pytest.mark.parametrize("table, batch", [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)])
+def test_a_batch_that_no_memory_holds_costs_that_sample_only(tables, table, batch):
+    """It was drawn until the machine had no memory left."""
+    good = ComputeRequest((Shard.whole(tables[3]),), 64)
+    bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
+    failed, fine = sorted(bench.measure([ComputeRequest((Shard.whole(table),), batch), good]), key=lambda s: s.error is None)
+    assert f"a batch of {batch} has" in failed.error and "fewer samples" in failed.error and fine.error is None
+
+
 def test_tables_that_exceed_the_arena_together_share_it(tables):
     many = ComputeRequest((Shard.whole(tables[0]),) * 6, 256)  # 18 MiB in an arena of 8
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)

@@ -126,6 +126,6 @@ def test_calibrating_leaves_out_what_ends_the_process():
 
 def test_what_cannot_start_is_one_clear_error():
     with pytest.raises(ShardCoreError, match="arena.*does not fit cpu"):
-        with SupervisedBench(SETTING, "cpu", KernelConfig(arena_bytes=1 << 60)):
+        with SupervisedBench(SETTING, "cpu", KernelConfig(arena_bytes=1 << 50)):
             pass
     assert not children()

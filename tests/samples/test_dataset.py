@@ -1,6 +1,8 @@
 import dataclasses
 import hashlib
 import os
+import subprocess
+import sys
 import time
 
 import pyarrow as pa
@@ -48,7 +50,7 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     assert len({(s.request.collective, s.request.payload) for s in comm}) == 6
     dataset.write_comm(tmp_path, comm)
     assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
-    parts.merge_parts(tmp_path)
+    dataset.merge_parts(tmp_path)
     assert len(list(tmp_path.glob("compute-*.parquet"))) == 1
     assert dataset.read_compute(tmp_path, SETTING) == sorted(samples, key=lambda s: s.id)
     assert dataset.read_comm(tmp_path) == sorted(comm, key=lambda s: s.id)
@@ -75,7 +77,7 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
     [sample] = dataset.read_compute(tmp_path)
     assert sample.error is None and sample.measured_at == 2.0
-    parts.merge_parts(tmp_path)  # keeps all timings, for they show drift
+    dataset.merge_parts(tmp_path)  # keeps all timings, for they show drift
     [repeats] = dataset.read_repeats(tmp_path)
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
@@ -95,7 +97,7 @@ def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
     for at in (1.0, 2.0):
         dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=f"failed at {at}", at=at)], pool)
     assert dataset.read_ids(tmp_path, "compute") == set()
-    parts.merge_parts(tmp_path)
+    dataset.merge_parts(tmp_path)
     [part] = tmp_path.glob("compute-*.parquet")
     assert pq.read_metadata(part).num_rows == 1
     [sample] = dataset.read_compute(tmp_path)
@@ -150,7 +152,7 @@ def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
     for name, age_s in ((f".{part}.7.tmp", 3700), (f".{part}.8.tmp", 60), (others, 3700)):
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    parts.merge_parts(tmp_path)
+    dataset.merge_parts(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {f".{part}.8.tmp", others}
 
 
@@ -193,7 +195,7 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
     worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
     dataset.write_compute(tmp_path, [again, worse], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
-    parts.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
+    dataset.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
     assert next(s for s in dataset.read_compute(tmp_path) if s.id == bad.id) == again
     assert dataset.usual_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
@@ -204,7 +206,7 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
     old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     monkeypatch.undo()
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
-    parts.merge_parts(tmp_path)
+    dataset.merge_parts(tmp_path)
     assert old.exists()
     rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
     parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
@@ -265,6 +267,27 @@ def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
     assert said in str(error.value), str(error.value)
 
 
+def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
+    """Merged into one part with them, it would have them all refused, and their own parts were gone."""
+    pool = dataset.write_pool(tmp_path, tables)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
+    bad = rewritten(tmp_path, id="0" * 16)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 1)], pool)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ShardCoreError, match=rf"{bad.name} is no part of a dataset, sample '0{{16}}': .*; remove it$"):
+        dataset.merge_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    bad.unlink()
+    assert [s.id for s in dataset.read_compute(tmp_path)] == [compute_sample(tables, 1).id]
+    for i in range(2):
+        dataset.write_comm(tmp_path, [comm_sample(i)])
+    dataset.write_comm(tmp_path, [dataclasses.replace(comm_sample(2), id="0" * 16)])
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ShardCoreError, match="sample '0{16}'"):
+        dataset.merge_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.timeout(60)
 def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
@@ -291,7 +314,7 @@ def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
     kept = dataset.write_compute(tmp_path / "theirs", [compute_sample(tables, 0)], pool)
     dataset.write_compute(tmp_path / "mine", [compute_sample(tables, 1)], pool)
     (tmp_path / "mine" / kept.name).symlink_to(kept)
-    parts.merge_parts(tmp_path / "mine")
+    dataset.merge_parts(tmp_path / "mine")
     assert kept.exists() and len(list((tmp_path / "mine").glob("compute-*"))) == 1
     assert len(dataset.read_compute(tmp_path / "mine")) == 2
 
@@ -302,7 +325,7 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
     for i in range(5):
         dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
     for _ in range(2):
-        parts.merge_parts(tmp_path)
+        dataset.merge_parts(tmp_path)
         assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
 
 
@@ -321,3 +344,23 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
 def test_an_op_takes_time_at_a_pace_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|a pace of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)
+
+
+THREADS = """
+import os, sys
+from shardcore.samples import dataset
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+assert dataset.read_compute(sys.argv[1])
+print(threads() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_thread_is_started_to_read(tables, tmp_path):
+    """A thread of Arrow's that still ran aborted one in a hundred commands after their work was done."""
+    dataset.write_compute(tmp_path, [compute_sample(tables, i) for i in range(9)], dataset.write_pool(tmp_path, tables))
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # by which Arrow goes
+    done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stdout + done.stderr

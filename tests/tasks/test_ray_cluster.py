@@ -143,6 +143,53 @@ def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(n
         time.sleep(0.1)
 
 
+WAITS = """
+import os, signal, sys, threading, time
+import psutil, ray
+from shardcore.types import ShardCoreError
+from tasks.ray_cluster import ray_cluster
+
+@ray.remote
+class Waits:
+    def works(self):
+        time.sleep(600)
+
+def kill():
+    while not (found := [p for p in psutil.Process().children() if p.name() == sys.argv[1]]):
+        time.sleep(0.1)
+    time.sleep(float(sys.argv[2]))
+    print("killed", flush=True)
+    found[0].kill()
+
+if float(sys.argv[2]):
+    threading.Thread(target=kill).start()
+try:
+    with ray_cluster():
+        call = Waits.remote().works.remote()
+        ray.wait([call], timeout=1)
+        if not float(sys.argv[2]):
+            kill()
+        ray.get(call)
+except ShardCoreError as error:
+    print(f"error: {error}", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("needed", ray_cluster._NEEDED)
+@pytest.mark.parametrize("after_s", [1.0, 0.0], ids=["while it starts", "while it works"])
+def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s):
+    root = Path(__file__).parents[2]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    flow = subprocess.Popen([sys.executable, "-c", WAITS, needed, str(after_s)], cwd=root, env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+    lines = iter(flow.stdout.readline, "")
+    assert any(line == "killed\n" for line in lines)
+    flow.wait(15)  # what is promised
+    [said] = [line for line in lines if line.startswith("error: ")]
+    assert said.startswith("error: this run's Ray has lost its ") and needed in said and "a rerun goes on from there" in said
+
+
 def test_the_token_of_a_local_ray_is_its_owner_s_only(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     everybody = os.umask(0)

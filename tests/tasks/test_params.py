@@ -1,0 +1,41 @@
+"""Each number of params.yaml has ends: a slip is one line at once, not days of drawing or a clock that overflows."""
+
+import dataclasses
+import math
+
+import pytest
+
+from shardcore.schema import MOST_INT
+from shardcore.types import ShardCoreError
+from tasks.evaluate import EvaluateConfig
+from tasks.measure import MeasureConfig
+from tasks.promote import PromoteConfig
+from tasks.publish import PublishConfig
+from tasks.setting import SettingConfig
+from tasks.stack_config import StackConfig
+from tasks.tables import TablesConfig
+from tasks.train import TrainConfig
+
+CONFIGS = (SettingConfig, TablesConfig, MeasureConfig, TrainConfig, EvaluateConfig, PromoteConfig, PublishConfig, StackConfig)
+ELSEWHERE = {"object_store_mib"}
+"""This machine's memory is its end (test_stack.py)."""
+NUMBERS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config)
+           if field.type.split(" ")[0] in ("int", "float") and field.name not in ELSEWHERE]
+
+
+def make(config, **values):
+    made = config(**values)
+    if config is SettingConfig:
+        made.setting()
+
+
+@pytest.mark.parametrize("config, name", NUMBERS)
+def test_numbers_have_ends(config, name):
+    for value in (MOST_INT + 1, 10**18, -1, math.nan):
+        with pytest.raises(ShardCoreError, match=rf"{name} {value}|{name} is {value}") as refused:
+            make(config, **{name: value})
+        assert len(str(refused.value)) <= 300
+
+
+def test_there_are_numbers():
+    assert len(NUMBERS) > 40
