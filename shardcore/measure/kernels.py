@@ -34,7 +34,7 @@ import torch
 from shardcore import memory
 from shardcore.measure import hardware, timing
 from shardcore.samples import dataset
-from shardcore.tables import streams
+from shardcore.tables import access, streams
 from shardcore.types import (
     MIN_WIDTH,
     MOST_BYTES,
@@ -227,7 +227,7 @@ class KernelBench:
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
         width = sum(s.width for s in request.shards)
-        ids = sum(streams.lookups(s.table, request.batch) for s in request.shards) + request.batch * len(request.shards)
+        ids = sum(access.lookups(s.table, request.batch) for s in request.shards) + request.batch * len(request.shards)
         if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > _MOST_BATCH_BYTES:
             raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and outputs; on this machine it "
                                  f"may have {_MOST_BATCH_BYTES / 2**30:.1f}: it needs fewer samples, or lookups of each")
