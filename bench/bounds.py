@@ -20,17 +20,18 @@ import numpy as np
 import torch
 
 from bench.search import problems
-from shardcore import report
+from shardcore import layouts, report
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
-from shardcore.search.pieces import even_rows
 from shardcore.tables.generate import generate_pool
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Problem, Shard, Table, Topology
-from shardcore.workload import Traffic
+from shardcore.types import MIN_WIDTH, Device, Placement, Problem, Shard, Table, Topology
+from shardcore.workload import entering_bytes, traffic_of_widths
 
+KINDS = tuple(LAYOUTS.values())
 SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local_columns", "local")
 
 
@@ -51,23 +52,21 @@ def dealt(units: int, n_devices: int) -> list[np.ndarray]:
 
 
 def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """What each way to place a table adds: codes [W, D, 3, F] by kind of op, bytes [W, 3, D] by collective."""
-    n = len(problem.topology)
-    columns = [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
-    of_columns, rows = model.encode(columns), even_rows(table.rows, n)
+    """What each way to place a table on one host adds: codes [W, D, K, F] by kind of sharding, bytes [W, C, D] by channel."""
+    n, topology = len(problem.topology), problem.topology
+    of_columns = model.encode([Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)])
     codes, sent = [], []
-
-    def add(kind: int, of_devices: np.ndarray, cells: np.ndarray | int) -> None:
-        codes.append(np.zeros((n, 3, of_columns.shape[1])))
-        codes[-1][:, kind] = of_devices
-        sent.append(np.zeros((3, n)))
-        sent[-1][kind] = cells * OUTPUT_BYTES
-
-    for held in dealt(len(columns), n):
-        add(0, np.where(held[:, None] > 0, of_columns[held - 1], 0.0), held * MIN_WIDTH * problem.global_batch)
-    if rows is not None:
-        add(1, model.encode([Shard(table, low, high, 0, table.dim) for low, high in rows]), table.dim * problem.global_batch)
-    add(2, model.encode(columns[-1:], problem.local_batch), table.dim * table.rows)
+    for held in dealt(len(of_columns), n):
+        codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
+        codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
+        sent.append(traffic_of_widths({WHOLE_ROWS: MIN_WIDTH * held}, problem))
+    for layout in layouts.ways(topology):
+        for group in possible_groups(layout, table.rows, topology, None):
+            codes.append(np.zeros_like(codes[0]))
+            sent.append(np.zeros_like(sent[0]))
+            for device, shard in shards_on(Placement(layout.name, Shard.whole(table), group)):
+                codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.batch(problem))[0]
+                sent[-1][:, device] = entering_bytes(layout, (shard,), problem)
     return np.stack(codes), np.stack(sent)
 
 
@@ -80,7 +79,7 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
         sent = (sent[..., None, :, :] + bytes_).reshape(-1, *bytes_.shape[1:]) if sent.ndim else bytes_
     speed = np.array([d.speed for d in problem.topology.devices])
     compute = model.head(codes).sum(-1) / speed
-    comm = model.comm(Traffic(*np.moveaxis(sent, 1, 0)), compute, problem.topology).total_ms
+    comm = model.comm(np.moveaxis(sent, 1, 0), compute, problem.topology).total_ms
     return float((compute + comm).max(-1).min()), len(sent)
 
 

@@ -107,7 +107,7 @@ def make(folder: Path) -> None:
     dataset.write_comm(measurements, exchanges[:6])
 
     problem = draw_problem(pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32))
-    plan = Plan(tuple(Placement(Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)), {"algorithm": "dealt"})
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)), {"algorithm": "dealt"})
     cost = price(lower(plan, problem), model)
     files.write_problem(folder / "problem.json", problem)
     files.write_plan(folder / "plan.json", plan, problem)

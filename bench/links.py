@@ -48,7 +48,7 @@ def measured_rows(comm: Sequence[CommSample], repeats: Sequence[Sequence[CommSam
     comm = [s for s in exchange.priced(comm) if s.error is None]
     train, validation, test = ([s for s in comm if accuracy.split_of(s.id) == side] for side in ("train", "validation", "test"))
     rates = exchange.fit(train, validation, lambda *_: None)
-    as_all_to_all = {k: v for k, v in rates.items() if k.startswith(exchange.weight("all_to_all", ""))}
+    as_all_to_all = {k: v for k, v in rates.items() if k.startswith(exchange.weight(exchange.ALL_TO_ALL, ""))}
     pace, folds = _pace(train, rates), _fold_errors(comm)
     rows = []
     for collective, ways in exchange.WAYS.items():

@@ -47,8 +47,10 @@ from bench.search import problems
 from shardcore import files, report
 from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.exchange import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
+from shardcore.layouts import CHANNELS
 from shardcore.memory import shard_bytes
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
@@ -56,7 +58,7 @@ from shardcore.search.local import local
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.pieces import to_plan
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Infeasible, Problem, Setting, Shard, ShardCoreError, Topology
-from shardcore.workload import Traffic, lower
+from shardcore.workload import lower
 
 DEVICES = 4
 TIGHT = 1.02
@@ -156,15 +158,24 @@ class Published:
         """[G] ms"""
         return np.where(sums.any(-1), _layers(self.compute._cost_net.c_hidden, sums)[:, 0], 0.0)
 
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[G] 0: it does not tell."""
+        return np.zeros(len(sums))
+
+    @property
+    def lower(self) -> None:
+        """Of a network nothing is proved."""
+        return None
+
     def compiled(self) -> Compiled:
         """`head` for one group at a time."""
         hidden, out = self.compute._cost_net.c_hidden
         weights = (hidden.weight.T, hidden.bias, out.weight, out.bias)
         return Compiled(_head, np.concatenate([np.ravel(w.detach().double().numpy()) for w in weights]))
 
-    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """[..., D]"""
-        columns = traffic.all_to_all / (self.setting.batch * OUTPUT_BYTES)
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """[..., D]; all-to-alls among all devices only."""
+        columns = traffic[CHANNELS.index(ALL_TO_ALL)] / (self.setting.batch * OUTPUT_BYTES)
         backward_ms = _layers(self.backward._cost_net.hidden, _scaled(self.backward, columns))
         late_ms = compute_ms + backward_ms
         starts = np.concatenate([columns, late_ms - late_ms.min(-1, keepdims=True)], -1)
@@ -236,7 +247,8 @@ def exchanges(setting: Setting, topology: Topology, way: str) -> tuple[np.ndarra
     """X and y of the released communication models' train(): columns and starts in ms, and ms from the own start to the end."""
     drawn = [comm_request(i, DEVICES, setting.batch, max_start_ms=MAX_START_MS) for i in range(EXCHANGES)]
     columns, start_ms = (np.array([getattr(r, name) for r in drawn], dtype=float) for name in ("widths", "start_ms"))
-    traffic = Traffic.of_columns(columns * setting.batch * OUTPUT_BYTES)
+    traffic = np.zeros((len(CHANNELS), *columns.shape))
+    traffic[CHANNELS.index(ALL_TO_ALL)] = columns * setting.batch * OUTPUT_BYTES
     cost = AnalyticModel(setting).comm(traffic, start_ms, topology)
     if way == "backward":
         return columns, np.array(cost.backward_ms)

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardcore import workload
+from shardcore import plans_v1, workload
+from shardcore.layouts import layout_of
 from shardcore.schema import build, read, read_bytes, read_json, read_yaml, show
 from shardcore.types import (
     MOST_DEVICES,
@@ -40,7 +41,11 @@ from shardcore.types import (
 )
 
 T = TypeVar("T")
-VERSION = 1
+VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "model": 1}
+"""By schema. A file of an earlier version is read by its migration.
+
+A plan of version 1 names no kinds of sharding: see plans_v1.
+"""
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""
 UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
@@ -111,18 +116,24 @@ def digest(value: Any) -> str:
 
 
 def _document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"schema": f"shardcore/{schema}", "version": VERSION, **body}
+    return {"schema": f"shardcore/{schema}", "version": VERSIONS[schema], **body}
 
 
 def _open_document(path: str | Path, schema: str) -> dict[str, Any]:
-    data = read_json(path)
+    return _open_versions(path, schema)[0]
+
+
+def _open_versions(path: str | Path, schema: str) -> tuple[dict[str, Any], int]:
+    """A document of the latest version, or an earlier one, and which that is."""
+    data, latest = read_json(path), VERSIONS[schema]
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ShardCoreError(f"{path} has schema {show(found)}; expected 'shardcore/{schema}'")
     version = data.get("version")
-    if version != VERSION or isinstance(version, bool | float):
-        raise ShardCoreError(f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads {VERSION}")
-    return {k: v for k, v in data.items() if k not in ("schema", "version")}
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= latest:
+        raise ShardCoreError(f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads "
+                             f"{'1 to ' * (latest > 1)}{latest}")
+    return {k: v for k, v in data.items() if k not in ("schema", "version")}, version
 
 
 def _seal(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,8 +298,8 @@ def problem_digest(problem: Problem) -> str:
 
 
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
-    placements = [{"table": p.shard.table.name, "rows": [p.shard.row_lo, p.shard.row_hi],
-                   "columns": [p.shard.col_lo, p.shard.col_hi], "devices": list(p.devices)} for p in plan.placements]
+    placements = [{"table": p.shard.table.name, "kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi],
+                   "devices": list(p.devices)} for p in plan.placements]
     return _document("plan", _seal({"problem": problem.name, "problem_digest": problem_digest(problem),
                                     "provenance": dict(plan.provenance), "placements": placements}))
 
@@ -300,7 +311,8 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
 def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
     """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse it. Without `fits`
     its devices may hold too much: what a published plan takes may count otherwise in a later version of ShardCore."""
-    plan = plan_from_json(_unseal(_open_document(path, "plan"), path), problem, str(path))
+    data, version = _open_versions(path, "plan")
+    plan = plan_from_json(_unseal(data, path), problem, str(path), version)
     try:
         workload.require_plan(plan, problem, fits)
     except ShardCoreError as error:
@@ -310,10 +322,10 @@ def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-    """A placement in a plan's file: [low, high) rows and columns."""
+    """A placement in a plan's file: all rows, and columns [low, high), of a table."""
 
     table: str
-    rows: tuple[int, int]
+    kind: str
     columns: tuple[int, int]
     devices: tuple[int, ...]
 
@@ -340,9 +352,9 @@ def read_provenance(data: Mapping[str, Any], what: str) -> Mapping[str, Any]:
     return data
 
 
-def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
+def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIONS["plan"]) -> Plan:
     """The plan of a file's content, not yet checked against the problem's tables and devices."""
-    found = build(_Plan, data, what)
+    found = build(_Plan if version > 1 else plans_v1.PlanFile, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest {show(found.problem_digest)}; "
                              f"problem {problem.name!r} here has {own}")
@@ -351,8 +363,10 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
         if p.table not in tables:
             raise ShardCoreError(f"{what} places table {show(p.table)}, which problem {problem.name!r} does not have")
     try:
-        return Plan(tuple(Placement(Shard(tables[p.table], *p.rows, *p.columns), p.devices) for p in found.placements),
-                    read_provenance(found.provenance, f"{what}: provenance"))
+        placements = plans_v1.placements(found, problem) if version == 1 else tuple(
+            Placement(layout_of(p.kind).name, Shard(tables[p.table], 0, tables[p.table].rows, *p.columns), p.devices)
+            for p in found.placements)
+        return Plan(placements, read_provenance(found.provenance, f"{what}: provenance"))
     except ShardCoreError as error:
         raise ShardCoreError(f"{what}: {error}") from None
 

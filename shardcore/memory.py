@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from shardcore.layouts import Layout, layout_of, shards_on
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Infeasible, Plan, Problem, Shard, Table
 
 OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
 
 
-def shard_bytes(shard: Shard, batch: int, optimizer: str, replicated: bool = False) -> int:
+def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool = False) -> int:
     """Bytes that a shard takes on a device that runs it over `batch` samples.
 
-    Weights, optimizer state (row-wise Adagrad keeps one FP32 a row), the pooled output and its gradient; a replicated shard
-    has its dense gradient besides, which the all-reduce needs whole.
+    Weights, optimizer state (row-wise Adagrad keeps one FP32 a row), the pooled output and its gradient; and a dense gradient,
+    where its kind keeps one for the all-reduce.
     """
-    dense_gradient = shard.rows * shard.width * OUTPUT_BYTES if replicated else 0
+    dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
     state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
-    return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_gradient
+    return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_bytes
+
+
+def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
+    """Bytes of what one device has of a shard, run as this kind."""
+    return shard_bytes(shard, layout.batch(problem), problem.optimizer, layout.dense_gradient)
 
 
 def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = None) -> int:
@@ -29,11 +35,9 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
     """Bytes per device that a plan takes, [D]."""
     used = [0] * len(problem.topology)
     for placement in plan.placements:
-        replicated = len(placement.devices) > 1
-        batch = problem.local_batch if replicated else problem.global_batch
-        n_bytes = shard_bytes(placement.shard, batch, problem.optimizer, replicated)
-        for device in placement.devices:
-            used[device] += n_bytes
+        layout = layout_of(placement.kind)
+        for device, shard in shards_on(placement):
+            used[device] += bytes_as(layout, shard, problem)
     return used
 
 

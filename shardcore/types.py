@@ -244,8 +244,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placement:
-    """A shard and the devices it lives on; on several it is replicated, that is data-parallel."""
+    """A shard, how it is run, and where.
 
+    kind: of sharding, a name of layouts.LAYOUTS. It is never inferred.
+    shard: what the devices have together.
+    devices: a group of that kind, in its order.
+    """
+
+    kind: str
     shard: Shard
     devices: tuple[int, ...]
 
@@ -307,12 +313,40 @@ class Topology:
         _require(self.latency_ms is None or 0 <= self.latency_ms <= MOST_MS,
                  f"topology has latency_ms {self.latency_ms}; it needs 0 to {MOST_MS:g}")
 
-    @property
+    @cached_property
     def hosts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(d.host for d in self.devices))
 
+    @cached_property
+    def on_hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each of `hosts`."""
+        found: dict[str, list[int]] = {host: [] for host in self.hosts}
+        for d, device in enumerate(self.devices):
+            found[device.host].append(d)
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The devices as TorchRec numbers them, host by host."""
+        return tuple(d for devices in self.on_hosts for d in devices)
+
+    @property
+    def equal_hosts(self) -> bool:
+        """Whether all hosts have the same number of devices."""
+        return len({len(devices) for devices in self.on_hosts}) == 1
+
     def __len__(self) -> int:
         return len(self.devices)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.hardware, self.within_host_gbps, self.between_hosts_gbps, self.latency_ms))
+
+    def __hash__(self) -> int:  # of thousands of devices, and looked up often
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
 
 
 @dataclass(frozen=True)

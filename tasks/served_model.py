@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from mlflow.exceptions import MlflowException
 from mlflow.models import set_model
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
@@ -18,8 +19,9 @@ from pydantic import BaseModel, SkipValidation
 
 from shardcore import files, schema
 from shardcore.cost import neural
+from shardcore.layouts import CHANNELS, WHOLE_ROWS
 from shardcore.types import MOST_BATCH, Device, Setting, SettingMismatch, Shard, ShardCoreError, Topology
-from shardcore.workload import COLUMN, Op, Traffic, Workload
+from shardcore.workload import Op, Workload
 
 CONFIDENCE = 0.9
 
@@ -70,8 +72,8 @@ def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) ->
     sums = model.encode(shards, batch).sum(0)
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
     low, high = (float(x) for x in model.interval(sums, CONFIDENCE))
-    ops = (Op(COLUMN, shards, batch),) if shards else ()
-    alone = Workload((ops,), Traffic.of_columns([0.0]), (0,), Topology((Device(1),)), batch)
+    ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
+    alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), Topology((Device(1),)), batch)
     return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high, "extrapolated": neural.out_of_range(model, alone)}
 
 

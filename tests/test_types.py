@@ -47,7 +47,7 @@ def constrained(**constraints) -> Problem:
     (lambda: Zipf(-1), ["-1"]),
     (lambda: Shard(Table("t", 10, 8, 1.0), 0, 11, 0, 8), ["'t'", "[0, 11)", "[0, 10)"]),
     (lambda: Shard(Table("t", 10, 8, 1.0), 0, 10, 2, 8), ["[2, 8)", "multiples of 4"]),
-    (lambda: Placement(Shard.whole(Table("t", 10, 8, 1.0)), (1, 1)), ["(1, 1)"]),
+    (lambda: Placement("data_parallel", Shard.whole(Table("t", 10, 8, 1.0)), (1, 1)), ["(1, 1)"]),
     (lambda: Device(0), ["memory_bytes 0"]),
     (lambda: Topology(()), ["no devices"]),
     (lambda: Problem("p", (Table("t", 10, 8, 1.0),) * 2, Topology((Device(1),)), 4), ["'p'", "'t'"]),
@@ -101,8 +101,8 @@ def constrained(**constraints) -> Problem:
     (lambda: Shard(Table("t", 10, 8, 1.0), 0, 10, 4, 12), ["[4, 12)", "[0, 8)"]),
     (lambda: Shard(Table("t", 10, 8, 1.0), 0, 10, 0, 6), ["[0, 6)", "multiples of 4"]),
     (lambda: Shard(Table("t", 10, 8, 1.0), 0, 10, 2, 6), ["[2, 6)", "multiples of 4"]),
-    (lambda: Placement(Shard.whole(Table("t", 10, 8, 1.0)), ()), ["()", "one or more"]),
-    (lambda: Placement(Shard.whole(Table("t", 10, 8, 1.0)), (0, -1)), ["(0, -1)"]),
+    (lambda: Placement("data_parallel", Shard.whole(Table("t", 10, 8, 1.0)), ()), ["()", "one or more"]),
+    (lambda: Placement("data_parallel", Shard.whole(Table("t", 10, 8, 1.0)), (0, -1)), ["(0, -1)"]),
     (lambda: Device(1, 0.0), ["speed 0.0"]),
     (lambda: Device(1, float("inf")), ["speed inf"]),
     (lambda: Device(1, float("nan")), ["speed nan"]),
@@ -158,12 +158,12 @@ def test_nouns_are_values_that_nobody_changes():
              if dataclasses.is_dataclass(x) and x.__module__ == module.__name__]
     assert len(nouns) > 15 and all(x.__dataclass_params__.frozen for x in nouns)
     by_array = {x.__name__ for x in nouns if not x.__dataclass_params__.eq}
-    assert by_array == {"Traffic", "Workload"}  # whose arrays have no one answer to ==
+    assert by_array == {"Workload"}  # whose arrays have no one answer to ==
     pinned = Constraints(0, ["s"], [["s", [0]]], [["t"]])
     listed = Problem("p", list(FOUR), Topology(list(HOSTS.devices)), 4, constraints=pinned)
     hash(listed)
     assert listed.constraints == Constraints(0, ("s",), (("s", (0,)),), (("t",),)) and listed.tables == FOUR
-    placement = Placement(Shard.whole(FOUR[0]), np.array([1, 0]))
+    placement = Placement("data_parallel", Shard.whole(FOUR[0]), np.array([1, 0]))
     assert placement.devices == (1, 0) and {*map(type, placement.devices)} == {int}
 
 

@@ -240,7 +240,7 @@ def replay(args: argparse.Namespace) -> None:
         reference = dataset.reference_op(args.append, setting)
         known = replays.append(args.append, problem, made, setting, config,
                                lambda w: replay_all(w, setting, config, device, reference))
-        costs = [known[replays.plan_digest(plan, problem)] for plan in plans]
+        costs = [known[replays.plan_digest(plan)] for plan in plans]
     else:
         costs = replay_all(workloads, setting, config, device)
     body = {"setting": files.setting_to_json(setting), "replays": [
@@ -267,8 +267,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
                    "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--uneven-rows", action="store_true", help="allow row ranges that need the sharder of "
-                   "shardcore.export.torchrec_rows")
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
 
@@ -281,7 +279,7 @@ def export(args: argparse.Namespace) -> None:
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     plan = files.read_plan(args.plan, problem)
-    exported = to_torchrec(plan, problem, args.module, args.compute_device, uneven_rows=args.uneven_rows)
+    exported = to_torchrec(plan, problem, args.module, args.compute_device)
     write_torchrec(args.out, exported)
 
 

@@ -1,6 +1,6 @@
 """AnalyticModel: a CostModel in closed form, for tests and as the baseline that a trained model has to beat.
 
-Shapes: N shards, F = 4 drivers, G groups, D devices; ... any leading dimensions.
+Shapes: N shards, F = 4 drivers, G groups, C channels, D devices; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardcore.cost.exchange import hosts_alike
+from shardcore.cost.exchange import groups_of
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.layouts import CHANNELS, Channel
 from shardcore.tables.access import access_share, lookups, unique_rows
 from shardcore.types import PRECISION_BYTES, Setting, Shard, ShardCoreError, Topology
-from shardcore.workload import Traffic
 
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
@@ -73,39 +73,56 @@ class AnalyticModel:
             1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
         ])
 
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[G] 0: it does not tell forward from backward."""
+        return np.zeros(np.shape(sums)[:-1])
+
+    @property
+    def lower(self) -> AnalyticModel:
+        """Itself (see model.CostModel)."""
+        return self
+
     @property
     def launch_ms(self) -> float:
-        """What fusing two ops saves, exactly (see model.Bounding)."""
+        """What fusing two ops saves, exactly (see model.BoundableCostModel)."""
         return self.launch_us * MS_PER_US
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[4] ms for each of the drivers, whatever the load (see model.Bounding)."""
+        """[4] ms for each of the drivers, whatever the load (see model.BoundableCostModel)."""
         return self._rates()
 
     def takes_all_alike(self, topology: Topology) -> bool:
-        """See model.Bounding."""
+        """See model.BoundableCostModel."""
         return True
 
     def even_is_least(self, topology: Topology) -> bool:
-        """See model.Bounding. The transfer is convex in the bytes and alike for all devices; exchanging devices that have as many
-        on their host leaves it as it is."""
-        return hosts_alike(topology)
+        """See model.BoundableCostModel. The transfer is convex in the bytes and alike for all devices; exchanging devices that have
+        as many on their host leaves it as it is."""
+        return topology.equal_hosts
 
-    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms. The all-reduce goes round a ring, so it moves its bytes twice."""
-        pooled = self._transfer_ms(traffic.all_to_all, topology) + self._transfer_ms(traffic.reduce_scatter, topology)
-        backward = pooled + 2 * self._transfer_ms(traffic.all_reduce, topology)
+        forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
+        for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
+            ms = self._transfer_ms(channel, sent_bytes, topology)
+            both_ways = channel.collective != "all_reduce"
+            forward, backward = forward + both_ways * ms, backward + (ms if both_ways else 2 * ms)
         ready = compute_ms + backward
-        return CommCost(pooled, backward, ready.max(-1, keepdims=True) - ready)
+        return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready)
 
-    def _transfer_ms(self, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
-        """[..., D] ms of one collective that spreads each device's bytes [..., D] evenly over all devices."""
-        n_devices = len(topology)
-        if n_devices == 1:
-            return np.zeros_like(sent_bytes)
+    def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
+        """[..., D] ms of one collective that spreads each device's bytes [..., D] evenly over those of its group."""
+        members, hosts = groups_of(channel, topology)
+        ms = np.zeros(np.shape(sent_bytes))
+        if members.shape[1] > 1 and np.any(sent_bytes):
+            ms[..., members] = self._among(sent_bytes[..., members], hosts, topology)
+        return ms
+
+    def _among(self, sent_bytes: np.ndarray, hosts: np.ndarray, topology: Topology) -> np.ndarray:
+        """[..., n] ms among n devices of some hosts [n]."""
+        n_devices = len(hosts)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
-        hosts = [d.host for d in topology.devices]
-        same_host = np.array([[a == b for b in hosts] for a in hosts]) & ~np.eye(n_devices, dtype=bool)
+        same_host = (hosts[:, None] == hosts) & ~np.eye(n_devices, dtype=bool)
         other_host = ~same_host & ~np.eye(n_devices, dtype=bool)
         within = np.maximum(own * same_host.sum(1), own @ same_host)  # a link is as busy as the busier of its two directions
         between = np.maximum(own * other_host.sum(1), own @ other_host)

@@ -13,6 +13,8 @@ import math
 import numpy as np
 from numba import float64, njit
 
+import shardcore.compiling  # noqa: F401  (where the result is kept)
+
 _compile = njit(float64(float64[::1], float64[::1]), cache=True, error_model="numpy")
 
 

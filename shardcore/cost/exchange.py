@@ -19,13 +19,13 @@ Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from shardcore.cost.metrics import mape
 from shardcore.cost.rates import fit_law
+from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
 from shardcore.types import OUTPUT_BYTES, CommSample, Topology
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
@@ -41,6 +41,8 @@ LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 10)
 
 WAYS = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"), "all_reduce": ("backward",)}
 """What runs of a collective; backward of a reduce-scatter is an all-gather."""
+ALL_TO_ALL = Channel("all_to_all")
+"""Whose rates stand for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
 FEWEST_SAMPLES = 4
 """Of a collective with fewer nothing is fitted."""
@@ -54,22 +56,25 @@ Terms = Sequence[np.ndarray | float]
 """One of each of EXCHANGE_TERMS, in a shape that broadcasts to [..., D]."""
 
 
-def exchange_terms(collective: str, owned_bytes: np.ndarray, hosts: np.ndarray, skew_ms: np.ndarray | float = 0.0) -> Terms:
-    """Terms of a collective in which each device has owned_bytes [..., D] as in workload.Traffic.
+def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
+                   skew_ms: np.ndarray | float = 0.0) -> Terms:
+    """Terms of a collective in groups of n devices, which have owned_bytes [..., n] as in workload.Workload.traffic.
 
-    hosts [D]: the number of each device's host. skew_ms [...]: between the first and the last start.
+    hosts [n]: the number of each device's host. skew_ms [...]: between the first and the last start. Of CROSS groups, which share
+    their hosts' links, the axis before the last is that of the groups.
     """
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
-    if collective == "all_to_all":
-        far_rounds, *of_links = _all_to_all(owned, hosts)
+    if channel.collective == "all_to_all":
+        far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
     else:  # all give as much to a reduce-scatter as the one with most, padded; an all-reduce is one and an all-gather
-        far_rounds, *of_links = _ring(2 * owned if collective == "all_reduce" else owned.max(-1, keepdims=True), hosts)
+        twice = channel.collective == "all_reduce"
+        far_rounds, *of_links = _ring(2 * owned if twice else owned.max(-1, keepdims=True), hosts)
     return [1.0, len(hosts) - 1.0, far_rounds, skew, *of_links]
 
 
-def _all_to_all(owned: np.ndarray, hosts: np.ndarray) -> Terms:
-    """far_rounds and the link terms of an all-to-all. Each device sends every other owned / D or, the other way, receives as
+def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
+    """far_rounds and the link terms of an all-to-all. Each device sends every other owned / n or, the other way, receives as
     much from each: the terms are the same."""
     n_devices, total = len(hosts), owned.sum(-1, keepdims=True)
     if not np.ptp(hosts):
@@ -82,6 +87,8 @@ def _all_to_all(owned: np.ndarray, hosts: np.ndarray) -> Terms:
     near_out, near_in = owned * (size - 1) / n_devices, (of_host - owned) / n_devices
     far_out, far_in = owned * (n_devices - size) / n_devices, (total - of_host) / n_devices
     leaves, enters = on_host * (n_devices - sizes) / n_devices, (total - on_host) * sizes / n_devices
+    if shares_links:
+        leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
     return [1.0, near_out + near_in, _busiest(near_out, near_in), far_out + far_in, _busiest(far_out, far_in),
             _busiest(near_out + far_out, near_in + far_in), _busiest(leaves, enters)]
 
@@ -109,52 +116,90 @@ def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     return latency + np.maximum(near, far)
 
 
-def collective_ms(w: Mapping[str, np.ndarray], collective: str, owned_bytes: np.ndarray, topology: Topology,
+def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np.ndarray, topology: Topology,
                   skew_ms: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """[..., D] ms forward and backward of a collective (see exchange_terms; the skew is that of the forward exchange, and no rate
-    of a backward one has it); 0 where it does not run: no device owns anything, or there is but one."""
-    owned, n_devices = np.asarray(owned_bytes, dtype=float), len(topology)
+    """[..., D] ms forward and backward of a channel.
+
+    skew_ms: of the forward exchange, and no rate of a backward one has it. 0 in groups where it does not run: no device owns
+    anything, or there is only one.
+    """
+    owned = np.asarray(owned_bytes, dtype=float)
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
-    if n_devices == 1 or not owned.any():
+    members, hosts = groups_of(channel, topology)
+    if members.shape[1] < 2 or not owned.any():
         return forward, backward
-    rates = {way: explicit_links(in_step(w, collective, way) * rates_of(w, collective, way), topology)
-             for way in WAYS[collective]}
-    terms = exchange_terms(collective, owned, _counted_hosts(topology, np.stack(list(rates.values()))), skew_ms)
-    runs = owned > 0 if collective == "all_reduce" else np.broadcast_to((owned > 0).any(-1, keepdims=True), owned.shape)
-    backward = np.where(runs, transfer_ms(terms, rates["backward"]), 0.0)
+    rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way), topology)
+             for way in WAYS[channel.collective]}
+    grouped = owned[..., members]
+    skew = np.asarray(skew_ms, dtype=float)[..., None]
+    terms = exchange_terms(channel, grouped, _counted(hosts, np.stack(list(rates.values()))), skew)
+    all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
+    runs = grouped > 0 if channel.collective == "all_reduce" else all_run
+    backward[..., members] = np.where(runs, transfer_ms(terms, rates["backward"]), 0.0)
     if "forward" in rates:
-        forward = np.where(runs, transfer_ms(terms, rates["forward"]), 0.0)
+        forward[..., members] = np.where(runs, transfer_ms(terms, rates["forward"]), 0.0)
     return forward, backward
 
 
-def weight(collective: str, way: str) -> str:
+def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """[G, n] the devices of each group of a channel, and [n] numbers of their hosts. Groups within and across hosts need hosts of
+    one size; elsewhere there are none."""
+    if channel.group == WORLD:
+        number = {host: k for k, host in enumerate(topology.hosts)}
+        return np.arange(len(topology))[None], np.array([number[d.host] for d in topology.devices])
+    if not topology.equal_hosts:
+        return np.zeros((0, 0), dtype=int), np.zeros(0, dtype=int)
+    on_hosts = np.array(topology.on_hosts)
+    if channel.group == HOST:
+        return on_hosts, np.zeros(on_hosts.shape[1], dtype=int)
+    return on_hosts.T, np.arange(on_hosts.shape[0])
+
+
+def _name(channel: Channel) -> str:
+    return channel.collective if channel.group == WORLD else f"{channel.collective}_{channel.group}"
+
+
+def weight(channel: Channel, way: str) -> str:
     """The name of its rates among a model's weights, where it was measured."""
-    return f"exchange_{collective}_{way}"
+    return f"exchange_{_name(channel)}_{way}"
 
 
-def rates_of(w: Mapping[str, np.ndarray], collective: str, way: str) -> np.ndarray:
-    """[E] rates: the collective's own or, where it was not measured, those of the all-to-all; 0 where that was not either."""
-    return w.get(weight(collective, way), w.get(weight("all_to_all", way), np.zeros(len(EXCHANGE_TERMS))))
+def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str) -> np.ndarray | None:
+    """A channel's own or, where it has none, those of its collective among all devices, or of the all-to-all."""
+    tried = (channel, Channel(channel.collective), ALL_TO_ALL)
+    return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
 
 
-def step_weight(collective: str, way: str) -> str:
+def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> np.ndarray:
+    """[E] rates: the channel's own, or another's (see _found); 0 where no all-to-all was measured either."""
+    found = _found(w, weight, channel, way)
+    return np.zeros(len(EXCHANGE_TERMS)) if found is None else found
+
+
+def step_weight(channel: Channel, way: str) -> str:
     """The name of how many times as long as alone it takes in a step, among a model's weights, where steps.py found that."""
-    return f"exchange_in_step_{collective}_{way}"
+    return f"exchange_in_step_{_name(channel)}_{way}"
 
 
-def in_step(w: Mapping[str, np.ndarray], collective: str, way: str) -> float:
-    """Its factor or, where it ran in too few steps, the all-to-all's; 1 where that did too."""
-    found = w.get(step_weight(collective, way), w.get(step_weight("all_to_all", way)))
+def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
+    """Its factor, or another's (see _found) where it ran in too few steps; 1 where no all-to-all ran in enough."""
+    found = _found(w, step_weight, channel, way)
     return 1.0 if found is None else float(found[0])
 
 
-def is_measured(w: Mapping[str, np.ndarray], collective: str) -> bool:
-    return all(weight(collective, way) in w for way in WAYS[collective])
+def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
+    """The channel whose rates a channel has that was not measured, in words."""
+    own = Channel(channel.collective)
+    return f"the {(own if is_measured(w, own) else ALL_TO_ALL).words}"
 
 
-def measured_links(w: Mapping[str, np.ndarray], collective: str) -> set[str]:
-    """Of "within" and "between" (hosts): the links that the rates of a collective know."""
-    rates = np.stack([rates_of(w, collective, way) for way in WAYS[collective]])
+def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
+    return all(weight(channel, way) in w for way in WAYS[channel.collective])
+
+
+def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
+    """Of "within" and "between" (hosts): the links that the rates of a channel know."""
+    rates = np.stack([rates_of(w, channel, way) for way in WAYS[channel.collective]])
     return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
 
 
@@ -171,20 +216,12 @@ def explicit_links(rates: np.ndarray, topology: Topology) -> np.ndarray:
     return rates
 
 
-def _counted_hosts(topology: Topology, rates: np.ndarray) -> np.ndarray:
-    """[D] hosts as numbers. Where rates [..., E] only know links within hosts, all devices count as on one; where they only know
+def _counted(hosts: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """[n] hosts as numbers. Where rates [..., E] only know links within hosts, all devices count as on one; where they only know
     those between hosts, each counts as one."""
     if not rates[..., FAR].any():
-        return np.zeros(len(topology), dtype=int)
-    if not rates[..., NEAR].any():
-        return np.arange(len(topology))
-    number = {host: k for k, host in enumerate(topology.hosts)}
-    return np.array([number[d.host] for d in topology.devices])
-
-
-def hosts_alike(topology: Topology) -> bool:
-    """Whether all hosts have the same number of devices."""
-    return len(set(Counter(d.host for d in topology.devices).values())) == 1
+        return np.zeros_like(hosts)
+    return hosts if rates[..., NEAR].any() else np.arange(len(hosts))
 
 
 def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
@@ -192,12 +229,12 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
     backward for the devices' mean by speed: the law is convex, and where hosts are alike, exchanging devices leaves it as it is.
     Backward, a device's own bytes may count, but then all devices have to be alike."""
     alike = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
-    return hosts_alike(topology) and (alike or not own_bytes_count(w, topology))
+    return topology.equal_hosts and (alike or not own_bytes_count(w, topology))
 
 
 def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
     """Whether a backward exchange takes a device longer for its own bytes, beside those of the busiest."""
-    return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any() for c in WAYS)
+    return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any() for c in CHANNELS)
 
 
 # --- fit ---------------------------------------------------------------------------------------------------------------
@@ -211,7 +248,7 @@ def fit(train_side: Sequence[CommSample], validation: Sequence[CommSample],
         known, unseen = ([s for s in side if s.request.collective == collective] for side in (train_side, validation))
         for way in ways if len(known) >= FEWEST_SAMPLES else ():
             (terms, measured), (unseen_terms, unseen_measured) = observed(known, way), observed(unseen or known, way)
-            rates[weight(collective, way)] = law = _fit_rates(terms, measured)
+            rates[weight(Channel(collective), way)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
             note(f"{way}_comm" if collective == "all_to_all" else f"{collective}_{way}", 0,
                  {"train_loss": float(np.abs(log_error).mean()),
@@ -257,7 +294,7 @@ def _sample_terms(sample: CommSample, way: str) -> np.ndarray:
     r = sample.request
     hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
     first = way == WAYS[r.collective][0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(r.collective, owned_bytes(sample), hosts, max(r.start_ms) - min(r.start_ms) if first else 0.0)
+    terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts, max(r.start_ms) - min(r.start_ms) if first else 0.0)
     return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
 
 
@@ -271,7 +308,7 @@ def owned_bytes(sample: CommSample) -> np.ndarray:
 def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [sum of D] of all samples' ranks; the samples are of one collective."""
     terms, measured = observed(samples, way)
-    return transfer_ms(terms, rates_of(w, samples[0].request.collective, way)), measured
+    return transfer_ms(terms, rates_of(w, Channel(samples[0].request.collective), way)), measured
 
 
 def errors(w: Mapping[str, np.ndarray], samples: Sequence[CommSample]) -> dict[str, float]:

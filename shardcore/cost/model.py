@@ -1,6 +1,6 @@
-"""CostModel: what a search needs of a model. Cautious: a model at a wanted confidence. price: what a model says of a Workload.
+"""CostModel: what a search needs of a model. QuantileCostModel: one at a wanted confidence. price: what one says of a Workload.
 
-Shapes: N shards, F features, G groups, D devices; ... any leading dimensions, for several plans at once.
+Shapes: N shards, F features, G groups, C channels, D devices; ... any leading dimensions, for several plans at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from shardcore.types import Setting, Shard, StepCost, Topology
-from shardcore.workload import Traffic, Workload
+from shardcore.workload import Workload
 
 
 class CostModel(Protocol):
@@ -30,11 +30,19 @@ class CostModel(Protocol):
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms, forward + backward, of groups from their summed encodings [G, F]; 0 for an empty group (a row of 0)."""
 
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        """[G] the share of forward in a group's ms. A model that does not tell says 0: the backward kernel is the costlier."""
+
     def compiled(self) -> Compiled:
         """`head` for one group at a time, compiled: for searches that price millions of groups."""
 
-    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs of the collectives, given each device's compute ms [..., D] (the skew with which devices arrive)."""
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        """Costs of the collectives of traffic [C, ..., D] bytes (layouts.CHANNELS), given each device's compute ms [..., D] (the
+        skew with which devices arrive)."""
+
+    @property
+    def lower(self) -> BoundableCostModel | None:
+        """A model that never costs more, of which lower bounds can be proved: most often itself; None: nothing can be."""
 
 
 class Compiled(NamedTuple):
@@ -58,11 +66,8 @@ class CommCost:
         return self.forward_ms + self.backward_ms + self.waiting_ms
 
 
-class Banded(CostModel, Protocol):
+class ProbabilisticCostModel(CostModel, Protocol):
     """A CostModel that knows how far measurements lie from its predictions."""
-
-    def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] the share of forward in a group's ms."""
 
     def compiled(self, level: float | None = None) -> Compiled:
         """`head`, or with a level `quantile`, for one group at a time."""
@@ -70,8 +75,11 @@ class Banded(CostModel, Protocol):
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[G] ms below which a measurement of the group lies with probability `level`."""
 
+    def is_above_head(self, level: float) -> bool:
+        """Whether no quantile of a level lies below `head`."""
 
-class Bounding(CostModel, Protocol):
+
+class BoundableCostModel(CostModel, Protocol):
     """A CostModel that says enough of itself to prove a lower bound. Nothing gets cheaper as something grows, and fusing ops
     saves their launches at most: head(sum of groups) - launch_ms >= sum of (head(group) - launch_ms), for non-empty groups."""
 
@@ -90,12 +98,13 @@ class Bounding(CostModel, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Cautious:
-    """A CostModel whose ops cost what `model`, a Banded one, says they stay below with probability `confidence`: a search that
-    sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked) for a confidence not within the
+class QuantileCostModel:
+    """A CostModel whose ops cost what `model` says they stay below with probability `confidence`.
+
+    A search that sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked) for a confidence not within the
     levels that the model knows."""
 
-    model: Banded
+    model: ProbabilisticCostModel
     confidence: float
 
     @property
@@ -114,13 +123,17 @@ class Cautious:
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         return self.model.forward_share(sums)
 
-    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         return self.model.comm(traffic, compute_ms, topology)
+
+    @property
+    def lower(self) -> BoundableCostModel | None:
+        return self.model.lower if self.model.is_above_head(self.confidence) else None
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
     """`model` itself where no confidence is wanted."""
-    return Cautious(model, confidence) if confidence else model
+    return QuantileCostModel(model, confidence) if confidence else model
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
@@ -136,19 +149,15 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
 
 
 def price(workload: Workload, model: CostModel) -> StepCost:
-    """What `model` predicts that one step of `workload` costs.
-
-    Compute is divided by a device's speed factor. A model that tells forward from backward compute has a method
-    `forward_share(sums) -> [G]`; without it all compute counts as backward, which runs the costlier kernel.
-    """
+    """What `model` predicts that one step of `workload` costs. Compute is divided by a device's speed factor."""
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
-    known: dict[int, tuple[float, float]] = {}  # copies are on all devices, and many: their op is priced once
+    known: dict[int, tuple[float, float]] = {}  # replicas are on all devices, and many: their op is priced once
     for device, ops in enumerate(workload.ops):
         for op in ops:
             if id(op) not in known:
                 sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
-                share = float(model.forward_share(sums)[0]) if hasattr(model, "forward_share") else 0.0
+                share = float(model.forward_share(sums)[0])
                 known[id(op)] = float(model.head(sums)[0]), share
             op_ms, share = known[id(op)]
             cost = op_ms / workload.topology.devices[device].speed

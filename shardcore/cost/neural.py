@@ -17,10 +17,11 @@ from shardcore import files, schema
 from shardcore.cost import band, exchange, features, nets
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.layouts import CHANNELS, LAYOUTS, Channel
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.types import Setting, Shard, ShardCoreError, Topology
-from shardcore.workload import ROW, Traffic, Workload
+from shardcore.workload import Workload
 
 _AT_ONCE = 1 << 16
 """Shards that are encoded at a time: the networks' layers take 100 times the memory of what they end in."""
@@ -50,6 +51,10 @@ class NeuralModel:
         """[...] ms below which a measurement of the group lies with probability `level` (0.005 to 0.995)."""
         return band.quantile(self.weights, self.head(sums), level)
 
+    def is_above_head(self, level: float) -> bool:
+        """See model.ProbabilisticCostModel."""
+        return band.error(self.weights, level) >= 0
+
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] ms, low and high, between which a measurement of the group lies with probability `confidence`."""
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
@@ -72,24 +77,29 @@ class NeuralModel:
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
     @property
+    def lower(self) -> NeuralModel:
+        """Itself (see model.CostModel)."""
+        return self
+
+    @property
     def launch_ms(self) -> float:
-        """What fusing two ops saves at most: contention only grows with the drivers (see model.Bounding)."""
+        """What fusing two ops saves at most: contention only grows with the drivers (see model.BoundableCostModel)."""
         return float(np.sum(self.weights["launch"]))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[K + 2] contention on what shards take one by one, 0 for drivers: it grows with them (see model.Bounding)."""
+        """[K + 2] contention on what shards take one by one, 0 for drivers: it grows with them (see model.BoundableCostModel)."""
         drivers = np.asarray(least, dtype=float)[:-2]
         return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)])
 
     def takes_all_alike(self, topology: Topology) -> bool:
-        """See model.Bounding."""
+        """See model.BoundableCostModel."""
         return not exchange.own_bytes_count(self.weights, topology)
 
     def even_is_least(self, topology: Topology) -> bool:
-        """See model.Bounding."""
+        """See model.BoundableCostModel."""
         return exchange.even_is_least(self.weights, topology)
 
-    def comm(self, traffic: Traffic, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
 
         A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one. What
@@ -97,23 +107,26 @@ class NeuralModel:
         A collective that was not measured is priced with the all-to-all's rates. Raises ShardCoreError where neither all-to-alls
         were measured nor the topology gives its links.
         """
-        if len(topology) > 1 and topology.within_host_gbps is None and not exchange.is_measured(self.weights, "all_to_all"):
+        measured = exchange.is_measured(self.weights, exchange.ALL_TO_ALL)
+        if len(topology) > 1 and topology.within_host_gbps is None and not measured:
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
         forward, backward = map(sum, zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
         ready = compute_ms + backward
-        meets = (traffic.all_to_all + traffic.reduce_scatter + traffic.all_reduce).sum(-1, keepdims=True) > 0
+        meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
         return CommCost(forward, backward, waiting)
 
-    def collectives(self, traffic: Traffic, compute_ms: np.ndarray,
-                    topology: Topology) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Transfers [..., D] in ms of each collective, forward and backward; compute_ms [..., D]."""
-        skew_ms = np.ptp(compute_ms, axis=-1)
-        after_skew_ms = np.where(np.any(traffic.all_to_all, axis=-1), 0.0, skew_ms)  # the second exchange begins together
-        return {name: exchange.collective_ms(self.weights, name, getattr(traffic, name), topology, skew)
-                for name, skew in (("all_to_all", skew_ms), ("reduce_scatter", after_skew_ms), ("all_reduce", 0.0))}
+    def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
+                    topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
+        """Transfers [..., D] in ms of each channel, forward and backward; compute_ms [..., D]."""
+        skew_ms, found = np.ptp(compute_ms, axis=-1), {}
+        for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
+            found[channel] = exchange.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms)
+            if "forward" in exchange.WAYS[channel.collective]:
+                skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)  # the next exchange begins together
+        return found
 
 
 def physical(model: NeuralModel) -> NeuralModel:
@@ -231,9 +244,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 found[name] += zip(named, values, strict=True)
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
-        traffic = workload.traffic
-        found["exchange_bytes"] += [(f"device {d}", b) for one in (traffic.all_to_all, traffic.reduce_scatter, traffic.all_reduce)
-                                    for d, b in enumerate(one)]
+        found["exchange_bytes"] += [(f"device {d}", b) for sent in workload.traffic for d, b in enumerate(sent)]
     sentences = [s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))]
     return sentences + list(_unmeasured(model, workload))
 
@@ -257,8 +268,10 @@ def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[f
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
-    topology, traffic = workload.topology, workload.traffic
-    links = [exchange.measured_links(model.weights, c) for c in exchange.WAYS if getattr(traffic, c).any()]
+    topology = workload.topology
+    used = [c for c, sent in zip(CHANNELS, workload.traffic, strict=True)
+            if sent.any() and exchange.groups_of(c, topology)[0].shape[1] > 1]
+    links = [exchange.measured_links(model.weights, c) for c in used]
     given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
              if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms") and getattr(topology, f.name) is not None]
     if given and len(topology) > 1:
@@ -267,11 +280,10 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
     if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:
         yield "devices share a host; links within hosts count as those measured between hosts"
-    if len(topology) > 1 and not exchange.is_measured(model.weights, "reduce_scatter") and any(
-            op.kind == ROW for ops in workload.ops for op in ops):
-        yield "row-wise shards: their reduce-scatter is priced with the all-to-all's rates, not measured"
-    if len(topology) > 1 and not exchange.is_measured(model.weights, "all_reduce") and traffic.all_reduce.any():
-        yield "replicated shards: their all-reduce is priced as a ring with the all-to-all's rates, not measured"
+    for channel in (c for c in used if c != exchange.ALL_TO_ALL and not exchange.is_measured(model.weights, c)):
+        kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels)
+        yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
+               f"{exchange.stands_for(model.weights, channel)}, not measured")
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
         yield f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the measured hardware"

@@ -18,6 +18,7 @@ from shardcore.cost import exchange
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.rates import fit_law
+from shardcore.layouts import CHANNELS, Channel
 from shardcore.types import StepCost, Topology
 from shardcore.workload import Workload
 
@@ -33,7 +34,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     where they tell nothing, the model as it is. Steps run on one host: they tell nothing of collectives that were measured
     between hosts alone."""
     steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
-    if not exchange.is_measured(model.weights, "all_to_all"):
+    if not exchange.is_measured(model.weights, exchange.ALL_TO_ALL):
         return model
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     factors: dict[str, np.ndarray] = {}
@@ -61,24 +62,24 @@ def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_OF_WAY = {way: [c for c, ways in exchange.WAYS.items() if way in ways] for way in ("forward", "backward")}
-_NAMES = {exchange.step_weight(c, way) for way, names in _OF_WAY.items() for c in names}
+_OF_WAY = {way: [c for c in CHANNELS if way in exchange.WAYS[c.collective]] for way in ("forward", "backward")}
+_NAMES = {exchange.step_weight(c, way) for way, channels in _OF_WAY.items() for c in channels}
 
 
 def _are_measured(topology: Topology) -> bool:
     return topology.within_host_gbps is topology.between_hosts_gbps is topology.latency_ms is None
 
 
-def _runs(workload: Workload, collective: str) -> bool:
-    return bool(np.any(getattr(workload.traffic, collective)))
+def _runs(workload: Workload, channel: Channel) -> bool:
+    return bool(workload.traffic[CHANNELS.index(channel)].any())
 
 
-def _observed(model: NeuralModel, step: Step, way: str, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """[D, C] ms that collectives take alone, says the model, and [D] what all of them took at the pace of the measurements."""
+def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Channel]) -> tuple[np.ndarray, np.ndarray]:
+    """[D, C] ms that channels take alone, says the model, and [D] what all of them took at the pace of the measurements."""
     workload, measured = step
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
     which = ("forward", "backward").index(way)
     took = np.array(getattr(measured, f"{way}_comm_ms")) * sum(said.compute_ms) / sum(measured.compute_ms)
     ran = took > 0  # what was over before the last device came has no transfer time
-    return np.stack([alone[c][which] for c in names], axis=-1)[ran], took[ran]
+    return np.stack([alone[c][which] for c in channels], axis=-1)[ran], took[ran]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.cost import band, exchange, features
+from shardcore.layouts import CHANNELS
 from shardcore.types import ShardCoreError
 
 _POSITIVE = (1e-30, 1e30)
@@ -37,7 +38,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
     in_step = (exchange.LEAST_IN_STEP, exchange.MOST_IN_STEP)
-    ran = [(collective, way) for collective, ways in exchange.WAYS.items() for way in ways]
+    ran = [(channel, way) for channel in CHANNELS for way in exchange.WAYS[channel.collective]]
     optional = {exchange.weight(*x): ((e,), _RATE) for x in ran} | {exchange.step_weight(*x): ((1,), in_step) for x in ran}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")

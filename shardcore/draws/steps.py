@@ -9,6 +9,7 @@ import numpy as np
 
 from shardcore.draws.placements import deal_columns
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.layouts import WHOLE_ROWS, even_share, ways
 from shardcore.memory import table_bytes
 from shardcore.types import (
     MIN_WIDTH,
@@ -83,17 +84,19 @@ def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
 
 
 def _step_plan(drawn: Problem, kind: str, small: Sequence[Table], rng: np.random.Generator) -> Plan:
-    everywhere = tuple(range(len(drawn.topology)))
+    everywhere = drawn.topology.ranks
     chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if "copies" in kind else ()
     copied = {small[i].name for i in chosen}
+    dividing, replicating = (next((k for k in ways(drawn.topology) if k.divides_rows == divides), WHOLE_ROWS)
+                             for divides in (True, False))
     found: list[Placement] = []
     for table in drawn.tables:
         if table.name in copied:
-            found.append(Placement(Shard.whole(table), everywhere))
-        elif "rows" in kind and rng.random() < _DIVIDED and (ranges := _row_ranges(table, len(everywhere))):
-            found += [Placement(shard, (d,)) for d, shard in enumerate(ranges)]
+            found.append(Placement(replicating.name, Shard.whole(table), everywhere))
+        elif "rows" in kind and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
+            found.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
-            found += [Placement(shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)]
+            found += [Placement(WHOLE_ROWS.name, shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)]
     return Plan(tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))))
 
 
@@ -105,11 +108,3 @@ def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator)
     widths = [int(hi - lo) * MIN_WIDTH for lo, hi in zip(cuts, cuts[1:], strict=False)]
     chosen = map(int, rng.choice(devices, parts, replace=False))
     return deal_columns(table, dict(zip(chosen, widths, strict=True)))
-
-
-def _row_ranges(table: Table, n: int) -> list[Shard] | None:
-    """The table's rows divided over n devices as TorchRec does; None where that leaves the last one none."""
-    each = -(-table.rows // n)
-    if each * (n - 1) >= table.rows:
-        return None
-    return [Shard(table, i * each, min((i + 1) * each, table.rows), 0, table.dim) for i in range(n)]

@@ -1,39 +1,33 @@
 """A Plan to and from a TorchRec ShardingPlan of a model (TorchRec 1.8; every rule here was tried with DistributedModelParallel).
 
-What TorchRec trains, and what of ours it is:
+Each kind of layouts is a sharding type of TorchRec, or two:
 
-  column_wise      all rows: any widths (multiples of 4) on any devices. table_wise is one part of it; but TorchRec runs an op and
-                   an exchange per sharding type, so once a table of a collection is cut by columns, its whole ones are written
-                   as column_wise too and join its op, as `lower` has it
-  row_wise         a row range on every device, rank r the r-th. TorchRec sends id i to rank i // ceil(rows / devices), whatever
-                   the plan says: other ranges would train something else without a word. `torchrec_rows` has a sharder that
-                   follows the plan (uneven_rows)
-  table_row_wise   a row range on each device of one host, likewise; grid_shard: columns on several hosts, on each of them so.
-                   (What they exchange, `lower` does not know: it prices row ranges as if over all devices.)
-  data_parallel    a copy on every device; its kernel is dense, its optimizer the user's own
+- Whole rows on a device are table_wise, or column_wise where the columns are cut: any widths (multiples of 4) on any devices.
+  TorchRec runs an op and an exchange per sharding type. So once a table of a collection is cut by columns, its whole ones are
+  written as column_wise too and join its op, as `lower` has it. So it is with table_row_wise and grid_shard.
+- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), whatever the plan says.
+- Rows divided over one host are table_row_wise, likewise; grid_shard where several hosts have some of the columns.
+- A replica on every device is data_parallel. Its kernel is dense, its optimizer the user's own.
 
-Where rows are not ordered by frequency, which of them a device holds does not matter, so row ranges are dealt out in the order of
-the ranks. Columns are always exchangeable, and a device gets one part of a table alone, for TorchRec fails on parts of unequal
-widths: a plan comes back with as many columns and rows on each device, consolidated.
+Columns are exchangeable, and a device gets only one part of a table, for TorchRec fails on parts of unequal widths. So a plan
+comes back with as many columns on each device, consolidated.
 
-Ranks are TorchRec's numbers of devices, host by host.
+Ranks are TorchRec's numbers of devices, host by host (Topology.ranks).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
+from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.peers.torchrec import placements_of
-from shardcore.search.pieces import column_runs, consolidate, even_rows
+from shardcore.search.pieces import consolidate
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
-from shardcore.workload import device_names, require_cover
+from shardcore.workload import require_cover
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,9 +46,10 @@ class ModelTable:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How TorchRec shards a table: its sharding type, and what each rank holds (nothing said for data_parallel)."""
+class Sharded:
+    """How TorchRec shards a table: its sharding type, and what each rank holds (nothing said for a replica on each)."""
 
+    layout: Layout
     sharding_type: str
     parts: tuple[tuple[int, Shard], ...] = ()
 
@@ -74,42 +69,17 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Devices as TorchRec numbers them, host by host. devices: of each rank. hosts: the ranks of each; none where hosts are
-    unequal, which TorchRec does not know."""
-
-    devices: tuple[int, ...]
-    hosts: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, topology: Topology) -> Ranks:
-        on: dict[str, list[int]] = {host: [] for host in topology.hosts}
-        for d, device in enumerate(topology.devices):
-            on[device.host].append(d)
-        n, equal = len(on[topology.hosts[0]]), len({len(held) for held in on.values()}) == 1
-        hosts = tuple(tuple(range(i * n, (i + 1) * n)) for i in range(len(on))) if equal else ()
-        return cls(tuple(d for held in on.values() for d in held), hosts)
-
-    @cached_property
-    def of_device(self) -> Mapping[int, int]:
-        return {device: rank for rank, device in enumerate(self.devices)}
-
-    @property
-    def per_host(self) -> int:
-        return len(self.hosts[0]) if self.hosts else len(self.devices)
-
-
 # --- to TorchRec -------------------------------------------------------------------------------------------------------------
 
 
 def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str = "cuda",
-                like: ShardingPlan | None = None, uneven_rows: bool = False) -> ShardingPlan:
+                like: ShardingPlan | None = None) -> ShardingPlan:
     """The plan of a model's tables as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
 
     module: the model; or the path in it of its only EmbeddingBagCollection. compute_device: "cuda" or "cpu". like: a TorchRec
     plan of the same model, whose kernels, cache settings, output types and the rest are kept; without it, those that a plan of
-    `from_torchrec` has in its provenance. uneven_rows: allow row ranges that only the sharder of `torchrec_rows` trains.
+    `from_torchrec` has in its provenance.
+
     Raises ShardCoreError for what TorchRec cannot run, naming the table and why, and where the problem's tables are not the
     model's.
     """
@@ -121,78 +91,52 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
         placed[placement.shard.table.name].append(placement)
-    ranks = Ranks.of(problem.topology)
-    layouts = {name: layout(placed[name], ranks, uneven_rows) for name in theirs}
+    shardings = {name: sharded(placed[name], problem.topology) for name in theirs}
     kept = {} if like else {name: with_settings(settings, f"table {name!r} of the plan's provenance")
                             for name, settings in plan.provenance.get("torchrec", {}).items()}
     if unknown := sorted(set(kept) - set(theirs)):
         raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}")
-    cut = {theirs[name].path for name, found in layouts.items() if found.sharding_type == "column_wise" and theirs[name].pooled}
+    cut = {(theirs[name].path, found.sharding_type) for name, found in shardings.items() if theirs[name].pooled}
     modules: dict[str, Any] = {}
     for name, table in theirs.items():
-        found = layouts[name]
-        if found.sharding_type == "table_wise" and table.path in cut:
-            found = replace(found, sharding_type="column_wise")
+        found = shardings[name]
+        if_cut = found.layout.torchrec[:2][-1]
+        if (table.path, if_cut) in cut:  # as other tables of its kind are, so it runs in one op with them
+            found = replace(found, sharding_type=if_cut)
         old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
         _require_replicable(found, old, name)
         modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = _sharding(
-            found, ranks, compute_device, old)
-    _require_sequences(layouts, theirs, compute_device)
+            found, problem.topology, compute_device, old)
+    _require_sequences(shardings, theirs, compute_device)
     return ShardingPlan(modules)
 
 
-def layout(placements: Sequence[Placement], ranks: Ranks, uneven_rows: bool = False) -> Layout:
+def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     """How TorchRec shards a table that is placed so (all of its placements, which cover it once).
 
     Raises ShardCoreError for what it cannot, naming the table and why.
     """
-    table, n_devices, rank_of = placements[0].shard.table, len(ranks.devices), ranks.of_device
-    for p in placements:
-        if len(p.devices) > 1 and (p.shard != Shard.whole(table) or len(p.devices) < n_devices):
-            raise ShardCoreError(f"plan replicates {p.shard.label} on {device_names(p.devices)}; TorchRec replicates whole "
-                                 f"tables, on all {n_devices} devices")
-    if len(placements[0].devices) > 1:
-        return Layout("data_parallel")
-    joined = [Placement(shard, (d,)) for d in sorted({p.devices[0] for p in placements})
-              for shard in _joined(p.shard for p in placements if p.devices[0] == d)]
-    if all(p.shard.full_rows for p in joined):
-        parts = tuple((rank_of[p.devices[0]], p.shard) for p in consolidate(joined))
-        return Layout("table_wise" if len(parts) == 1 else "column_wise", parts)
-    slices = _slices(joined, rank_of)
-    if len(slices) == 1 and [rank for rank, _ in slices[0]] == list(range(n_devices)):
-        return Layout("row_wise", tuple(slices[0] if uneven_rows else _evened(table, slices[0])))
-    widths: dict[int, int] = defaultdict(int)
-    for held in slices:
-        if (on := tuple(rank for rank, _ in held)) not in ranks.hosts:
-            raise ShardCoreError(f"plan cuts {_columns(held[0][1])} by rows over {device_names([ranks.devices[r] for r in on])}; "
-                                 f"TorchRec needs one row range on each of the {n_devices} devices, or on each of one host "
-                                 + (f"({ranks.per_host} each)" if ranks.hosts else "(where hosts are equal; these are not)"))
-        _evened(table, held)
-        widths[ranks.hosts.index(on)] += held[0][1].width
-    return _grid(table, widths, ranks.hosts)
+    table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
+    if len(kinds) > 1:
+        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them")
+    layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
+    if layout.dense_gradient:
+        return Sharded(layout, layout.torchrec[0])
+    placements = consolidate(placements)
+    parts = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
+    return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], parts)
 
 
-def _grid(table: Table, widths: Mapping[int, int], hosts: Sequence[Sequence[int]]) -> Layout:
-    """So many columns on each host, cut by rows over its ranks, and dealt out in the order of the hosts."""
-    parts, column = [], 0
-    for host in sorted(widths):
-        parts += [(rank, Shard(table, lo, hi, column, column + widths[host]))
-                  for rank, (lo, hi) in zip(hosts[host], even_rows(table.rows, len(hosts[host])), strict=True)]
-        column += widths[host]
-    kind = "grid_shard" if len(widths) > 1 else "row_wise" if len(hosts) == 1 else "table_row_wise"
-    return Layout(kind, tuple(parts))
-
-
-def _require_sequences(layouts: Mapping[str, Layout], theirs: Mapping[str, ModelTable], compute_device: str) -> None:
+def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable], compute_device: str) -> None:
     """Raise ShardCoreError for what TorchRec does for EmbeddingBagCollections alone."""
     width: dict[str, int] = {}
     for name, table in theirs.items():
-        found, what = layouts[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
+        found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         if table.pooled:
             continue
         if found.sharding_type in ("table_row_wise", "grid_shard"):
             raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone")
-        if found.sharding_type == "data_parallel" and compute_device == "cpu":
+        if found.layout.dense_gradient and compute_device == "cpu":
             raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there")
         for _, part in found.parts if found.sharding_type == "column_wise" else ():
             if width.setdefault(table.path, part.width) != part.width:
@@ -200,58 +144,10 @@ def _require_sequences(layouts: Mapping[str, Layout], theirs: Mapping[str, Model
                                      "there needs all parts of tables cut by columns equally wide")
 
 
-def _require_replicable(found: Layout, old: ParameterSharding | None, name: str) -> None:
-    if found.sharding_type == "data_parallel" and old is not None and old.compute_kernel not in PLAIN_KERNELS:
+def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
+    if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
         raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
                              "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan")
-
-
-def _joined(shards: Iterable[Shard]) -> list[Shard]:
-    """What one device holds of a table, neighbours in columns and then in rows as one."""
-    found: list[Shard] = []
-    for shard in sorted(column_runs(shards), key=lambda s: (s.col_lo, s.col_hi, s.row_lo)):
-        if found and (found[-1].col_lo, found[-1].col_hi, found[-1].row_hi) == (shard.col_lo, shard.col_hi, shard.row_lo):
-            found[-1] = replace(found[-1], row_hi=shard.row_hi)
-        else:
-            found.append(shard)
-    return found
-
-
-def _slices(placements: Sequence[Placement], rank_of: Mapping[int, int]) -> list[list[tuple[int, Shard]]]:
-    """Parts by the columns that they have, from the left, each in the order of the ranks, in which row ranges are dealt out anew
-    unless the table's rows are ordered."""
-    slices: dict[tuple[int, int], list[tuple[int, Shard]]] = defaultdict(list)
-    for p in placements:
-        slices[p.shard.col_lo, p.shard.col_hi].append((rank_of[p.devices[0]], p.shard))
-    return [_rising(sorted(held, key=lambda part: (part[0], part[1].row_lo))) for _, held in sorted(slices.items())]
-
-
-def _rising(held: list[tuple[int, Shard]]) -> list[tuple[int, Shard]]:
-    table, sizes = held[0][1].table, [shard.rows for _, shard in held]
-    if table.ordered or sum(sizes) < table.rows:
-        return held
-    ends = list(accumulate(sizes))
-    return [(rank, replace(shard, row_lo=end - n, row_hi=end)) for (rank, shard), n, end in zip(held, sizes, ends, strict=True)]
-
-
-def _evened(table: Table, held: Sequence[tuple[int, Shard]]) -> list[tuple[int, Shard]]:
-    """The parts with TorchRec's row ranges, where they have these or their sizes in another order: the last of the devices, which
-    has the fewest, need not be the last of the ranks. Raises ShardCoreError where they differ otherwise."""
-    wanted, n = even_rows(table.rows, len(held)), len(held)
-    if wanted is None:
-        raise ShardCoreError(f"plan cuts table {table.name!r} of {table.rows} rows over {n} devices; TorchRec would give each "
-                             f"{math.ceil(table.rows / n)} and the last none, with which its kernels fail")
-    found = [(shard.row_lo, shard.row_hi) for _, shard in held]
-    dealt = not table.ordered and sorted(hi - lo for lo, hi in found) == sorted(hi - lo for lo, hi in wanted)
-    if found != wanted and not dealt:
-        raise ShardCoreError(f"plan cuts {_columns(held[0][1])} by rows at {[lo for lo, _ in found[1:]][:8]}; TorchRec cuts at "
-                             f"{[lo for lo, _ in wanted[1:]][:8]}; uneven_rows, with its sharder, allows others over all devices")
-    return [(rank, replace(shard, row_lo=lo, row_hi=hi)) for (rank, shard), (lo, hi) in zip(held, wanted, strict=True)]
-
-
-def _columns(shard: Shard) -> str:
-    table = shard.table
-    return f"table {table.name!r}" + (f", columns [{shard.col_lo}, {shard.col_hi})," if shard.width < table.dim else "")
 
 
 def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, ModelTable]:
@@ -268,18 +164,20 @@ def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, Mo
     return dict(theirs)
 
 
-def _sharding(found: Layout, on: Ranks, compute_device: str, old: ParameterSharding | None) -> ParameterSharding:
+def _sharding(found: Sharded, on: Topology, compute_device: str, old: ParameterSharding | None) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.sharding_plan import placement
     from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 
-    if found.sharding_type == "data_parallel":
-        ranks, spec, kernel = list(range(len(on.devices))), None, "dense"
+    per_host = len(on.on_hosts[0]) if on.equal_hosts else len(on)
+    if found.layout.dense_gradient:
+        ranks, spec, kernel = list(range(len(on))), None, "dense"
     else:
         ranks = [rank for rank, _ in found.parts]
         spec = EnumerableShardingSpec([ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width],
-                                                     placement(compute_device, rank, on.per_host)) for rank, s in found.parts])
-        kernel = "fused" if old is None or old.sharding_type == "data_parallel" else old.compute_kernel
+                                                     placement(compute_device, rank, per_host)) for rank, s in found.parts])
+        was = None if old is None else layout_of_torchrec(old.sharding_type)
+        kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
     base = old or ParameterSharding(found.sharding_type, kernel)
     return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec)
 
@@ -298,11 +196,11 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     by_path: dict[str, dict[str, Table]] = defaultdict(dict)
     for name, table in theirs.items():
         by_path[table.path][table.name] = ours[name]
-    devices, found = Ranks.of(problem.topology).devices, []
+    found: list[Placement] = []
     for path, tables in by_path.items():
         if path not in sharding_plan.plan:
             raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(sharding_plan.plan)[:5]}")
-        found += placements_of(sharding_plan.plan[path], tables, devices)
+        found += placements_of(sharding_plan.plan[path], tables, problem.topology)
     kept = {name: settings for name, table in theirs.items()
             if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}
     plan = Plan(consolidate(found), {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {}))

@@ -17,8 +17,9 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.export import fbgemm_statistics
-from shardcore.export.torchrec import ModelTable, Ranks, layout, tables_of, to_torchrec
+from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
+from shardcore.layouts import LAYOUTS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, compare
 from shardcore.search.local import SPACE_OF
 from shardcore.tables import access
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     Lookups = Mapping[str, float] | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
 
-WHOLE_TYPES = {"table_wise", "data_parallel"}
+WHOLE_TYPES = {layout.torchrec[0] for layout in LAYOUTS.values() if not layout.divides_rows}
 """TorchRec's sharding types that do not cut a table."""
 BATCH_SIZE = 512
 """Of a rank, where TorchRec's planner is given none."""
@@ -87,8 +88,7 @@ class ShardCorePlanner:
     cuts stays whole; where the search divides rows or copies against them it is done again by columns alone; a plan that still
     has another type than asked for is refused); compute_kernels (the first that is not dense) and all settings that go to the
     kernels. model: the cost model. algorithm, seed, budget: of the search. lookups: as `problem_for` has them, instead of
-    pooling_factors. reserved: the share of HBM that is kept free of embeddings. uneven_rows: allow row ranges that need
-    `torchrec_rows`' sharder.
+    pooling_factors. reserved: the share of HBM that is kept free of embeddings.
 
     After a plan, `problem` and `found` are what was solved and how, in our terms, and `unpriced` what its price leaves out of the
     settings of its kernels, collectives and optimizers, a line each.
@@ -97,7 +97,7 @@ class ShardCorePlanner:
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
                  constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel,
                  algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
-                 lookups: Lookups | None = None, reserved: float = RESERVED, uneven_rows: bool = False) -> None:
+                 lookups: Lookups | None = None, reserved: float = RESERVED) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
         _require_model(model)
@@ -106,7 +106,7 @@ class ShardCorePlanner:
         self.compute_device = getattr(topology, "compute_device", "cuda")
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
         self.batch_size, self.constraints, self.lookups = batch_size or BATCH_SIZE, dict(constraints or {}), lookups
-        self.model, self.algorithm, self.seed, self.budget, self.uneven_rows = model, algorithm, seed, budget, uneven_rows
+        self.model, self.algorithm, self.seed, self.budget = model, algorithm, seed, budget
         self.problem: Problem | None = None
         self.found: Plan | None = None
         self.unpriced: list[str] = []
@@ -128,7 +128,7 @@ class ShardCorePlanner:
                 break
         else:
             raise ShardCoreError(refused)
-        made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs), self.uneven_rows)
+        made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs))
         self.unpriced = unpriced(made, sharders or (), self.problem.optimizer)
         return made
 
@@ -169,11 +169,11 @@ class ShardCorePlanner:
 
     def _refused(self, theirs: Mapping[str, ModelTable]) -> str:
         """Which table the plan found shards otherwise than asked for; "" is none."""
-        placed, ranks = defaultdict(list), Ranks.of(self.topology)
+        placed = defaultdict(list)
         for p in self.found.placements:
             placed[p.shard.table.name].append(p)
         for name, table in theirs.items():
-            asked, kind = self._asked(table), layout(placed[name], ranks, True).sharding_type
+            asked, kind = self._asked(table), sharded(placed[name], self.topology).sharding_type
             if asked and kind not in asked and not (kind == "table_wise" and "column_wise" in asked):
                 return (f"the plan found shards table {name!r} {kind}; its constraints ask for {', '.join(asked)}: allow it, or "
                         "table_wise alone to keep it whole")

@@ -324,9 +324,9 @@ def _filled(elements: int, device: torch.device | str) -> torch.Tensor:
     return torch.empty(elements, device=device).fill_(0.0)
 
 
-def reduce_scatter(into: torch.Tensor, source: torch.Tensor) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source)  # torch 2.13 renames it
+def reduce_scatter(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source, group=group)  # torch 2.13 renames it
 
 
-def all_gather(into: torch.Tensor, source: torch.Tensor) -> None:
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source)
+def all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source, group=group)

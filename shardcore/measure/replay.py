@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.measure import gang
-from shardcore.measure.collectives import CommConfig, Rank, all_gather, reduce_scatter, wait_and_transfer
+from shardcore.measure import exchanges, gang
+from shardcore.measure.collectives import CommConfig, Rank, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
 from shardcore.samples.dataset import ReferenceOp
@@ -37,7 +36,6 @@ from shardcore.types import (
     MOST_BYTES,
     MOST_REPEATS,
     MOST_SEED,
-    OUTPUT_BYTES,
     PRECISION_BYTES,
     WAITS_S,
     ComputeRequest,
@@ -47,7 +45,7 @@ from shardcore.types import (
     ShardCoreError,
     require_within,
 )
-from shardcore.workload import COLUMN, REPLICATED, ROW, Workload
+from shardcore.workload import Workload
 
 _GRADIENT = 1e-3
 """What dense parts send back: small, so that weights stay finite however often a step repeats."""
@@ -169,9 +167,10 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     caches = Caches(config.evict_bytes, device)
     with gang.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
-        # All devices need no group of their own, whose threads and links would wait for this one exchange of a step.
-        groups = {devices: dist.new_group(devices) for devices in sorted({d for w in workloads for d in _replicated(w)})
-                  if len(devices) < len(workloads[0].ops)}
+        used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
+        groups = exchanges.groups(rank, workloads[0].topology, used)
+        for step in steps:
+            step.join(groups)
     marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
     control_ms: list[float] = []
     for index in range(config.warmups + config.repeats):
@@ -179,7 +178,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         # In another order each round, the same for all ranks: whoever hears of the progress takes a core from the first.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
-            marks[i].append(steps[i].once(index % config.batches, groups))
+            marks[i].append(steps[i].once(index % config.batches))
         if beside:
             caches.evict()
             control_ms.append(bench.once_ms(beside))
@@ -191,28 +190,24 @@ class _Step:
     """One rank's step of a workload: its ops over each batch, and the exchanges with their buffers."""
 
     def __init__(self, bench: KernelBench, workload: Workload, rank: int, config: ReplayConfig):
-        ops, ranks, batch = workload.ops[rank], len(workload.ops), workload.global_batch
-        self._device, self._local = bench.device, batch // ranks
+        ops, self._device = workload.ops[rank], bench.device
+        self._workload, self._rank, self._chains = workload, rank, {}
         self._batches = [{op.kind: bench.prepare(ComputeRequest(op.shards, op.batch), config.seed + k) for op in ops}
                          for k in range(config.batches)]
-        columns, rows = (_widths(sent, batch) for sent in (workload.traffic.all_to_all, workload.traffic.reduce_scatter))
-        # Every rank gives a reduce-scatter as much, so one with fewer columns pads.
-        self._columns, self._rows = (columns, max(rows)) if ranks > 1 else ([], 0)
         self._gradients = {kind: self._full(run.gradient.shape) for kind, run in self._batches[0].items()}
-        self._none, self._padded = self._full((0,)), self._full((batch, self._rows))
-        self._sent = {COLUMN: self._full((self._local * sum(self._columns),)), ROW: self._full((self._local, self._rows))}
-        self._arrived = {kind: torch.empty_like(sent) for kind, sent in self._sent.items()}
-        self._dense = {devices: torch.zeros(n, device=bench.device) for devices, n in _replicated(workload).items()
-                       if rank in devices}
-        self._mine = [self._local * columns[rank]] * ranks
         self._outputs = self._forward(self._batches[-1])
 
-    def once(self, batch: int, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> tuple[float, ...]:
+    def join(self, groups: exchanges.Groups) -> None:
+        """Make the buffers of its exchanges, once the gang is there."""
+        self._chains = exchanges.chains(self._workload, self._rank, self._full, groups)
+
+    def once(self, batch: int) -> tuple[float, ...]:
         """One step from dense part to dense part, going on with batch number `batch`; the five marks of replay_rank."""
         with gang.exchanging():
             dist.barrier()
             begin = self._now()
-            self._exchange_gradients(groups)
+            for kind, chain in self._chains.items():
+                exchanges.backward(chain, self._gradients.get(kind))
             received = self._now()
         for kind, output in self._outputs.items():
             output.backward(self._gradients[kind])
@@ -220,35 +215,13 @@ class _Step:
         self._outputs = self._forward(self._batches[batch])
         pooled = self._now()
         with gang.exchanging():
-            self._exchange_outputs()
+            outputs = {kind: output.detach() for kind, output in self._outputs.items()}
+            for kind, chain in self._chains.items():
+                exchanges.forward(chain, outputs.get(kind))
             return begin, received, updated, pooled, self._now()
 
     def _forward(self, runs: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {kind: run.op(run.indices, run.offsets) for kind, run in runs.items()}
-
-    def _exchange_outputs(self) -> None:
-        outputs = {kind: output.detach() for kind, output in self._outputs.items()}
-        if any(self._columns):
-            dist.all_to_all_single(self._arrived[COLUMN], outputs.get(COLUMN, self._none).view(-1), self._theirs, self._mine)
-        if self._rows:
-            reduce_scatter(self._arrived[ROW], self._unless_uneven(outputs))
-
-    def _exchange_gradients(self, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        if any(self._columns):
-            dist.all_to_all_single(self._gradients.get(COLUMN, self._none).view(-1), self._sent[COLUMN], self._mine, self._theirs)
-        if self._rows:
-            all_gather(self._unless_uneven(self._gradients), self._sent[ROW])
-        for devices, gradient in self._dense.items():
-            dist.all_reduce(gradient, group=groups.get(devices))
-
-    @property
-    def _theirs(self) -> list[int]:
-        return [self._local * width for width in self._columns]
-
-    def _unless_uneven(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The ROW op's tensor [B, W] where it is as wide as an exchange needs, else the padded one."""
-        own = tensors.get(ROW, self._none)
-        return own if own.shape == self._padded.shape else self._padded
 
     def _full(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.full(tuple(shape), _GRADIENT, device=self._device)
@@ -257,23 +230,6 @@ class _Step:
         if self._device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _widths(sent_bytes: np.ndarray, batch: int) -> list[int]:
-    """[D] columns whose pooled outputs make these bytes."""
-    return [round(n / (batch * OUTPUT_BYTES)) for n in sent_bytes]
-
-
-def _replicated(workload: Workload) -> dict[tuple[int, ...], int]:
-    """Elements of dense gradient that each set of devices reduces among itself, in an order that all ranks share."""
-    owners: dict[Any, list[int]] = defaultdict(list)
-    for rank, ops in enumerate(workload.ops):
-        for shard in (s for op in ops if op.kind == REPLICATED for s in op.shards):
-            owners[shard].append(rank)
-    elements: dict[tuple[int, ...], int] = defaultdict(int)
-    for shard, devices in owners.items():
-        elements[tuple(devices)] += shard.rows * shard.width
-    return dict(sorted(elements.items()))
 
 
 def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:

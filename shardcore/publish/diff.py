@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.layouts import WHOLE_ROWS, layout_of, shards_on
 from shardcore.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
 
 
@@ -82,7 +83,7 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     from scipy.optimize import linear_sum_assignment
 
     as_it_is = reorder_columns(new, old)
-    if problem.pinned or not all(p.shard.full_rows for p in new.placements):
+    if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
         return as_it_is
     stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
     place = np.arange(len(devices))
@@ -90,7 +91,7 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
         equal = np.array([d for d, device in enumerate(devices) if device == kind])
         given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
         place[equal[given]] = equal[taken]
-    exchanged = tuple(replace(p, devices=tuple(sorted(int(place[d]) for d in p.devices)))
+    exchanged = tuple(replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p
                       for p in new.placements)
     return min(as_it_is, reorder_columns(Plan(exchanged, new.provenance), old),
                key=lambda plan: diff(old, plan).bytes)
@@ -102,7 +103,7 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
     stay as they are."""
     before, placements = _by_table(old), []
     for key, own in _by_table(new).items():
-        if key in before and len(own) > 1 and all(p.shard.full_rows and len(p.devices) == 1 for p in own):
+        if key in before and len(own) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in own):
             first, column, ordered = {p.devices[0]: p.shard.col_lo for p in before[key]}, 0, []
             for p in sorted(own, key=lambda p: (first.get(p.devices[0], p.shard.table.dim), p.shard.col_lo)):
                 ordered.append(replace(p, shard=replace(p.shard, col_lo=column,
@@ -117,11 +118,10 @@ def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
     """[D, D] bytes of weights that the new plan has on one device and the old plan has on the other."""
     found, before = np.zeros((n_devices, n_devices)), _by_table(old)
     for key, own in _by_table(new).items():
-        for p in own:
-            for q in before.get(key, ()):
-                if n := _shared_cells(p.shard, q.shard) * PRECISION_BYTES[p.shard.table.precision]:
-                    there = [d for d in q.devices if d < n_devices]
-                    found[np.ix_(p.devices, there)] += n
+        had = [(d, s) for q in before.get(key, ()) for d, s in shards_on(q) if d < n_devices]
+        for now, shard in (found_on for p in own for found_on in shards_on(p)):
+            for was, old_shard in had:
+                found[now, was] += _shared_cells(shard, old_shard) * PRECISION_BYTES[shard.table.precision]
     return found
 
 
@@ -140,10 +140,10 @@ def _moved_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
     """Cells that come to devices that did not have them, once for each such device."""
     had: dict[int, list[Shard]] = defaultdict(list)
     for p in old:
-        for device in p.devices:
-            had[device].append(p.shard)
-    return sum(p.shard.rows * p.shard.width - sum(_shared_cells(p.shard, s) for s in had[device])
-               for p in new for device in p.devices)
+        for device, shard in shards_on(p):
+            had[device].append(shard)
+    return sum(shard.rows * shard.width - sum(_shared_cells(shard, s) for s in had[device])
+               for p in new for device, shard in shards_on(p))
 
 
 def _shared_cells(a: Shard, b: Shard) -> int:

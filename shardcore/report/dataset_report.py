@@ -11,7 +11,6 @@ import numpy as np
 from shardcore.memory import gib
 from shardcore.samples.dataset import has_reference_op
 from shardcore.types import CommSample, ComputeSample
-from shardcore.workload import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +86,7 @@ def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
     """What a dataset has of replayed steps: rows of name and value."""
     costs = [cost for one in kept for cost in one.costs.values()]
     kinds = Counter(name for one in kept for plan in one.plans.values() for name in dict.fromkeys(
-        kind_of(p.shard, p.devices) for p in plan.placements))
+        p.kind for p in plan.placements))
     problems = sum(all(one.problem != other.problem for other in kept[:i]) for i, one in enumerate(kept))
     return [("steps", f"{len(costs)} plans of {problems} problems"),
             ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),

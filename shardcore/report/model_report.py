@@ -15,6 +15,7 @@ from shardcore.cost import exchange, neural, reality
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
+from shardcore.layouts import CHANNELS, LAYOUTS
 from shardcore.report.text import markdown_table
 
 if TYPE_CHECKING:
@@ -300,9 +301,9 @@ def _trained_on(model: NeuralModel) -> str:
 
 
 def _in_steps(model: NeuralModel) -> str:
-    factors = [f"{collective.replace('_', '-')} {way} {exchange.in_step(model.weights, collective, way):.2f}"
-               for collective, ways in exchange.WAYS.items() for way in ways
-               if exchange.step_weight(collective, way) in model.weights]
+    factors = [f"{channel.words} {way} {exchange.in_step(model.weights, channel, way):.2f}"
+               for channel in CHANNELS for way in exchange.WAYS[channel.collective]
+               if exchange.step_weight(channel, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
 
@@ -322,14 +323,13 @@ def _ranges(model: NeuralModel) -> str:
 
 
 def _proxies(model: NeuralModel) -> list[str]:
-    measured = [c for c in exchange.WAYS if exchange.is_measured(model.weights, c)]
+    measured = [c for c in CHANNELS if exchange.is_measured(model.weights, c)]
     links = [exchange.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
-        ("the reduce-scatter of row-wise shards, with the all-to-all's rates",
-         "reduce_scatter" not in measured),
-        ("the all-reduce of replicated shards, as a ring with the all-to-all's rates",
-         "all_reduce" not in measured),
+        *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, with "
+           f"the rates of {exchange.stands_for(model.weights, c)}", c not in measured)
+          for c in CHANNELS if c != exchange.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),
         ("links within a host, as those between hosts", {"between"} in links),
         ("links whose bandwidth a topology gives", True),

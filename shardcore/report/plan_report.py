@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
+from shardcore.layouts import device_names, layout_of
 from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff
@@ -12,7 +13,6 @@ from shardcore.publish.drift import Drift
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.types import Placement
-from shardcore.workload import device_names
 
 MOST_SHARDS = 8
 """Shards of the bounding device, and tables that move, that are shown."""
@@ -116,15 +116,15 @@ def diff_text(found: Diff) -> str:
 
 
 def where(placements: Iterable[Placement]) -> str:
-    """Where a table lives: its devices, each with its columns and rows where they are not all."""
-    return "; ".join(_where(p) for p in sorted(placements, key=lambda p: (p.shard.row_lo, p.shard.col_lo)))
+    """Where a table lives: its devices, with its columns where they are not all, and how several share it."""
+    return "; ".join(_where(p) for p in sorted(placements, key=lambda p: p.shard.col_lo))
 
 
 def _where(p: Placement) -> str:
     shard = p.shard
     columns = f" columns {shard.col_lo}:{shard.col_hi}" * (shard.width < shard.table.dim)
-    rows = f" rows {shard.row_lo}:{shard.row_hi}" * (not shard.full_rows)
-    return f"{device_names(p.devices)}{columns}{rows}"
+    shared = f", {layout_of(p.kind).words}" * (len(p.devices) > 1)
+    return f"{device_names(p.devices)}{columns}{shared}"
 
 
 def drift_text(x: Drift) -> str:

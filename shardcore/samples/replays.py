@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardcore import files, schema
+from shardcore import files, plans_v1, schema
 from shardcore.samples import dataset, parts
 from shardcore.types import (
     MOST_MS,
@@ -66,9 +66,9 @@ def _is_disturbed(cost: Replayed) -> bool:
     return max(cost.pace, 1 / cost.pace) > MOST_SLOWDOWN
 
 
-def plan_digest(plan: Plan, problem: Problem) -> str:
+def plan_digest(plan: Plan) -> str:
     """Of what it places where, whoever made it."""
-    return files.digest(files.plan_to_json(plan, problem)["placements"])
+    return files.digest(plans_v1.placed_shards(plan))
 
 
 def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
@@ -78,7 +78,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     What is made now is kept there instead of what the folder had. Equal plans run once.
     Raises what `lower` and `replay` raise.
     """
-    names = tuple((algorithm, plan_digest(plan, problem)) for algorithm, plan in made)
+    names = tuple((algorithm, plan_digest(plan)) for algorithm, plan in made)
     plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
     if folder.is_symlink():
         raise ShardCoreError(f"{folder} is a symbolic link; replays are kept in a folder of their own")
@@ -125,7 +125,7 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
         known = _kept(folder, body)
     except ShardCoreError:
         return False
-    names = [(algorithm, plan_digest(plan, problem)) for algorithm, plan in made]
+    names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
     if not body.is_current or any(_is_disturbed(r.cost()) for r in body.replays):
         return False
     return (known.problem == problem and known.setting == setting
@@ -149,7 +149,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     names = dict.fromkeys(r.plan for r in body.replays)
     plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
-        if plan_digest(plan, problem) != name:
+        if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
     return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
                 {r.plan: r.cost() for r in body.replays})
@@ -175,7 +175,7 @@ def missing(folder: Path, made: Sequence[tuple[Problem, Made]],
 
 
 def _missing(made: Made, problem: Problem, known: Mapping[str, Replayed]) -> list[tuple[str, Plan]]:
-    return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan, problem) not in known]
+    return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan) not in known]
 
 
 def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
@@ -189,7 +189,7 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
     lacks = _missing(made, problem, known)
     if lacks:
         of = [files.problem_to_json(problem), files.setting_to_json(setting),
-              [plan_digest(plan, problem) for _, plan in lacks]]
+              [plan_digest(plan) for _, plan in lacks]]
         where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
         known |= keep(where, problem, lacks, setting, config, replay).costs
     return known

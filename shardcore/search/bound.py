@@ -6,26 +6,25 @@ tables' least work, divided by the devices' speeds, with the exchanges that even
 columns or rows is a shortest path over widths. Nor is it cheaper than any of its parts. So the bound is the least ms in
 which the least work can be done with parts that take no longer each.
 
-The proof counts as work of a part what it costs alone, less the launch that fusing saves (cost.model.Bounding); for plans of one
-kind of part, what it costs at least in an op of the mean load, for some device has that. The estimate counts what all tables cost
+The proof counts as work of a part what it costs alone, less the launch that fusing saves (cost.model.BoundableCostModel); for
+plans of one kind of part, what it costs at least in an op of the mean load, for some device has that. The estimate counts what all tables cost
 as one op, its sums divided evenly over the devices: more where shards contend, and no bound, for a device may hold tables that
 contend less than the mean. Memory does not count, nor constraints but those that keep tables whole, together or on some devices.
 
-Shapes: T tables, N parts, F features, D devices, 3 kinds of part (workload.KINDS).
+Shapes: T tables, N parts, F features, D devices, K kinds of part: that of whole rows, and those that groups of devices share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.search.pieces import even_share
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard
-from shardcore.workload import Traffic
+from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Layout, even_share
+from shardcore.types import MIN_WIDTH, Problem, Shard, Table, Topology
 
 MOST_PARTS = 150_000
 """A space with more possible parts is made smaller: widths of powers of two alone."""
@@ -44,13 +43,15 @@ class Bound:
     space: str
 
 
-def bound(problem: Problem, model: CostModel, rows: bool = True, replicas: bool = True) -> Bound:
-    """Among plans that cut tables by rows or not, and have replicas on all devices or not. Raises SettingMismatch."""
+def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None) -> Bound:
+    """Among plans that cut tables by columns, or have groups of devices share them in some kinds (None: all such kinds). Raises
+    SettingMismatch."""
     problem.require_setting(model.setting)
-    parts = _Parts(problem, model, rows, replicas)
-    proved_ms = None
-    if hasattr(model, "launch_ms") and model.even_is_least(problem.topology):
-        proved_ms = _least_ms(parts, _proved(parts), model.takes_all_alike(problem.topology))[0] * (1 - 1e-9)
+    kinds = shared_layouts(problem.topology) if shared is None else shared
+    parts, lower, proved_ms = _Parts(problem, model, kinds), model.lower, None
+    if lower is not None and lower.even_is_least(problem.topology):
+        least = parts if lower is model else _Parts(problem, lower, kinds)
+        proved_ms = _least_ms(least, _proved(least), lower.takes_all_alike(problem.topology))[0] * (1 - 1e-9)
     estimate_ms, limit = _least_ms(parts, _estimated(parts), True)
     return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, parts.space())
 
@@ -61,43 +62,49 @@ def bound(problem: Problem, model: CostModel, rows: bool = True, replicas: bool 
 class _Parts:
     """What a device may hold of each table.
 
-    Of parts [N]: table, kind, codes [N, F]; copies: 1 by columns, else D, as all devices have one; alone_ms: what it costs alone
-    at speed 1; fastest: speed that it may find (the slowest where all have one); exchange_ms: what it adds to even exchanges,
-    both ways; large: whether some part is as large, if the table's devices share it. at [T, U + 1] of each kind: the part of so
-    many units of a table by columns, by rows, replicated (-1: there is none); size [T, 3] units in all; whole [T]: the uncut
-    parts. latency_ms [3]: of the collectives, whatever they carry. mixes: sets of kinds.
+    kinds [K]: of sharding; the first is that of whole rows, the others are shared by groups.
+    n_groups, group_size [K]: of a kind.
+    Of parts [N]:
+    table, kind: numbers.
+    codes: [N, F]
+    copies: on how many devices there is one.
+    alone_ms: what it costs alone at speed 1.
+    fastest: speed that it may find; of a group, its slowest device's.
+    exchange_ms: what it adds to even exchanges, both ways.
+    large: whether some part is as large, if the table's devices share it.
+
+    at: of each kind [T, U + 1] the part of so many units of a table; -1: there is none.
+    size: [T, K] units in all.
+    whole: [T] the uncut parts.
+    latency_ms: [K] of a kind's collectives, whatever they carry.
+    mixes: sets of kinds.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, rows: bool, replicas: bool) -> None:
-        self.problem, self.model = problem, model
+    def __init__(self, problem: Problem, model: CostModel, shared: Sequence[Layout]) -> None:
+        self.problem, self.model, self.kinds = problem, model, (WHOLE_ROWS, *shared)
         self.speed = np.array([d.speed for d in problem.topology.devices])
+        groups = [layout.groups(problem.topology) for layout in self.kinds]
+        self.n_groups, self.group_size = np.array([len(g) for g in groups]), np.array([len(g[0]) for g in groups])
         n, tables = len(self.speed), problem.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])
         whole = np.array([t.name in problem.whole for t in tables])
-        share = [None if t.ordered else even_share(t.rows, n) for t in tables]
-        by_rows = rows & (n > 1) & ~whole & np.array([r is not None for r in share])
-        self.any_width, self.rows = columns.sum() <= MOST_PARTS, bool(by_rows.any())
-        self.replicas = replicas and n > 1
-        self.size = np.stack([columns, np.ones_like(columns), np.ones_like(columns)], 1)
+        self.any_width = columns.sum() <= MOST_PARTS
+        self.size = np.stack([columns, *[np.ones_like(columns)] * len(shared)], 1)
         self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
         shards: list[Shard] = []
-
-        def add(kind: int, i: int, units: int, shard: Shard) -> None:
-            self.at[kind][i, units] = len(shards)
-            shards.append(shard)
-
         for i, t in enumerate(tables):
             for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
-                add(0, i, u, Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
-            if by_rows[i]:
-                add(1, i, 1, Shard(t, (n - 1) * share[i], t.rows, 0, t.dim))  # the least that any device has
-        first_replica = len(shards)
+                self.at[0][i, u] = len(shards)
+                shards.append(Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
         codes = [np.asarray(model.encode(shards), dtype=float)]
-        if self.replicas:
-            replicated = [Shard.whole(t) for t in tables]
-            self.at[2][:, 1] = first_replica + np.arange(len(tables))
-            codes.append(np.asarray(model.encode(replicated, problem.local_batch), dtype=float))
-            shards += replicated
+        for kind, layout in enumerate(shared, 1):
+            size = int(self.group_size[kind])
+            least = [_least_share(layout, t, size, bool(whole[i])) for i, t in enumerate(tables)]
+            some = [i for i, shard in enumerate(least) if shard is not None]
+            self.at[kind][some, 1] = len(shards) + np.arange(len(some))
+            if some:
+                codes.append(np.asarray(model.encode([least[i] for i in some], layout.batch(problem)), dtype=float))
+                shards += [least[i] for i in some]
         self.codes = np.concatenate(codes)
         self.kind = np.zeros(len(shards), dtype=int)
         for kind, at in enumerate(self.at):
@@ -111,15 +118,16 @@ class _Parts:
         allowed = [list(problem.allowed_devices(t.name)) for t in tables]
         n_devices, fastest = np.array([len(d) for d in allowed]), np.array([self.speed[d].max() for d in allowed])
         self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
-        self.fastest = np.where(self.kind > 0, self.speed.min(), fastest[self.table])
+        of_kind = np.array([max(self.speed[list(group)].min() for group in of) for of in groups])
+        self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
-        self.copies = np.where(self.kind > 0, n, 1)
-        width = np.array([s.width for s in shards], dtype=float)
-        cells = np.array([float(s.rows) * s.width for s in shards])
-        carried = OUTPUT_BYTES * self.copies * np.where(self.kind == 2, cells, width * problem.global_batch)
+        self.copies = self.group_size[self.kind]
+        first = [next(iter(layout.channels.values())) for layout in self.kinds]
+        carried = np.array([first[k](float(s.rows), s.width, problem)
+                            for s, k in zip(shards, self.kind, strict=True)], dtype=float)
         self.latency_ms, per_byte = self._exchanges()
-        self.exchange_ms = carried * per_byte[self.kind]
-        kinds = [k for k, some in enumerate((True, self.rows, self.replicas)) if some]
+        self.exchange_ms = self.copies * carried * per_byte[self.kind]
+        kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
         self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1) for mix in combinations(kinds, n_kinds)]
 
     def _widths(self, columns: int) -> list[int]:
@@ -128,16 +136,20 @@ class _Parts:
         return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
 
     def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
-        """[3] ms that each collective takes to begin with, and [3] ms that a byte adds to it when all devices have as many."""
+        """[K] ms that the channels of each kind take at least, if any of its groups is used; and [K] ms that a byte in the first
+        of them adds, with what it brings in the others, when all devices have as many."""
         n = len(self.speed)
         if n == 1:
-            return np.zeros(3), np.zeros(3)
-        once, twice = np.zeros(3), np.zeros(3)
-        for c in range(3):
+            return np.zeros(1), np.zeros(1)
+        once, twice = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
+        for k, layout in enumerate(self.kinds):
+            entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in layout.channels.values()])
             for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
-                arrays = [np.full(n, each if k == c else 0.0) for k in range(3)]
-                ms[c] = self.model.comm(Traffic(*arrays), np.zeros(n), self.problem.topology).total_ms.max()
-        return 2 * once - twice, (twice - once) / (n * _EVEN_BYTES)
+                traffic = np.zeros((len(CHANNELS), n))
+                traffic[[CHANNELS.index(c) for c in layout.channels]] = each * (entering / entering[0])[:, None]
+                ms[k] = self.model.comm(traffic, np.zeros(n), self.problem.topology).total_ms.max()
+        used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)  # one group at least, of which some wait for none
+        return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
 
     def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
         """The least price at which parts of these kinds make up all tables, from prices [N] with copies, and how often each part
@@ -157,8 +169,21 @@ class _Parts:
     def space(self) -> str:
         """The plans that a bound holds for, in words."""
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
-        rows = ", or by rows, divided evenly over all devices" * self.rows
-        return f"each table whole or cut by columns ({widths}){rows}" + ", or replicated on all devices" * self.replicas
+        others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True) if (at >= 0).any()]
+        return f"each table whole or cut by columns ({widths})" + "".join(f", or with {words}" for words in others)
+
+
+def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
+    """The kinds by which groups of several devices share tables."""
+    return tuple(k for k in LAYOUTS.values() if any(len(group) > 1 for group in k.groups(topology)))
+
+
+def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | None:
+    """The least that any of n devices has of a table; None where they cannot share it so. whole: it must stay so."""
+    if not layout.divides_rows:
+        return Shard.whole(table)
+    each = None if table.ordered or whole else even_share(table.rows, n)
+    return each and Shard(table, (n - 1) * each, table.rows, 0, table.dim)
 
 
 def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
@@ -192,13 +217,14 @@ _EVENLY = "the work of all tables, divided evenly"
 
 
 def _proved(parts: _Parts) -> Price:
-    """The least work, divided by all speeds; what all devices have brings a launch on each, columns on one at least."""
+    """The least work, divided by all speeds; what a group shares brings a launch on each of its devices, columns on one at
+    least."""
     launch_ms, total_speed = parts.model.launch_ms, parts.speed.sum()
     work = parts.copies * np.maximum(0.0, parts.alone_ms - launch_ms) / total_speed + parts.exchange_ms
 
     def price(mix: list[int], some: np.ndarray) -> float:
-        everywhere = len([k for k in mix if k])
-        launches = (everywhere * len(parts.speed) + (0 in mix)) / total_speed if everywhere else 1 / parts.speed.max()
+        shared = sum(int(parts.group_size[k]) for k in mix if k)
+        launches = (shared + (0 in mix)) / total_speed if shared else 1 / parts.speed.max()
         least, _ = parts.cheapest(np.where(some, work, np.inf), mix)
         ms = launch_ms * launches + least + parts.latency_ms[mix].sum()
         return max(ms, _at_mean_load(parts, mix[0], some)) if len(mix) == 1 and alike else ms
@@ -242,8 +268,8 @@ def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: floa
 
 
 def _estimated(parts: _Parts) -> Price:
-    """All row shares as one op, all replicas as another, the columns as one divided over the devices by their speed; the way to
-    cut tables follows from how steep the head is there."""
+    """What groups share as one op of each kind, alike on all devices, the columns as one divided over the devices by their
+    speed; the way to cut tables follows from how steep the head is there."""
     n, total_speed = len(parts.speed), parts.speed.sum()
     shares = (parts.speed / total_speed)[:, None]
 
@@ -254,10 +280,11 @@ def _estimated(parts: _Parts) -> Price:
             _, taken = parts.cheapest(np.where(some, work, np.inf), mix)
             if taken is None:
                 return np.inf
-            columns, *everywhere = ((taken * (parts.kind == k)) @ parts.codes for k in range(3))
-            ms = parts.model.head(np.concatenate([columns * shares, *([e] * n for e in everywhere)])).sum() / total_speed
+            columns, *shared = ((taken * (parts.kind == k)) @ parts.codes / parts.n_groups[k] ** (k > 0)
+                                for k in range(len(parts.kinds)))
+            ms = parts.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum() / total_speed
             found.append(float(ms + taken @ parts.exchange_ms))
-            sums = columns + n * sum(everywhere)
+            sums = columns + n * sum(shared)
         return min(found) + parts.latency_ms[mix].sum()
 
     return price

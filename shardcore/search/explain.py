@@ -85,7 +85,7 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     ready = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
-    sent = workload.traffic.all_to_all + workload.traffic.reduce_scatter + workload.traffic.all_reduce
+    sent = workload.traffic.sum(0)
     if known is None:
         baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in (*BASELINES, "neuroshard")
                           if name != algorithm)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from shardcore.layouts import device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
 from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, surely_fits, too_tall, whole_impossible
-from shardcore.search.pieces import Item, divided, dividing_devices, items
+from shardcore.search.pieces import Item, division, items
 from shardcore.search.room import item_bytes, piece_bytes
 from shardcore.types import MIN_WIDTH, Constraints, Infeasible, Problem, Shard, Table
-from shardcore.workload import device_names
 
 MOST_DEVICES = 256
 """More than this many more devices are not advised."""
@@ -68,16 +68,18 @@ def _too_much(item: Item, problem: Problem, largest: int) -> str:
 
 
 def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | None:
-    """Why a table cannot be by rows, be it alone; None where it can."""
-    devices = dividing_devices(table, problem)
-    if not devices:
-        return ("there is no other device to have some of its rows" if len(problem.allowed_devices(table.name)) == 1 else
-                "TorchRec divides rows over all devices, or a whole host, where it may not be (constraints.pinned)")
-    ranges = divided(table, devices)
-    if ranges is None:
-        return f"TorchRec cannot divide {table.rows} rows over {len(devices)} devices: the last would have none"
-    for placement in ranges:
-        needed, [d] = piece_bytes(placement.shard, problem), placement.devices
+    """Why its rows cannot be divided, were it the only table; None where they can."""
+    allowed = problem.allowed_devices(table.name)
+    whole = division(table, problem)
+    if whole is None:
+        if len(allowed) == 1:
+            return "there is no other device to have some of its rows"
+        if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
+            return f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: the last would have none"
+        return "TorchRec divides rows over all devices, or a whole host, where it may not be (constraints.pinned)"
+    devices = whole.devices
+    for d, shard in shards_on(whole):
+        needed = piece_bytes(shard, problem)
         if needed > free[d]:
             which = f"{'all' if len(devices) == len(free) else 'its'} {len(devices)} devices"
             return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needed)} on device {d}, which may hold "

@@ -5,7 +5,7 @@ that are kept together are one strip of one unit. A *part* is what a device hold
 the encoding, the bytes, the width and the single cost of every part in use, so that moving columns between devices is adding and
 subtracting rows of arrays.
 
-Shapes: S strips, R parts, F features, D devices, 2 the kinds of op (all rows: 0, a row range: 1); ... leading dimensions.
+Shapes: S strips, R parts, F features, D devices, K kinds; ... leading dimensions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.search.pieces import Item, RowRange, column_runs, devices_of, items, row_range
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS
+from shardcore.search.pieces import Item, RowRange, column_runs, devices_of, items, layout_of_piece, row_range
 from shardcore.search.room import item_bytes
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Shard, Table
-from shardcore.workload import Traffic
+from shardcore.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.workload import traffic_of_widths
 
 Piece = tuple[int, int]
 """Strip and units."""
@@ -28,9 +29,10 @@ Piece = tuple[int, int]
 class Ledger:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
-    speed [D]; allowed [S, D]: where a strip may be; freedom [S]: on how many devices; kind, size [S]: the kind of op,
-    and units in all. codes [R, F]; bytes [R]; width [R]: in multiples of MIN_WIDTH columns; single_ms [R]: the cost of a part
-    alone at speed 1. Parts are made by `add` and `need`.
+    kinds [K]: of sharding, that its pieces have; the first is that of whole rows. speed [D]; allowed [S, D]: where a strip may
+    be; freedom [S]: on how many devices; kind, size [S]: number of its kind, and units in all.
+    codes [R, F]; bytes [R]; width [R]: in multiples of MIN_WIDTH columns; single_ms [R]: the cost of a part alone at speed 1. Parts are made
+    by `add` and `need`.
     """
 
     def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard]) -> None:
@@ -41,7 +43,9 @@ class Ledger:
         for i, runs in enumerate(self._strips):
             for run in runs:
                 self._runs[row_range(run)].append((run, i))
-        self.kind = np.array([0 if runs[0].full_rows else 1 for runs in self._strips])
+        of_strip = [layout_of_piece(runs[0], problem) for runs in self._strips]
+        self.kinds = tuple(layout for layout in LAYOUTS.values() if layout is WHOLE_ROWS or layout in of_strip)
+        self.kind = np.array([self.kinds.index(layout) for layout in of_strip])
         self.size = np.array([self._units(i, runs[0]) for i, runs in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
         for i, first in enumerate(runs[0] for runs in self._strips):
@@ -132,12 +136,12 @@ class Ledger:
         return self._parts[strips, units]
 
     def total_ms(self, compute_ms: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[...] ms of steps with compute [..., D] in ms, and per device and kind so many units of columns [..., D, 2].
+        """[...] ms of steps with compute [..., D] in ms, and per device and kind so many units of columns [..., D, K].
 
         What price(lower(plan, problem), model).total_ms is for the same plan.
         """
-        pooled = units * float(self.problem.global_batch * OUTPUT_BYTES * MIN_WIDTH)
-        traffic = Traffic(pooled[..., 0], pooled[..., 1], np.zeros(compute_ms.shape))
+        widths = {layout: MIN_WIDTH * units[..., k] for k, layout in enumerate(self.kinds)}
+        traffic = traffic_of_widths(widths, self.problem)
         return (compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms).max(-1)
 
     def plan_ms(self, pieces: Sequence[Piece], devices: Sequence[int]) -> float:
@@ -146,8 +150,9 @@ class Ledger:
         held = np.zeros((len(self), len(self.speed)), dtype=int)
         np.add.at(held, ([s for s, _ in pieces], list(devices)), [u for _, u in pieces])
         parts = self.parts(np.arange(len(self))[:, None], held)  # [S, D]
-        sums, width = (np.stack([of[parts[self.kind == k]].sum(0) for k in (0, 1)], axis=1) for of in (self.codes, self.width))
-        compute_ms = self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, 2).sum(1) / self.speed
+        sums, width = (np.stack([of[parts[self.kind == k]].sum(0) for k in range(len(self.kinds))], axis=1)
+                       for of in (self.codes, self.width))
+        compute_ms = self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1) / self.speed
         return float(self.total_ms(compute_ms, width))
 
 

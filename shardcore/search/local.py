@@ -18,22 +18,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.layouts import CHANNELS, shards_on
 from shardcore.memory import free_bytes
 from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
 from shardcore.search.ledger import Ledger
 from shardcore.search.packing import least_bytes
-from shardcore.search.pieces import priced
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
-from shardcore.workload import Traffic
+from shardcore.search.pieces import placed, priced
+from shardcore.types import MIN_WIDTH, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
+from shardcore.workload import traffic_of_widths
 
 if TYPE_CHECKING:  # numba takes a second to import, and is needed here alone
-    from shardcore.search.anneal import Fixed, State
+    from shardcore.search.anneal import SearchProblem, State
     from shardcore.search.space import Reshard, Space
-
-Everywhere = Sequence[tuple[np.ndarray, int]]
-"""Strips [N] that are everywhere, and in which way."""
 
 SPACES = ("all", "columns", "halves")
 SPACE_OF = {"local": "all", "local_columns": "columns"}
@@ -95,12 +93,12 @@ class Start:
 
     space: Space
     state: State
-    fixed: Fixed
+    fixed: SearchProblem
     ms: float = np.inf
 
     @property
     def placements(self) -> list[Placement]:
-        return self.space.placements(self.state.held, self.state.way)
+        return self.space.placements(self.state.held, self.state.group)
 
 
 class Search:
@@ -181,11 +179,14 @@ class Search:
 
     def _exact_ms(self, start: Start) -> float:
         """What the model itself says of the plan."""
-        state, fixed, rate = start.state, start.fixed, float(self.problem.global_batch * OUTPUT_BYTES * MIN_WIDTH)
-        everywhere = np.broadcast_to(state.every_size[:, None], (2, len(fixed.speed)))
-        by_rows = (state.width[:, 1] + everywhere[0]) * rate
-        traffic = Traffic(state.width[:, 0] * rate, by_rows, everywhere[1] * float(OUTPUT_BYTES))
-        compute_ms = (state.ms.sum(1) + state.every_ms.sum()) / fixed.speed
+        state, fixed, space = start.state, start.fixed, start.space
+        widths = {layout: MIN_WIDTH * state.width[:, k] for k, layout in enumerate(space.ledger.kinds)}
+        traffic = traffic_of_widths(widths, self.problem)
+        for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
+            for channel, entering in layout.channels.items():
+                rows, width = (size, 1) if layout.dense_gradient else (0, MIN_WIDTH * size)
+                traffic[CHANNELS.index(channel), devices] += entering(rows, width, self.problem)
+        compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         return float((compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms).max())
 
     # --- starts --------------------------------------------------------------------------------------------------------
@@ -194,21 +195,9 @@ class Search:
         """Plans in a space, of SPACES. columns: a plan in that of columns, in place of the start that has no table everywhere."""
         space = self._space(pieces, kind)
         found = [self._of(columns, kind)] if columns else self._by_columns(space)
-        if space.fixed.every.any():
-            whole = np.flatnonzero(space.fixed.every[self.spaces.ROWS])
-            single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
-            all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
-            mean_ms = all_ms.sum() / space.fixed.speed.sum()
-            large = [whole[single > share * mean_ms] for share in _DIVIDED]
-            found.append(self._cheapest(space, [self._with(space, s, self.spaces.ROWS) for s in large if len(s)]))
-            found.append(self._cheapest(space, [self._with(space, whole, self.spaces.ROWS)]))  # no op by columns, no all-to-all
-            copied = self.spaces.worth_copying(space, self.model)
-            some = {len(copied) // k for k in (1, 2, 4)} - {0}
-            whole_bytes = space.fixed.part_bytes[space.fixed.part[np.arange(len(space.fixed.size)), space.fixed.size]]
-            saving = space.fixed.every[self.spaces.COPIES] & (space.fixed.every_bytes[self.spaces.COPIES] < whole_bytes / 2)
-            found.append(self._cheapest(space, [self._with(space, copied[:k], self.spaces.COPIES) for k in sorted(some)]))
-            if not any(found):
-                found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), self.spaces.COPIES)]))
+        layouts = space.layouts if space.fixed.may_share.any() else ()
+        for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
+            found += self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, any(found))
         on_host = Counter(d.host for d in self.problem.topology.devices)
         if len(set(on_host.values())) > 1 and self._has_time():  # what exchanges cost is then far from linear
             with suppress(Infeasible):
@@ -218,28 +207,49 @@ class Search:
         least = min(start.state.value[self.anneal.BEST] for start in fit)
         return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least]
 
+    def _divided(self, space: Space, y: int) -> list[Start | None]:
+        """Large tables shared by the groups of a layout; and all of them: no op of whole rows, no exchange of these."""
+        whole = np.flatnonzero(space.fixed.may_share[y])
+        single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
+        all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
+        mean_ms = all_ms.sum() / space.fixed.speed.sum()
+        large = [whole[single > share * mean_ms] for share in _DIVIDED]
+        return [self._cheapest(space, [self._with(space, s, y) for s in large if len(s)]),
+                self._cheapest(space, [self._with(space, whole, y)])]
+
+    def _replicated(self, space: Space, y: int, fits: bool) -> list[Start | None]:
+        """Those tables on all devices that are worth it; where nothing fits yet, those that take less so."""
+        worth = self.spaces.worth_copying(space, self.model, y)
+        some = {len(worth) // k for k in (1, 2, 4)} - {0}
+        found = [self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])]
+        if not fits and not any(found):
+            whole_bytes = space.fixed.part_bytes[space.fixed.part[np.arange(len(space.fixed.size)), space.fixed.size]]
+            saving = space.fixed.may_share[y] & (space.fixed.shared_bytes[y] < whole_bytes / 2)
+            found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)]))
+        return found
+
     def _by_columns(self, space: Space) -> list[Start | None]:
         """Where memory is tight, what is cut for the cost may leave gaps that no part fits: then also parts of few bytes."""
-        found = [self._cheapest(space, [(self._cuts(space, share), ()) for share in self._shares(space)])]
+        found = [self._cheapest(space, [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
         if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.ledger):
-            found.append(self._cheapest(space, [(self._small(space, share), ()) for share in _SMALL]))
+            found.append(self._cheapest(space, [(self._small(space, share), _pairs()) for share in _SMALL]))
         return found
 
     def _shares(self, space: Space) -> Sequence[float]:
         return _SPLITS[2:5:2] if self.spaces.is_large(space.ledger) else _SPLITS
 
-    def _cheapest(self, space: Space, ways: Sequence[tuple[np.ndarray, Everywhere]]) -> Start | None:
-        """The cheapest of some greedy plans, of strips in n [S] parts and those everywhere; from there on, what costs most on the
+    def _cheapest(self, space: Space, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
+        """The cheapest of some greedy plans, of strips in n [S] parts and those shared; from there on, what costs most on the
         device that is last is cut once more, as long as that helps (as EMBark's planner does). None where none fits."""
         best, least, begin = None, np.inf, None
-        for n, everywhere in ways:
-            everywhere = (*everywhere, (space.by_rows, self.spaces.ROWS))
-            state = self._greedy(space, n, everywhere)
+        for n, shared in ways:
+            shared = np.concatenate([shared, _pairs(space.divided, space.dividing)])
+            state = self._greedy(space, n, shared)
             if state is not None and state.value[self.anneal.BEST] < least:
-                best, least, begin = state, state.value[self.anneal.BEST], (n, everywhere)
+                best, least, begin = state, state.value[self.anneal.BEST], (n, shared)
         state, misses = best, 0
         while state is not None and misses < _MISSES and not self.spaces.is_large(space.ledger):
-            n, everywhere = begin
+            n, shared = begin
             worst = state.number[self.anneal.WORST]
             last = state.items[worst, :state.count[worst]]
             if not len(last):
@@ -248,13 +258,13 @@ class Search:
             if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free), space.fixed.size[hottest]):
                 break
             n[hottest] += 1
-            state = self._greedy(space, n, everywhere)
+            state = self._greedy(space, n, shared)
             misses += 1
             if state is not None and state.value[self.anneal.BEST] < least:
                 best, least, misses = state, state.value[self.anneal.BEST], 0
         return None if best is None else Start(space, best, space.as_it_is)
 
-    def _greedy(self, space: Space, n: np.ndarray, everywhere: Everywhere) -> State | None:
+    def _greedy(self, space: Space, n: np.ndarray, shared: np.ndarray) -> State | None:
         """Strips in n [S] parts (0: none) placed by falling cost or, where that does not fit, by falling size; None where neither
         does, or where there is a plan already and no time for another one."""
         if not self._has_time():
@@ -263,8 +273,7 @@ class Search:
         size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
         for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
             state = self._state(space)
-            for strips, way in everywhere:
-                self.anneal.put_everywhere(self.head, fixed, state, strips, way)
+            self.anneal.share(self.head, fixed, state, shared)
             fits = (state.used <= np.maximum(0, fixed.free)).all()
             if fits and self.anneal.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
                 self.anneal.refresh(self.head, fixed, state)
@@ -277,25 +286,32 @@ class Search:
         return self._greedy_s is None or self.meter.has_time(self._greedy_s)
 
     def _state(self, space: Space) -> State:
-        return self.anneal.state(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
+        return self.anneal.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _with(self, space: Space, strips: np.ndarray, way: int) -> tuple[np.ndarray, Everywhere]:
-        """Some strips everywhere, the others cut where they cost more than a device's mean load."""
-        return self._cuts(space, 1.0, strips), ((strips, way),)
+    def _with(self, space: Space, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
+        """Some strips shared by groups of a layout, the costliest first by the group that has least; the others cut where they
+        cost more than a device's mean load."""
+        groups = np.flatnonzero(space.fixed.group_layout == y)
+        cost = self._single_ms(space.fixed, strips, space.fixed.size[strips])
+        load, of = np.zeros(len(groups)), np.zeros(len(strips), dtype=np.int64)
+        for i in np.argsort(-cost, kind="stable") if len(groups) > 1 else ():
+            of[i] = load.argmin()
+            load[of[i]] += cost[i]
+        return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
     def _small(self, space: Space, share: float) -> np.ndarray:
         """[S] parts of each strip, none of which takes more than a share of a device's mean memory; 0 if everywhere."""
         fixed = space.fixed
         size = fixed.part_bytes[fixed.part[np.arange(len(fixed.size)), fixed.size]]
         n = np.where(fixed.may_split, np.clip(-(-size // max(1, int(share * fixed.free.mean()))), 1, fixed.size), 1)
-        n[space.by_rows] = 0
+        n[space.divided] = 0
         return n
 
     def _cuts(self, space: Space, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
         """[S] parts of each strip by columns, none of which costs more than a share of a device's mean load; 0 if everywhere."""
         fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
         n = np.ones(len(single), dtype=np.int64)
-        n[space.by_rows] = n[np.asarray(everywhere, dtype=np.int64)] = 0
+        n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
         limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
         return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
@@ -308,20 +324,21 @@ class Search:
         order = np.lexsort((-self._single_ms(fixed, strip, units), _choice(fixed, strip)))
         return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
 
-    def _single_ms(self, fixed: Fixed, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+    def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
         return np.asarray(self.model.head(fixed.codes[fixed.part[strips, units]]))
 
     def _packed(self, kind: str) -> Start:
         packing = pack_or_raise(self.problem)
-        placements = [Placement(shard, (d,)) for shard, d in zip(packing.pieces, packing.devices, strict=True)]
+        placements = placed([(shard,) for shard in packing.pieces], packing.devices, self.problem)
         return self._of(placements, "all" if kind == "all" else "columns")
 
     def _of(self, placements: Sequence[Placement], kind: str) -> Start:
-        """A plan without copies, in a space of its own: rows that are divided stay so."""
-        space = self._space([p.shard for p in placements], kind)
-        by_rows = {space.ledger.table(s).name for s in space.by_rows}
-        left = [p for p in placements if p.shard.table.name not in by_rows]
-        return self._placed(space, [p.shard for p in left], [p.devices[0] for p in left], ((space.by_rows, self.spaces.ROWS),))
+        """A plan without data-parallel tables, in a space of its own: rows that are divided stay so."""
+        parts = [(shard, d) for p in placements for d, shard in shards_on(p)]
+        space = self._space([shard for shard, _ in parts], kind)
+        divided = {space.ledger.table(s).name for s in space.divided}
+        left = [(shard, d) for shard, d in parts if shard.table.name not in divided]
+        return self._placed(space, left, _pairs(space.divided, space.dividing))
 
     def _space(self, pieces: Sequence[Shard], kind: str) -> Space:
         whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
@@ -333,12 +350,12 @@ class Search:
             self._ledger = Ledger(self.problem, self.model, pieces)
         return self._ledger
 
-    def _placed(self, space: Space, pieces: Sequence[Shard], devices: Sequence[int], everywhere: Everywhere = ()) -> Start:
+    def _placed(self, space: Space, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
+        """Pieces on their devices, and the strips that groups share."""
         state = self._state(space)
-        for strips, way in everywhere:
-            self.anneal.put_everywhere(self.head, space.fixed, state, strips, way)
+        self.anneal.share(self.head, space.fixed, state, shared)
         by_device: dict[int, list[Shard]] = {}
-        for piece, device in zip(pieces, devices, strict=True):
+        for piece, device in pieces:
             by_device.setdefault(device, []).append(piece)
         for device, on_it in by_device.items():
             found = space.strips(on_it)
@@ -349,11 +366,11 @@ class Search:
     def resharded(self, reshard: Reshard, kind: str) -> Start:
         """The plan to start from, with what it lacks placed greedily."""
         old = reshard.sorted(self.problem)
-        pieces, devices = [s for s, _ in old.placed], [d for _, d in old.placed]
-        all_pieces = [*pieces, *map(Shard.whole, (*old.copies, *old.rows, *old.new))]
+        whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
+        all_pieces = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = self.spaces.space(self._of_strips(all_pieces), all_pieces, True, kind == "halves")
-        everywhere = ((space.numbers(old.copies), self.spaces.COPIES), (space.numbers(old.rows), self.spaces.ROWS))
-        start = self._placed(space, pieces, devices, everywhere)
+        shared = [_pairs(space.numbers(tables), space.number(*group)) for group, tables in old.shared.items()]
+        start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
         held = start.state.held.copy()
         todo = space.strips([Shard.whole(t) for t in old.new])
         if not self.anneal.greedy(self.head, space.fixed, start.state, todo):
@@ -368,6 +385,11 @@ class Search:
         return start
 
 
-def _choice(fixed: Fixed, strips: np.ndarray) -> np.ndarray:
+def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
+    """[N, 2] strips that a group shares, for anneal.share."""
+    return np.array([(s, group) for s in strips], dtype=np.int64).reshape(-1, 2)
+
+
+def _choice(fixed: SearchProblem, strips: np.ndarray) -> np.ndarray:
     """[N] devices to choose from; 0 for all where nothing is pinned."""
     return fixed.allowed[strips].sum(1) if len(fixed.allowed) else np.zeros(len(strips))

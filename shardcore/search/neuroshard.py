@@ -88,7 +88,7 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
         ledger, best = of_packing, _beam(of_packing, packing, config, meter, state_s)
     elif packing.ms < best.ms:
         ledger, best = of_packing, packing
-    return priced(placed(ledger.items(best.pieces), best.devices), problem, model, algorithm="neuroshard", seed=seed,
+    return priced(placed(ledger.items(best.pieces), best.devices, problem), problem, model, algorithm="neuroshard", seed=seed,
                   packed=best is packing and packing is not first, evals=meter.evals, config=asdict(config))
 
 
@@ -169,14 +169,14 @@ def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[n
     hold more than they may; and devices [C, K, P].
     """
     (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(ledger.speed)
-    shape = (n_states, n_passes, n_devices)
+    shape, n_kinds = (n_states, n_passes, n_devices), len(ledger.kinds)
     c, k = np.ogrid[:n_states, :n_passes]
     free = np.array(free_bytes(ledger.problem))
     parts = ledger.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
     cap = ledger.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
     held = np.zeros((n_states, n_passes, len(ledger), n_devices), dtype=np.int32)
-    used, columns = np.zeros(shape, dtype=np.int64), np.zeros((*shape, 2), dtype=np.int64)
-    sums, group_ms = np.zeros((*shape, 2, ledger.codes.shape[1])), np.zeros((*shape, 2))
+    used, columns = np.zeros(shape, dtype=np.int64), np.zeros((*shape, n_kinds), dtype=np.int64)
+    sums, group_ms = np.zeros((*shape, n_kinds, ledger.codes.shape[1])), np.zeros((*shape, n_kinds))
     pinned = ledger.freedom < n_devices
     fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
 

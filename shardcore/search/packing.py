@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.layouts import even_share, shards_on
 from shardcore.memory import OPTIMIZER_BYTES_PER_ROW, table_bytes
-from shardcore.search.pieces import divided, dividing_devices, halve_columns, items
+from shardcore.search.pieces import division as divided
+from shardcore.search.pieces import halve_columns, items
 from shardcore.search.room import Room, freedom, item_bytes, piece_bytes
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
 
@@ -54,9 +56,9 @@ def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int])
 
 @dataclass(frozen=True)
 class Division:
-    """rows: where the ranges are of tables whose rows are divided; tables: the others; free [D]: what is left to those."""
+    """rows: row ranges of the tables that are divided, and their devices; tables: the others; free [D]: what is left to those."""
 
-    rows: tuple[Placement, ...]
+    rows: tuple[tuple[Shard, int], ...]
     tables: tuple[Table, ...]
     free: tuple[int, ...]
 
@@ -94,16 +96,21 @@ def _with(division: Division, tables: Sequence[Table], problem: Problem, most: i
     for table in tables:
         if len(done) == most:
             break
-        devices = dividing_devices(table, problem)
-        if len(devices) == len(problem.topology):
-            devices = (*devices, *range(len(devices), len(left)))  # the further ones too
-        placements = (divided(table, devices) if devices else None) or ()
-        needs = {p.devices[0]: piece_bytes(p.shard, problem) for p in placements}
+        whole = divided(table, problem)
+        ranges = [] if whole is None else [(s, d) for d, s in shards_on(_on_further(whole, len(left), problem))]
+        needs = {d: piece_bytes(s, problem) for s, d in ranges}
         if needs and all(n <= left[d] for d, n in needs.items()):
             left = [f - needs.get(d, 0) for d, f in enumerate(left)]
-            rows += placements
+            rows += ranges
             done.add(table.name)
     return Division(tuple(rows), tuple(t for t in division.tables if t.name not in done), tuple(left)), len(done)
+
+
+def _on_further(whole: Placement, n_devices: int, problem: Problem) -> Placement:
+    """What is divided over all of the problem's devices over further ones too, where its rows allow that."""
+    if len(whole.devices) < len(problem.topology) or not even_share(whole.shard.rows, n_devices):
+        return whole
+    return replace(whole, devices=(*whole.devices, *range(len(whole.devices), n_devices)))
 
 
 def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
@@ -111,7 +118,7 @@ def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
     are above it by rows. None where one that must stay whole is above it, or rows cannot be divided."""
     division = next(divisions(problem, free), None)
     halved = _halved(problem, division) if division else None
-    return None if halved is None else [*(p.shard for p in division.rows), *halved]
+    return None if halved is None else [*(s for s, _ in division.rows), *halved]
 
 
 def _halved(problem: Problem, division: Division) -> list[Shard] | None:
@@ -147,7 +154,7 @@ def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing |
     for division in divisions(problem, free):
         placed = _packed(problem, division, nodes)
         if placed is not None:
-            placed = [*((p.shard, p.devices[0]) for p in division.rows), *placed]
+            placed = [*division.rows, *placed]
             return Packing(tuple(shard for shard, _ in placed), tuple(device for _, device in placed))
     return None
 

@@ -5,18 +5,20 @@ depends on how many it holds, not on which. So pieces of one row range that meet
 in the memory they take, in what they cost, and in the plan. (TorchRec's fused kernel fails on two shards of unequal width of
 one table on one rank, so this is a must, not only a saving.)
 
-Rows are divided in one way alone, `divided`: TorchRec trains no other (docs/torchrec.md). Pieces are the row ranges of that.
+Rows are divided in one way only, `division`: TorchRec trains no other (docs/torchrec.md). Pieces are the row ranges of that.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from shardcore.cost.model import CostModel, price
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Layout, layout_of, possible_groups, shards_on
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table, Topology
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]
@@ -47,53 +49,33 @@ def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
     return replace(shard, col_hi=middle), replace(shard, col_lo=middle)
 
 
-def even_share(rows: int, n: int) -> int | None:
-    """Rows of each device but the last among which TorchRec divides a table over n: ceil(rows / n); None where that leaves the
-    last none, with which its kernels fail."""
-    each = -(-rows // n)
-    return each if each * (n - 1) < rows else None
+def division(table: Table, problem: Problem) -> Placement | None:
+    """The table with its rows divided, on the first devices where constraints and its rows allow that; None: nowhere."""
+    if table.name in problem.whole:
+        return None
+    return _division(table, problem.topology, problem.pinned.get(table.name))
 
 
-def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
-    """The row ranges [lo, hi) by which TorchRec divides a table over n devices, in their order; None as `even_share`."""
-    each = even_share(rows, n)
-    return each and [(i * each, min((i + 1) * each, rows)) for i in range(n)]
+@lru_cache(1 << 12)
+def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None) -> Placement | None:
+    for layout in LAYOUTS.values():
+        groups = possible_groups(layout, table.rows, topology, allowed) if layout.divides_rows else []
+        for group in (g for g in groups if len(g) > 1):
+            return Placement(layout.name, Shard.whole(table), group)
+    return None
 
 
-def divided(table: Table, devices: Sequence[int]) -> list[Placement] | None:
-    """The table with its rows divided over devices by `even_rows`, the i-th range on the i-th of them."""
-    ranges = even_rows(table.rows, len(devices))
-    return ranges and [Placement(Shard(table, *rows, 0, table.dim), (d,)) for d, rows in zip(devices, ranges, strict=True)]
-
-
-def dividing_devices(table: Table, problem: Problem) -> tuple[int, ...]:
-    """The devices over which TorchRec can divide a table's rows: all, or those of the host that it is pinned to, where hosts have
-    as many each (docs/torchrec.md); none where constraints leave it neither, or it must stay whole."""
-    allowed, devices = problem.allowed_devices(table.name), problem.topology.devices
-    if table.name in problem.whole or len(allowed) == 1:
-        return ()
-    if len(allowed) == len(devices):
-        return _in_order(allowed, table, problem)
-    a_host = len({devices[d].host for d in allowed}) == 1 and set(Counter(d.host for d in devices).values()) == {len(allowed)}
-    return allowed if a_host else ()
-
-
-def _in_order(devices: tuple[int, ...], table: Table, problem: Problem) -> tuple[int, ...]:
-    """Devices in the order in which they get rising row ranges: TorchRec numbers them host by host, which matters to ordered rows
-    alone, for others are dealt out anew."""
-    hosts = problem.topology.hosts
-    if not table.ordered or len(hosts) == 1:
-        return devices
-    number = {host: i for i, host in enumerate(hosts)}
-    return tuple(sorted(devices, key=lambda d: (number[problem.topology.devices[d].host], d)))
+def layout_of_piece(shard: Shard, problem: Problem) -> Layout:
+    """The kind that runs a piece."""
+    return WHOLE_ROWS if shard.full_rows else layout_of(division(shard.table, problem).kind)
 
 
 def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
-    """Where a piece may go: a row range, being one of `divided`, to its device alone."""
-    allowed = problem.allowed_devices(shard.table.name)
+    """Where a piece may go: a row range, being one of `division`, to its device only."""
     if shard.full_rows:
-        return allowed
-    return (_in_order(allowed, shard.table, problem)[shard.row_lo // -(-shard.table.rows // len(allowed))],)
+        return problem.allowed_devices(shard.table.name)
+    devices = division(shard.table, problem).devices
+    return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
 def column_runs(shards: Iterable[Shard]) -> list[Shard]:
@@ -108,35 +90,39 @@ def column_runs(shards: Iterable[Shard]) -> list[Shard]:
 
 
 def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """The same plan in canonical form: one shard per row range and device, columns dealt out in the order of the devices,
-    sorted by table name, rows and columns.
+    """The same plan in canonical form: of each table one shard for each kind and group of devices, columns dealt out in the order
+    of these, sorted by table name, rows and columns.
 
-    Every device (every set of devices, for replicas) keeps the number of columns it had. Cells that were placed twice or not
-    at all stay so, for `lower` to refuse. Where the columns of a row range have a gap, a device may keep a shard on each side.
+    Each group keeps the number of columns it had. Cells that were placed twice or not at all stay so, for `lower` to refuse.
+    Where the columns of a table have a gap, a group may keep a shard on each side.
     """
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
     for placement in placements:
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
-        if len(group) == 1 and len(group[0].devices) == 1:
+        if len(group) == 1:
             result += group
             continue
-        widths: dict[tuple[int, ...], int] = defaultdict(int)
+        widths: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for placement in group:
-            widths[tuple(sorted(placement.devices))] += placement.shard.width
+            widths[_ORDER[placement.kind], placement.devices] += placement.shard.width
         result += _deal(column_runs(p.shard for p in group), sorted(widths.items()))
     return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
 
 
-def _deal(runs: list[Shard], widths: list[tuple[tuple[int, ...], int]]) -> Iterator[Placement]:
+_KINDS = tuple(LAYOUTS)
+_ORDER = {kind: i for i, kind in enumerate(_KINDS)}
+
+
+def _deal(runs: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], int]]) -> Iterator[Placement]:
     """Give each owner its number of columns from the runs, from the left."""
     waiting = iter(runs)
     run = next(waiting)
-    for devices, width in widths:
+    for (kind, devices), width in widths:
         while width:
             taken = min(width, run.width)
-            yield Placement(replace(run, col_hi=run.col_lo + taken), devices)
+            yield Placement(_KINDS[kind], replace(run, col_hi=run.col_lo + taken), devices)
             width -= taken
             run = replace(run, col_lo=run.col_lo + taken) if taken < run.width else next(waiting, run)
 
@@ -145,20 +131,29 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def to_plan(pieces: Sequence[Shard], devices: Sequence[int | tuple[int, ...]], problem: Problem, model: CostModel,
-            **provenance: Any) -> Plan:
-    """The consolidated plan that puts pieces[i] on devices[i] (one, or several that replicate it), with its provenance and its
-    own predicted cost.
+def to_plan(pieces: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+    """The consolidated plan that puts pieces[i] on devices[i], with its provenance and its own predicted cost.
 
     Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
     """
-    placements = [Placement(s, d if isinstance(d, tuple) else (d,)) for s, d in zip(pieces, devices, strict=True)]
-    return priced(placements, problem, model, **provenance)
+    return priced(placed([(s,) for s in pieces], devices, problem), problem, model, **provenance)
 
 
-def placed(items: Sequence[Item], devices: Sequence[int]) -> list[Placement]:
-    """items[i] on devices[i]."""
-    return [Placement(shard, (int(d),)) for item, d in zip(items, devices, strict=True) for shard in item]
+def placed(items: Sequence[Item], devices: Sequence[int], problem: Problem) -> list[Placement]:
+    """items[i] on devices[i]; the row ranges of a table, of which all have to be there, as one placement."""
+    found, ranges = [], defaultdict(list)
+    for item, device in zip(items, devices, strict=True):
+        for shard in item:
+            if shard.full_rows:
+                found.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
+            else:
+                ranges[shard.table].append((int(device), shard))
+    for table, parts in ranges.items():
+        whole = division(table, problem)
+        if sorted(parts, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
+            raise RuntimeError(f"a search placed rows of table {table.name!r} as {parts[:3]}; they are divided as {whole}")
+        found.append(whole)
+    return found
 
 
 def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:

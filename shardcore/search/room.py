@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore import memory
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.search.pieces import Item, RowRange, devices_of, row_range
 from shardcore.types import Problem, Shard
 
 
 def piece_bytes(shard: Shard, problem: Problem) -> int:
-    """Bytes of a piece on a device that holds nothing else of its row range."""
-    return memory.shard_bytes(shard, problem.global_batch, problem.optimizer)
+    """Bytes of a piece on a device that holds nothing else of its row range. All kinds that divide rows take the same."""
+    return memory.bytes_as(WHOLE_ROWS, shard, problem)
 
 
 def item_bytes(item: Sequence[Shard], problem: Problem) -> int:

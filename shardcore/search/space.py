@@ -1,29 +1,28 @@
 """Space: what a local search may do with a problem's tables, as arrays.
 
-A strip of the ledger lives on devices that share its columns; or it is everywhere: its rows divided evenly over all devices, in
-their order, which is how TorchRec runs a row-wise table (each rank looks up all of them), or copied to each (data-parallel).
+A strip of the ledger lives on devices that share its columns; or a group of devices shares all of it, in a kind of sharding whose
+groups have several: all of them, or those of a host.
 
-Shapes: N probes, S strips, D devices, F features; 2 the kinds of op, or the ways to be everywhere (rows, copies).
+Shapes: N probes, S strips, D devices, F features; K kinds of what devices hold (ledger.kinds), Y layouts of what groups share, G
+groups.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.memory import free_bytes, shard_bytes
-from shardcore.search.anneal import Fixed
+from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Group, Layout, device_names, even_share, layout_of, shards_on
+from shardcore.memory import bytes_as, free_bytes
+from shardcore.search.anneal import SearchProblem
 from shardcore.search.ledger import Ledger
-from shardcore.search.pieces import divided, even_share, placed
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Plan, Problem, Shard, ShardCoreError, Table
-from shardcore.workload import Traffic
+from shardcore.search.pieces import division, placed
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.workload import traffic_of_widths
 
-ROWS, COPIES = 0, 1
-"""The ways to be everywhere."""
 _PROBES = 64
 LARGE = 1 << 19
 """Strips x devices of a large problem."""
@@ -35,7 +34,7 @@ _WORTH = 0.01
 class Reshard:
     """Improve a plan that there is: at most so many tables, and bytes of weights, come to devices that did not have them (None:
     any number). A table whose statistics have changed is the same table. Those that the plan lacks, or has where constraints no
-    longer allow them, are placed besides and do not count. With a limit no table comes to be everywhere, or leaves from there."""
+    longer allow them, are placed besides and do not count. With a limit no group comes to share a table, or ceases to."""
 
     plan: Plan
     tables: int | None = None
@@ -60,46 +59,53 @@ class Reshard:
             table = tables.get(p.shard.table.name)
             if table is not None and (table.rows, table.dim) == (p.shard.table.rows, p.shard.table.dim):
                 had[table.name].append(replace(p, shard=replace(p.shard, table=table)))
-        found = Sorted([], [], [], [])
+        found = Sorted([], {}, [])
         for name, placements in had.items():
-            self._require_whole(tables[name], placements, everywhere, problem)
+            self._require_whole(tables[name], placements, everywhere)
             free = name not in problem.whole and name not in problem.pinned
             if not placements or not (free or _allowed_there(placements, problem)):
                 found.new.append(tables[name])
-            elif len(placements[0].devices) > 1:
-                found.copies.append(tables[name])
-            elif free and _divided(placements, everywhere):
-                found.rows.append(tables[name])
-            else:
+            elif all(layout_of(p.kind) is WHOLE_ROWS for p in placements):
                 found.placed.extend((p.shard, p.devices[0]) for p in placements)
+            elif len(placements) == 1 and free and _may_be_shared(placements[0], problem):
+                found.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
+            elif placements == [division(tables[name], problem)]:
+                found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
+            else:
+                found.new.append(tables[name])
         home: dict[str, int] = {**{t.name: -1 for t in found.new}, **{s.table.name: d for s, d in found.placed}}
         apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1 for name in group}
         together = [(s, d) for s, d in found.placed if s.table.name not in apart]
         return replace(found, placed=together, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
 
-    def _require_whole(self, table: Table, placements: Sequence[Placement], everywhere: tuple[int, ...],
-                       problem: Problem) -> None:
+    def _require_whole(self, table: Table, placements: Sequence[Placement], everywhere: Sequence[int]) -> None:
         cells = sum(p.shard.rows * p.shard.width for p in placements)
         if placements and cells != table.rows * table.dim:
             raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} cells of table "
                                  f"{table.name!r}")
         for p in placements:
-            copied = p.shard == Shard.whole(table) and tuple(sorted(p.devices)) == everywhere
-            if max(p.devices) not in everywhere or (len(p.devices) > 1 and not copied):
-                raise ShardCoreError(f"the plan to start from has {p.shard.label} on devices {list(p.devices)}; problem "
-                                     f"{problem.name!r} has devices 0 to {everywhere[-1]}; a shard lives on one, a whole table "
-                                     "on one or all")
+            if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} by {p.kind} on {device_names(p.devices)}; "
+                                     "such a shard lives on one")
+            if not set(p.devices) <= set(everywhere):
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} on {device_names(p.devices)}; the problem has "
+                                     f"devices 0 to {len(everywhere) - 1}")
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Tables as a plan has them: shards that are on one device each; those on all devices, in copies or with their rows divided;
+    """Tables as a plan has them: shards that are on one device each; tables that a group of devices shares, by kind and group;
     those to be placed."""
 
     placed: list[tuple[Shard, int]]
-    copies: list[Table]
-    rows: list[Table]
+    shared: dict[tuple[str, Group], list[Table]]
     new: list[Table]
+
+
+def _may_be_shared(placement: Placement, problem: Problem) -> bool:
+    layout = layout_of(placement.kind)
+    in_order = layout.divides_rows and placement.shard.table.ordered
+    return placement.devices in layout.groups(problem.topology) and not in_order
 
 
 def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
@@ -108,25 +114,36 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
     return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name)) for p in placements)
 
 
-def _divided(placements: Sequence[Placement], everywhere: Sequence[int]) -> bool:
-    """Whether the rows are divided evenly over all devices, in their order."""
-    table = placements[0].shard.table
-    return len(everywhere) > 1 and not table.ordered and set(placements) == set(divided(table, everywhere) or ())
-
-
 @dataclass(frozen=True, eq=False)
 class Space:
-    """by_rows [N]: strips that are everywhere, by rows, in each of its plans."""
+    """groups [G]: a kind and its devices, that may share whole tables. divided [N]: strips whose rows are always divided over
+    all devices."""
 
     problem: Problem
     ledger: Ledger
-    fixed: Fixed
-    by_rows: np.ndarray
+    fixed: SearchProblem
+    groups: tuple[tuple[Layout, Group], ...]
+    divided: np.ndarray
 
     @property
-    def as_it_is(self) -> Fixed:
-        """The part of the space in which no table comes to be everywhere, or leaves from there."""
-        return self.fixed._replace(every=np.zeros_like(self.fixed.every))
+    def layouts(self) -> tuple[Layout, ...]:
+        """[Y] of the groups."""
+        return tuple(dict.fromkeys(layout for layout, _ in self.groups))
+
+    def number(self, kind: str, devices: Group) -> int:
+        """Of a group."""
+        return next(g for g, (layout, group) in enumerate(self.groups) if (layout.name, group) == (kind, devices))
+
+    @property
+    def dividing(self) -> int:
+        """The group of all devices that divides rows."""
+        return next((g for g, (layout, group) in enumerate(self.groups)
+                     if layout.divides_rows and len(group) == len(self.problem.topology)), 0)
+
+    @property
+    def as_it_is(self) -> SearchProblem:
+        """The part of the space in which no group comes to share a table, or ceases to."""
+        return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
     def numbers(self, tables: Iterable[Table]) -> np.ndarray:
         """[N] the strips of whole tables, none of a group."""
@@ -137,15 +154,14 @@ class Space:
         """[N, 2] strips and units of shards; of tables that are kept together all are among them, or none."""
         return np.array(self.ledger.pieces(shards), dtype=np.int64).reshape(-1, 2)
 
-    def placements(self, held: np.ndarray, way: np.ndarray) -> list[Placement]:
-        """Of held [S, D] units, and of the strips that are everywhere in some way [S]."""
+    def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
+        """Of held [S, D] units, and of the strips that a group [S] shares."""
         strips, devices = np.nonzero(held)
         pieces = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        found, n = placed(self.ledger.items(pieces), devices.tolist()), held.shape[1]
-        for s in np.flatnonzero(way == COPIES):
-            found.append(Placement(Shard.whole(self.ledger.table(s)), tuple(range(n))))
-        for s in np.flatnonzero(way == ROWS):
-            found += divided(self.ledger.table(s), range(n))
+        found = placed(self.ledger.items(pieces), devices.tolist(), self.problem)
+        for s in np.flatnonzero(group >= 0):
+            layout, on = self.groups[group[s]]
+            found.append(Placement(layout.name, Shard.whole(self.ledger.table(s)), on))
         return found
 
 
@@ -168,23 +184,27 @@ def space(ledger: Ledger, pieces: Sequence[Shard], everywhere: bool, halves: boo
         may_split &= _worth_cutting(ledger, pieces)
     strips = np.repeat(np.arange(len(ledger)), ledger.size)
     units = np.concatenate([np.arange(1, n + 1) for n in ledger.size])
-    used = may_split[strips] | (ledger.kind[strips] == 1) | (units == ledger.size[strips])
+    used = may_split[strips] | (ledger.kind[strips] > 0) | (units == ledger.size[strips])
     ledger.need(strips[used], units[used])
     part = ledger.parts(np.arange(len(ledger))[:, None], np.arange(ledger.size.max() + 1))
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
-    n_devices, exchange = len(problem.topology), exchange_rates(problem, model)
+    n_devices = len(problem.topology)
+    groups = tuple((layout, group) for layout in LAYOUTS.values() for group in layout.groups(problem.topology)
+                   if len(group) > 1)
+    exchange = [exchange_rates(problem, model, layout) for layout in ledger.kinds]
     number = {ledger.table(s).name: s for s in range(len(ledger))}
-    fixed = Fixed(
+    fixed = SearchProblem(
         part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(ledger.codes),
         added_ms=added(ledger.codes, model), part_bytes=ledger.bytes, part_width=ledger.width,
         kind=ledger.kind.astype(np.int64), size=ledger.size.astype(np.int64),
         table=np.array([number[ledger.table(s).name] for s in range(len(ledger))]), may_split=may_split,
         allowed=ledger.allowed[:0] if ledger.allowed.all() else ledger.allowed, free=np.array(free_bytes(problem), np.int64),
-        speed=ledger.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64), **exchange,
-        **_everywhere(problem, model, ledger, exchange, everywhere, {t.name for t in by_rows}),
+        speed=ledger.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
+        **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
+        **_shared(problem, model, ledger, groups, everywhere, {t.name for t in by_rows}),
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64),
         parameters=model.compiled().parameters, halves=halves)
-    return Space(problem, ledger, fixed, np.array([number[t.name] for t in by_rows], dtype=np.int64))
+    return Space(problem, ledger, fixed, groups, np.array([number[t.name] for t in by_rows], dtype=np.int64))
 
 
 def is_large(ledger: Ledger) -> bool:
@@ -223,7 +243,7 @@ def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table])
     if reshard.limited:
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
         limits = {"kept": held.copy(), "weight": np.array([unit_bytes(s) for s in range(len(ledger))], np.int64),
-                  "most_moved": np.array(most, np.int64), "every": np.zeros_like(fixed.every)}
+                  "most_moved": np.array(most, np.int64), "may_share": np.zeros_like(fixed.may_share)}
     if fixed.kind.any():
         limits["allowed"] = ledger.allowed & (fixed.kind == 0)[:, None]
     return replace(of, fixed=fixed._replace(**limits))
@@ -232,106 +252,120 @@ def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table])
 # --- exchanges ---------------------------------------------------------------------------------------------------------
 
 
-def exchange_rates(problem: Problem, model: CostModel) -> dict[str, np.ndarray]:
-    """own, busiest, host_busiest, total, once [2], see anneal.Fixed: what both exchanges of a step cost for each unit of width,
-    fitted to what the model says of some divisions of the problem's columns (least squares, none below 0)."""
+def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
+    """own, busiest, host_busiest, total, once, see anneal.SearchProblem: what both exchanges of a step cost for each unit of
+    width of a kind, fitted to what the model says of some divisions of the problem's columns (least squares, none below 0)."""
     from scipy.optimize import nnls
 
     topology, n = problem.topology, len(problem.topology)
-    rates = {name: np.zeros(2) for name in ("own", "busiest", "host_busiest", "total", "once")}
+    names = ("own", "busiest", "host_busiest", "total", "once")
     if n == 1:
-        return rates
+        return dict.fromkeys(names, 0.0)
     rng = np.random.default_rng(0)
     mean = sum(t.dim for t in problem.tables) / MIN_WIDTH / n
     spread = rng.uniform(0.01, 0.5, (_PROBES, 1))
     width = mean * np.exp(rng.normal(0, 0.3, (_PROBES, 1)) + rng.normal(0, 1, (_PROBES, n)) * spread)
+    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # which share what they have
+        width[:, group] = width[:, group[:1]]
     number = {h: i for i, h in enumerate(topology.hosts)}
     on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
     busiest_host = (width @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((_PROBES, 1))
     terms = np.stack(np.broadcast_arrays(width, width.max(1, keepdims=True), busiest_host, width.sum(1, keepdims=True), 1.0), -1)
-    terms = terms.reshape(-1, len(rates))
+    terms = terms.reshape(-1, len(names))
     scale = np.maximum(terms.max(0), 1e-300)
-    for kind in (0, 1):
-        pooled = np.zeros((2, *width.shape))
-        pooled[kind] = width * float(problem.global_batch * OUTPUT_BYTES * MIN_WIDTH)
-        cost = model.comm(Traffic(pooled[0], pooled[1], np.zeros(width.shape)), np.zeros(width.shape), topology)
-        ms = cost.backward_ms + cost.forward_ms.max(1, keepdims=True)
-        for name, rate in zip(rates, nnls(terms / scale, ms.ravel())[0] / scale, strict=True):
-            rates[name][kind] = rate
-    return rates
+    cost = model.comm(traffic_of_widths({layout: MIN_WIDTH * width}, problem), np.zeros(width.shape), topology)
+    ms = cost.backward_ms + cost.forward_ms.max(1, keepdims=True)
+    return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))
 
 
-# --- tables everywhere -------------------------------------------------------------------------------------------------
+# --- tables that groups of devices share --------------------------------------------------------------------------------
 
 
-def _everywhere(problem: Problem, model: CostModel, ledger: Ledger, exchange: Mapping[str, np.ndarray],
-                wanted: bool, by_rows: Collection[str]) -> dict[str, np.ndarray]:
-    """every, every_codes, every_bytes, every_size, every_rate, every_once, see anneal.Fixed. Whole tables that lookups hit and no
-    constraint concerns may be copied; and their rows divided, where these are not ordered, all devices get some, and no strip is
-    a row range (such ones would run in the same op). by_rows: those that always are."""
-    n, topology, batch = len(problem.topology), problem.topology, problem.global_batch
-    if not by_rows and (not wanted or n == 1):
-        nothing = np.zeros((2, len(ledger)))
-        return {"every": nothing > 0, "every_codes": np.zeros((*nothing.shape, ledger.codes.shape[1])),
-                "every_bytes": nothing.astype(np.int64), "every_size": nothing,
-                "every_rate": np.zeros(2), "every_once": np.zeros(2)}
+def _shared(problem: Problem, model: CostModel, ledger: Ledger, groups: Sequence[tuple[Layout, Group]], wanted: bool,
+            divided: Collection[str]) -> dict[str, np.ndarray]:
+    """What anneal.SearchProblem has of groups. Whole tables that lookups hit and no constraint concerns may be shared; by kinds
+    that divide rows, where these are not ordered, all devices get some, and no strip is a row range (such ones would run in the
+    same op). divided: those that always are."""
+    topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
+    of = np.full((len(layouts), len(topology)), -1)
+    for g, (layout, group) in enumerate(groups):
+        of[layouts.index(layout), list(group)] = g
+    shape = (len(layouts), len(ledger))
+    found = {"group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64), "group_of": of,
+             "may_share": np.zeros(shape, dtype=bool), "shared_codes": np.zeros((*shape, ledger.codes.shape[1])),
+             "shared_bytes": np.zeros(shape, np.int64), "shared_size": np.zeros(shape),
+             **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
+    if not wanted and not divided:
+        return found
     whole = [Shard.whole(ledger.table(s)) for s in range(len(ledger))]
-    bound = {*problem.pinned, *problem.whole, *by_rows}
-    free = np.array([wanted and n > 1 and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
+    bound = {*problem.pinned, *problem.whole, *divided}
+    free = np.array([wanted and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
-    share = [even_share(w.rows, n) for w in whole]
-    divides = np.array([not w.table.ordered and rows is not None for w, rows in zip(whole, share, strict=True)], dtype=bool)
-    every = np.stack([free & divides & (not ledger.kind.any()), free])
-    codes, size = np.zeros((2, len(whole), ledger.codes.shape[1])), np.zeros(every.shape)
-    n_bytes = np.zeros(every.shape, np.int64)
-    if (wanted and n > 1) or by_rows:
-        shares = [replace(w, row_hi=rows or w.rows) for w, rows in zip(whole, share, strict=True)]
-        codes[ROWS] = model.encode(shares)
-        codes[COPIES] = model.encode(whole, problem.local_batch)
-        n_bytes[ROWS] = [shard_bytes(s, batch, problem.optimizer) for s in shares]
-        n_bytes[COPIES] = [shard_bytes(w, problem.local_batch, problem.optimizer, replicated=True) for w in whole]
-        size[ROWS], size[COPIES] = [w.width // MIN_WIDTH for w in whole], [w.rows * w.width for w in whole]
-    most = max(Counter(d.host for d in topology.devices).values())
-    times = {"own": 1, "busiest": 1, "host_busiest": most, "total": n}
-    rows_rate = sum(exchange[name][1] * k for name, k in times.items())
-    low, high = all_reduce_ms(problem, model, np.array([2.0**20, 2.0**22])).max(1)
-    copies_rate = max(0.0, high - low) / (2.0**22 - 2.0**20)
-    return {"every": every, "every_codes": codes, "every_bytes": n_bytes, "every_size": size,
-            "every_rate": np.array([rows_rate, copies_rate]),
-            "every_once": np.array([exchange["once"][1], max(0.0, low - copies_rate * 2.0**20)])}
+    for y, layout in enumerate(layouts):
+        size = min(len(group) for of_group, group in groups if of_group is layout)
+        shards, divides = whole, np.ones(len(whole), dtype=bool)
+        if layout.divides_rows:
+            share = [even_share(shard.rows, size) for shard in whole]
+            shards = [replace(shard, row_hi=rows or shard.rows) for shard, rows in zip(whole, share, strict=True)]
+            fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
+            divides = np.array(fine, dtype=bool) & (not ledger.kind.any())
+        found["may_share"][y] = free & divides
+        found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
+        found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
+        found["shared_size"][y] = [shard.rows * shard.width if layout.dense_gradient else shard.width // MIN_WIDTH
+                                   for shard in whole]
+        for name, rate in _shared_rates(problem, model, layout, size).items():
+            found[f"shared_{name}"][y] = rate
+    return found
 
 
-def all_reduce_ms(problem: Problem, model: CostModel, cells: np.ndarray) -> np.ndarray:
-    """[N, D] ms of all-reducing the gradients of cells [N]."""
-    moved = np.repeat(cells[:, None] * float(OUTPUT_BYTES), len(problem.topology), 1)
-    zero = np.zeros_like(moved)
-    return np.asarray(model.comm(Traffic(zero, zero, moved), zero, problem.topology).backward_ms)
+def _shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
+    """ms of the exchanges of a layout, groups of `size` devices, for what its groups share: see anneal.SearchProblem."""
+    n = len(problem.topology)
+    if layout.dense_gradient:
+        low, high = spread_ms(problem, model, layout, np.array([2.0**20, 2.0**22])).max(1)
+        rate = max(0.0, high - low) / (2.0**22 - 2.0**20)
+        return {"total": rate, "once": max(0.0, low - rate * 2.0**20)}
+    of = exchange_rates(problem, model, layout)
+    most = max(map(len, problem.topology.on_hosts))
+    if size == n:
+        return {"total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n, "once": of["once"]}
+    return {"own": of["own"], "busiest": of["busiest"] + of["host_busiest"] * size, "total": of["total"] * size,
+            "once": of["once"]}
 
 
-def worth_copying(space: Space, model: CostModel) -> np.ndarray:
-    """[N] the strips that had better be copied to all devices, were all other work divided evenly: by falling gain, as many as
-    make the step cheapest and fit."""
-    fixed, may = space.fixed, np.flatnonzero(space.fixed.every[COPIES])
+def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndarray) -> np.ndarray:
+    """[N, D] ms of exchanging the gradients of cells [N] of a kind that is on all devices."""
+    traffic = np.zeros((len(CHANNELS), len(cells), len(problem.topology)))
+    for channel, entering in layout.channels.items():
+        traffic[CHANNELS.index(channel)] += entering(cells, 1, problem)[:, None]
+    return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)
+
+
+def worth_copying(space: Space, model: CostModel, y: int) -> np.ndarray:
+    """[N] the strips that had better be on all devices in layout y, were all other work divided evenly: by falling gain, as many
+    as make the step cheapest and fit."""
+    fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):
         return may
     n, speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
-    codes, copies = fixed.codes[fixed.part[np.arange(len(fixed.size)), fixed.size]], fixed.every_codes[COPIES, may]
-    total, size = codes.sum(0), fixed.every_size[COPIES, may]
+    codes, copies = fixed.codes[fixed.part[np.arange(len(fixed.size)), fixed.size]], fixed.shared_codes[y, may]
+    total, size = codes.sum(0), fixed.shared_size[y, may]
     of_width = (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0] / n + fixed.total[0]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         return model.head(np.maximum(left, 0) / n) * n / speed
 
     beside = copies.sum(0)  # what a table costs among the others, not alone
-    extra = (model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest + fixed.every_rate[COPIES] * size
+    extra = (model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest + fixed.shared_total[y] * size
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_width * fixed.size[may]
     order = np.argsort(extra - saved, kind="stable")
-    room = fixed.free.min() - fixed.every_bytes[ROWS, space.by_rows].sum()
-    fits = np.cumsum(fixed.every_bytes[COPIES, may[order]]) <= room
+    room = fixed.free.min() - fixed.shared_bytes[fixed.group_layout[space.dividing], space.divided].sum()
+    fits = np.cumsum(fixed.shared_bytes[y, may[order]]) <= room
     order = order[:int(fits.argmin()) if not fits.all() else len(order)]
     if not len(order):
         return order
     step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_width * np.cumsum(fixed.size[may[order]])
-            + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.every_once[COPIES]
-            + fixed.every_rate[COPIES] * np.cumsum(size[order]))
+            + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.shared_once[y]
+            + fixed.shared_total[y] * np.cumsum(size[order]))
     return may[order[:int(step.argmin()) + 1]] if step.min() < divided_ms(total[None])[0] else may[:0]

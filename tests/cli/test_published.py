@@ -11,7 +11,7 @@ from shardcore.workload import lower
 
 
 def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
-    plan = Plan(tuple(Placement(Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)))
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)))
     plans = tmp_path / "plans"
     version = store.add(plans, problem, plan, {})
     store.record(plans, Decision("shifting", "first", "a test's", version, version, files.problem_digest(problem), 1.0))

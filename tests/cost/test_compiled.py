@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import Cautious, CostModel
+from shardcore.cost.model import CostModel, QuantileCostModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import Setting, Shard
 
@@ -23,8 +23,8 @@ def neural(knots: int) -> NeuralModel:
     return NeuralModel(Setting("made-up", 256), weights, {})
 
 
-MODELS = {"analytic": AnalyticModel(Setting("made-up", 256)), "neural": neural(4), "cautious": Cautious(neural(4), 0.9),
-          "one width": Cautious(neural(1), 0.2)}
+MODELS = {"analytic": AnalyticModel(Setting("made-up", 256)), "neural": neural(4), "cautious": QuantileCostModel(neural(4), 0.9),
+          "one width": QuantileCostModel(neural(1), 0.2)}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
+from shapes import sends
 
 from shardcore import schema
 from shardcore.cost import accuracy, band, fit
@@ -22,7 +23,6 @@ from shardcore.types import (
     Table,
     Topology,
 )
-from shardcore.workload import Traffic
 
 QUICK = fit.FitConfig(epochs=3)
 
@@ -146,7 +146,7 @@ def test_too_few_samples():
 
 def test_without_exchanges_a_model_prices_only_topologies_that_give_their_links():
     model = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK).model
-    traffic, compute_ms = Traffic.of_columns([4096.0, 8192.0]), np.ones(2)
+    traffic, compute_ms = sends(all_to_all=[4096.0, 8192.0]), np.ones(2)
     with pytest.raises(ShardCoreError, match="no measured exchanges: give the topology's within_host_gbps"):
         model.comm(traffic, compute_ms, Topology((Device(1),) * 2))
     assert (model.comm(traffic, compute_ms, Topology((Device(1),) * 2, within_host_gbps=1.0)).forward_ms > 0).all()

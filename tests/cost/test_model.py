@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from laws import pool
+from shapes import replica
 
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
@@ -22,7 +23,7 @@ def problem(*speeds: float) -> Problem:
 
 
 def spread_plan(n: int) -> Plan:
-    return Plan(tuple(Placement(Shard.whole(t), (i % n,)) for i, t in enumerate(TABLES)))
+    return Plan(tuple(Placement("column", Shard.whole(t), (i % n,)) for i, t in enumerate(TABLES)))
 
 
 @pytest.fixture(params=["analytic", "trained"])
@@ -64,7 +65,7 @@ def test_a_device_twice_as_fast_computes_in_half_the_time(any_model):
 
 
 def test_an_idle_device_waits_and_still_exchanges(any_model):
-    plan = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in TABLES))
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in TABLES))
     cost = price(lower(plan, problem(1, 1)), any_model)
     assert cost.compute_ms[1] == 0 and cost.waiting_ms[1] > 0 and cost.forward_comm_ms[1] > 0
     assert cost.waiting_ms[0] == 0
@@ -79,7 +80,7 @@ def test_one_device_neither_waits_nor_exchanges(any_model):
 def test_replicas_run_at_the_local_batch(any_model):
     one = dataclasses.replace(problem(1, 1), tables=TABLES[:1])
     shard = Shard.whole(TABLES[0])
-    cost = price(lower(Plan((Placement(shard, (0, 1)),)), one), any_model)
+    cost = price(lower(Plan((replica(TABLES[0], one.topology),)), one), any_model)
     local = any_model.head(any_model.encode([shard], 128).sum(0, keepdims=True))[0]
     assert cost.compute_ms == pytest.approx((local, local))
     assert cost.forward_comm_ms == (0, 0) and min(cost.backward_comm_ms) > 0

@@ -48,7 +48,7 @@ def test_all_columns_of_all_tables_are_placed_where_they_fit(planned):
     for drawn, _ in planned[:20]:
         for planner in placements.PLANNERS:
             if found := placements.place(drawn, planner):
-                shards = [Placement(s, (d,)) for d, of in enumerate(found) for s in of]
+                shards = [Placement("column", s, (d,)) for d, of in enumerate(found) for s in of]
                 lower(Plan(tuple(shards)), drawn)
                 assert len({(p.shard.table.name, p.devices) for p in shards}) == len(shards)
 

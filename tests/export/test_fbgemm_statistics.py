@@ -127,7 +127,7 @@ def sharded_job(folder: Path) -> None:
     """On one rank, table b in two parts of its columns."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     given = problem_for(Model(), ONE, BATCH, dict.fromkeys(ALPHA, 8.0))
-    plan = to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, Model(), "cpu")
+    plan = to_torchrec(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in given.tables)), given, Model(), "cpu")
     plan.plan["bags"]["b"] = replace(plan.plan["bags"]["b"], sharding_type="column_wise", ranks=[0, 0], sharding_spec=(
         EnumerableShardingSpec([ShardMetadata([0, c], [20000, 4], "rank:0/cpu") for c in (0, 4)])))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)

@@ -33,14 +33,14 @@ QCOMMS = QCommsConfig(CommType.FP16, CommType.BF16, backward_loss_scale=0.5)
 
 
 def whole(device: int = 0) -> Plan:
-    return Plan(tuple(Placement(Shard.whole(t), (device,)) for t in GIVEN.tables))
+    return Plan(tuple(Placement("column", Shard.whole(t), (device,)) for t in GIVEN.tables))
 
 
 def tiered(**cache) -> ShardingPlan:
     """Table a cached in UVM, d on SSD, left.c with outputs of its own type; b replicated."""
     tables = {t.name: t for t in GIVEN.tables}
     plan = to_torchrec(Plan((*(p for p in whole().placements if p.shard.table.name != "b"),
-                             Placement(Shard.whole(tables["b"]), (0, 1)))), GIVEN, MODULE)
+                             Placement("data_parallel", Shard.whole(tables["b"]), (0, 1)))), GIVEN, MODULE)
     left = plan.plan["left"]
     cache = CacheParams(**{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16} | cache)
     left["a"] = replace(left["a"], compute_kernel="fused_uvm_caching", cache_params=cache, enforce_hbm=False)
@@ -72,7 +72,7 @@ def test_a_plan_of_plain_kernels_has_no_settings():
 
 
 def test_no_kernel_is_lost_in_a_replica():
-    replicated = Plan(tuple(Placement(Shard.whole(t), (0, 1)) for t in GIVEN.tables))
+    replicated = Plan(tuple(Placement("data_parallel", Shard.whole(t), (0, 1)) for t in GIVEN.tables))
     with pytest.raises(ShardCoreError, match="replicates table 'a', which has kernel fused_uvm_caching"):
         to_torchrec(replicated, GIVEN, MODULE, like=tiered())
 

@@ -13,6 +13,7 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+from shapes import column  # noqa: E402
 
 from bench import torchrec as bench  # noqa: E402
 from shardcore.types import Placement, Plan, Shard, ShardCoreError  # noqa: E402
@@ -21,11 +22,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 
 
 def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
-    """Of all kinds, on four processes, every second with row ranges that need our sharder; asked again, none trains twice."""
+    """Of all kinds, on four processes; asked again, none trains twice."""
     asked = dict(plans=4, seed=0, hosts=2, per_host=2, sequence=True, out=tmp_path / "trained.json")
     given = training.problem(2, 2, sequence=True)
     kinds = Counter(kind.split()[0] for i in range(4)
-                    for kind in training.kinds_of(bench.drawn(given, i, 0)[0], given, True).values())
+                    for kind in training.kinds_of(bench.drawn(given, i, 0), given, True).values())
     assert set(kinds) == {"table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"}
     assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
     assert capsys.readouterr().err == "4 of 4\n"
@@ -38,10 +39,9 @@ def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
 def test_a_plan_that_does_not_train_is_said_to():
     given = training.problem(1, 2)
     a, *others = given.tables
-    ranges = [Placement(Shard(a, lo, hi, 0, a.dim), (d,)) for d, (lo, hi) in enumerate(((0, 7), (7, a.rows)))]
-    plan = Plan((*ranges, *(Placement(Shard.whole(t), (0,)) for t in others)))
-    found = training.train(given, {3: (plan, False)})  # TorchRec's own sharder does not follow such ranges
-    assert set(found) == {3} and "rank 0: ShardCoreError" in found[3] and "by rows at [7]" in found[3]
+    cut = [column(a, 0, 0, 4), Placement("row", Shard(a, 0, a.rows, 4, a.dim), (0, 1))]  # as no kind is
+    found = training.train(given, {3: Plan((*cut, *(column(t, 0) for t in others)))})
+    assert set(found) == {3} and "rank 0: ShardCoreError" in found[3] and "by row on devices 0, 1" in found[3]
 
 
 def said_of(output: str, at_most: float) -> None:

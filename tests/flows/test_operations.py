@@ -282,7 +282,7 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
             raise ZeroDivisionError("of a defect in the code")
         return explain(plan, problem, *rest)
 
-    monkeypatch.setattr("tasks.publish.explain", explained)
+    monkeypatch.setattr("shardcore.publish.publisher.explain", explained)
     made = []
     for file, (name, fields) in enumerate(bad.items()):
         made.append(project.folder / f"problems/z{file}.json")

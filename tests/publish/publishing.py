@@ -7,7 +7,7 @@ from shardcore.types import Placement, Plan, Shard
 
 
 def plan(problem, device, **provenance):
-    return Plan(tuple(Placement(Shard.whole(t), (device,)) for t in problem.tables), provenance)
+    return Plan(tuple(Placement("column", Shard.whole(t), (device,)) for t in problem.tables), provenance)
 
 
 def publish(root, problem, device, outcome="better", **fields):

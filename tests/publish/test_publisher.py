@@ -47,7 +47,7 @@ def slow(model):
 
 
 def worse(problem):
-    return Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables), {"algorithm": "by hand"})
+    return Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables), {"algorithm": "by hand"})
 
 
 def put(root, problem, plan, version=1):

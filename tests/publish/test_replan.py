@@ -62,7 +62,7 @@ def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_coun
 
 
 def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_moves_are_limited(problem, old):
-    alone = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables))
+    alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
     half = Device(sum(t.bytes for t in problem.tables) // 2)
     small = replace(problem, topology=Topology((half, *problem.topology.devices[1:])))
     with pytest.raises(Infeasible, match="device 0 of problem 'again'"):

@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conformance import BATCH, MIB, draw_tables, every_plan, model_for
+from shapes import on_hosts, sends
 
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.exchange import EXCHANGE_TERMS
-from shardcore.cost.model import Cautious, price
+from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
+from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound
 from shardcore.types import (
     Constraints,
@@ -23,7 +25,7 @@ from shardcore.types import (
     Topology,
     Zipf,
 )
-from shardcore.workload import Traffic, lower
+from shardcore.workload import lower
 
 
 def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:
@@ -62,16 +64,30 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
         model = made(problem, seed)
         found = bound.bound(problem, model)
         ratios.append(found.proved_ms / optimum_ms(problem, model))
-        columns = bound.bound(problem, model, rows=False, replicas=False)
+        columns = bound.bound(problem, model, shared=())
         ratios.append(columns.proved_ms / optimum_ms(problem, model, columns_alone=True))
         assert found.proved_ms <= min(found.estimate_ms, columns.proved_ms)
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
+@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"])
+def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
+    """Rows over one host among them. Links between hosts are a fourth as fast."""
+    ratios = []
+    for seed in range(4):
+        where = on_hosts("aabb", MIB, within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.001)
+        problem = Problem("hosts", draw_tables(np.random.default_rng(seed), 2, dims=(4, 8)), where, BATCH)
+        model = made(problem, seed)
+        found = bound.bound(problem, model)
+        ratios.append(found.proved_ms / optimum_ms(problem, model))
+        assert found.proved_ms <= found.estimate_ms and "rows divided over one host" in found.space
+    assert max(ratios) <= 1 and np.mean(ratios) > 0.5, ratios
+
+
 def test_the_bound_is_near_good_plans_of_many_tables():
     problem = Problem("many", draw_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH)
     ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
-    found = bound.bound(problem, model_for(problem), rows=False, replicas=False)
+    found = bound.bound(problem, model_for(problem), shared=())
     assert 0.95 < found.proved_ms / ms <= 1 and found.limit == "the work of all tables, divided evenly"
     assert found.space == "each table whole or cut by columns (multiples of 4)"
 
@@ -83,10 +99,10 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     largest = max(free.tables, key=lambda t: model.head(model.encode([Shard.whole(t)]))[0])
     whole = replace(free, tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
                     constraints=Constraints(unsplit=names))
-    limit = bound.bound(whole, model, replicas=False).limit
+    limit = bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
     assert limit == f"table {largest.name!r}, too dear for one device, and to cut it costs more"
     together = replace(free, constraints=Constraints(together=(names,)))
-    found = bound.bound(together, model, replicas=False)
+    found = bound.bound(together, model, shared=[LAYOUTS["row"]])
     assert "kept together on one device" in found.limit
     shards = [Shard.whole(t) for t in free.tables]
     assert found.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
@@ -98,10 +114,12 @@ def test_where_nothing_can_be_proved_there_is_an_estimate():
     found = bound.bound(unequal, model_for(unequal))
     assert found.proved_ms is None and found.estimate_ms > 0
     model = contended(0)
-    band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0), "band.error": np.ones(2)}
-    cautious = Cautious(replace(model, weights={**model.weights, **band}), 0.9)
-    assert bound.bound(problem, cautious).proved_ms is None
-    assert bound.bound(problem, cautious).estimate_ms > bound.bound(problem, model).proved_ms
+    band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0),
+            "band.error": np.array([-1.0, 1.0])}
+    below, above = (QuantileCostModel(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9))
+    assert bound.bound(problem, below).proved_ms is None and bound.bound(problem, below).estimate_ms > 0
+    found = bound.bound(problem, above)  # what its model proves of itself holds for what is never cheaper
+    assert found.proved_ms == bound.bound(problem, model).proved_ms < min(found.estimate_ms, optimum_ms(problem, above))
 
 
 def test_the_last_rows_may_be_few_and_their_device_slow():
@@ -149,11 +167,10 @@ def test_what_models_say_of_themselves_holds(made):
             assert model.even_is_least(topology)
             assert model.takes_all_alike(topology) == (topology.within_host_gbps is not None or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
-            sent = rng.dirichlet(np.ones(n), (3, 40)) * 1e6
-            for k in range(2):  # replicas are alike on all devices
-                traffic = [sent[k] if i == k else np.zeros((40, n)) for i in range(3)]
-                some = model.comm(Traffic(*traffic), np.zeros((40, n)), topology)
-                even = model.comm(Traffic(*(t.mean(-1, keepdims=True) + 0 * t for t in traffic)), np.zeros((40, n)), topology)
+            for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
+                traffic = sends(**{name: rng.dirichlet(np.ones(n), 40) * 1e6})
+                some = model.comm(traffic, np.zeros((40, n)), topology)
+                even = model.comm(traffic.mean(-1, keepdims=True) + 0 * traffic, np.zeros((40, n)), topology)
                 assert (some.forward_ms.max(-1) >= even.forward_ms.max(-1) - 1e-12).all()
                 assert (some.backward_ms @ speed >= even.backward_ms @ speed - 1e-9).all()
     assert not made(0).even_is_least(Topology((*hosts, Device(MIB, host="host-2"))))

@@ -43,7 +43,7 @@ class OwnLink(AnalyticModel):
     """Backward, each device waits for what it sends itself, at 1 GB/s; forward is free."""
 
     def comm(self, traffic, compute_ms, topology):
-        backward = traffic.all_to_all / 1e6
+        backward = traffic.sum(0) / 1e6
         ready = compute_ms + backward
         return CommCost(0 * backward, backward, ready.max(-1, keepdims=True) - ready)
 
@@ -52,7 +52,7 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     tables = Table("narrow", 100, 4, 50.0), Table("wide", 100, 64, 1.0), Table("small", 100, 4, 1.0)
     topology = Topology((Device(MIB), Device(MIB, 2.0)))
     problem = Problem("p", tables, topology, BATCH, constraints=Constraints(reserved_bytes=100))
-    placements = tuple(Placement(Shard.whole(t), (d,)) for t, d in zip(tables, (0, 1, 1), strict=True))
+    placements = tuple(Placement("column", Shard.whole(t), (d,)) for t, d in zip(tables, (0, 1, 1), strict=True))
     plan = Plan(placements, {"algorithm": "size_greedy"})
     model = OwnLink(Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9, update_gbps=1e9)
     found = explain(plan, problem, model, SMALL, known={})
@@ -100,7 +100,7 @@ def test_more_memory_helps_where_memory_is_what_binds():
 
 def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():
     alone = draw_problem(2, 4, [MIB])
-    elsewhere = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"})
+    elsewhere = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"})
     found = explain(elsewhere, alone, model_for(alone), SMALL)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("local, seed 0")

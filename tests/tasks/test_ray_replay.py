@@ -36,11 +36,11 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture
 def workload(tables):
     problem = Problem("replayed", tables, Topology((Device(64 * MIB),) * 2), SETTING.batch)
-    return lower(Plan(tuple(Placement(Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))), problem)
+    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))), problem)
 
 
 def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor_processes):
-    [smaller] = [lower(Plan(tuple(Placement(Shard.whole(t), (i,)) for i, t in enumerate(some))), Problem(
+    [smaller] = [lower(Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(some))), Problem(
         "replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch)) for some in (tables[2:4],)]
     with replaying(2, SETTING, CONFIG) as run:
         costs = run([workload, workload])

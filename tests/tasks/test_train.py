@@ -116,7 +116,7 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     found = neural.load("data/model")
     version = files.digest(replays.digests(Path("datasets/steps")))
     assert found.meta["steps"] == FEWEST_STEPS and found.meta["provenance"]["datasets"] == {"datasets/steps": version}
-    assert exchange.in_step(found.weights, "all_to_all", "forward") == pytest.approx(1.4, rel=1e-3)
+    assert exchange.in_step(found.weights, exchange.ALL_TO_ALL, "forward") == pytest.approx(1.4, rel=1e-3)
     said = "8: all-to-all forward 1.40, all-to-all backward 1.40"
     assert said in Path("data/card.md").read_text()
 

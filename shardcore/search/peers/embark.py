@@ -17,7 +17,7 @@ The public code once confuses rows with columns, where only one of both ways lea
 taken. Costs are at a device's speed, with the part's own, which on equal devices is the published rule. Its parts of rows are
 interleaved, on any number of devices; here they are ranges on all, which TorchRec trains: so rows are cut once, not doubled, and
 without columns, and tables ordered by frequency by columns alone. Tables that must stay whole, are kept together or pinned are
-never data-parallel. `packing` takes over where no round fits. Left out, as a Workload has no collectives within a host: the
+never data-parallel. `packing` takes over where no round fits. Left out: the
 hierarchical variant, and the concatenated unique rows that are its compression.
 
 Shapes: D devices.
@@ -32,12 +32,13 @@ from itertools import product
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.memory import free_bytes, shard_bytes
+from shardcore.layouts import Layout, even_rows, ways
+from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.greedy import looked_up
 from shardcore.search.peers.rates import exchange_ms, lookup_ms
-from shardcore.search.pieces import Item, dividing_devices, even_rows, items, placed, priced, to_plan
+from shardcore.search.pieces import Item, division, items, placed, priced, to_plan
 from shardcore.search.room import Room, freedom
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 
@@ -88,7 +89,7 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         search = _Search(problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest, replicas, meter)
         best = search.run(config.rounds)
         if best.stuck is None:
-            found = [*search.replicas, *placed(best.chosen, best.devices)]
+            found = [*search.replicas, *placed(best.chosen, best.devices, problem)]
             plans.append(priced(found, problem, model, algorithm="embark", seed=seed, packed=False,
                                 swept=[rows, search.ratio, narrowest], config=asdict(config)))
     if not plans:
@@ -114,15 +115,20 @@ def _replicas(problem: Problem, share: float) -> list[Table]:
     return small if sum(_replica_bytes(t, problem) for t in small) <= min(free_bytes(problem)) else []
 
 
+def replicating(problem: Problem) -> Layout:
+    """The kind that keeps a replica on every device."""
+    return next(layout for layout in ways(problem.topology) if not layout.divides_rows)
+
+
 def _replica_bytes(table: Table, problem: Problem) -> int:
-    return shard_bytes(Shard.whole(table), problem.local_batch, problem.optimizer, replicated=True)
+    return bytes_as(replicating(problem), Shard.whole(table), problem)
 
 
 class _Search:
     def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter) -> None:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
-        self.replicas = [Placement(Shard.whole(t), tuple(range(len(self.speed)))) for t in replicas]
+        self.replicas = [Placement(replicating(problem).name, Shard.whole(t), problem.topology.ranks) for t in replicas]
         taken = sum(_replica_bytes(t, problem) for t in replicas)
         self.free = [f - taken for f in free_bytes(problem)]
         self.tables = [t for t in problem.tables if t not in set(replicas)]
@@ -160,8 +166,8 @@ class _Search:
         return [{**grids, table: way} for way in ways if way]
 
     def _by_rows(self, table: Table) -> Grid | None:
-        devices = dividing_devices(table, self.problem)
-        return (len(devices), 1) if devices and not table.ordered and even_rows(table.rows, len(devices)) else None
+        whole = None if table.ordered else division(table, self.problem)
+        return (len(whole.devices), 1) if whole else None
 
     def _uniform(self) -> dict[Table, Grid] | None:
         """Every table by rows over all devices that may hold it; None where one cannot be, or the parts would take gigabytes."""

@@ -101,7 +101,7 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
-            plans += [priced(placed(program.items, d), problem, model, algorithm="milp", seed=seed, packed=packed,
+            plans += [priced(placed(program.items, d, problem), problem, model, algorithm="milp", seed=seed, packed=packed,
                              surrogate=surrogate, share=share if share < np.inf else None) for d in (start, devices)]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     shares = [s if s < np.inf else None for s in config.shares]

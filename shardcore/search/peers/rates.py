@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.search.greedy import looked_up
 from shardcore.types import OUTPUT_BYTES, Problem, Shard
-from shardcore.workload import Traffic
+from shardcore.workload import traffic_of_widths
 
 _COLUMNS = 256
 
@@ -31,7 +32,7 @@ def exchange_ms(problem: Problem, model: CostModel) -> float:
     n = len(problem.topology)
     columns = np.full((2, n), float(_COLUMNS))
     columns[1, 0] *= 2
-    traffic = Traffic.of_columns(columns * problem.global_batch * OUTPUT_BYTES)
+    traffic = traffic_of_widths({WHOLE_ROWS: columns}, problem)
     before, after = model.comm(traffic, np.zeros((2, n)), problem.topology).total_ms[:, 0]
     return float(after - before) / _COLUMNS
 

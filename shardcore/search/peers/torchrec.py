@@ -38,14 +38,15 @@ from typing import Any
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.memory import shard_bytes
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
+from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.greedy import looked_up
 from shardcore.search.peers.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.search.pieces import Item, even_rows, items, placed, priced, to_plan
+from shardcore.search.pieces import Item, items, placed, priced, to_plan
 from shardcore.search.room import Room, freedom, item_bytes
-from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
            "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")
@@ -111,32 +112,53 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
 
-def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], devices: Sequence[int]) -> list[Placement]:
+def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], topology: Topology) -> list[Placement]:
     """What TorchRec's plan of a collection places where, in our terms; to be consolidated.
 
-    shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is. tables: ours by these
-    names. devices: the device of each rank. Data-parallel tables are replicated on all devices, for TorchRec takes no account of
-    their ranks; every other kind says its shards in its sharding_spec, whose empty ones (more ranks than rows) are left out.
+    shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is.
+    tables: ours by these names.
 
-    Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, and a kind without shards.
+    Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, a sharding type that is no
+    kind's, and shards that are not as the type has them.
     """
     if missing := sorted(set(tables) ^ set(shardings)):
         raise ShardCoreError(f"the plan has tables {sorted(shardings)[:5]}, of {sorted(tables)[:5]} expected; differing are "
                              f"{missing[:5]}")
+    return [p for name, sharding in shardings.items() for p in _placed_as(sharding, tables[name], name, topology)]
+
+
+def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
+    layout = layout_of_torchrec(sharding.sharding_type)
+    if layout is None:
+        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type}; known are "
+                             f"{', '.join(t for k in LAYOUTS.values() for t in k.torchrec)}")
+    if layout.dense_gradient:  # TorchRec takes no account of ranks there
+        return [Placement((layout if len(topology) > 1 else WHOLE_ROWS).name, Shard.whole(table), topology.ranks)]
+    if sharding.sharding_spec is None:
+        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one")
+    parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    for part in sharding.sharding_spec.shards:
+        (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
+        if rows and columns:
+            device = _device(part.placement.rank(), topology.ranks, name)
+            parts.setdefault((column, column + columns), {})[device] = (row, row + rows)
     found = []
-    for name, sharding in shardings.items():
-        table = tables[name]
-        if sharding.sharding_type == "data_parallel":
-            found.append(Placement(Shard.whole(table), tuple(sorted(devices))))
-            continue
-        if sharding.sharding_spec is None:
-            raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one")
-        for part in sharding.sharding_spec.shards:
-            (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
-            if rows and columns:
-                shard = Shard(table, row, row + rows, column, column + columns)
-                found.append(Placement(shard, (_device(part.placement.rank(), devices, name),)))
+    for (low, high), ranges in parts.items():
+        if len(ranges) == 1:  # as on the only host, or device
+            layout = WHOLE_ROWS
+        elif tuple(ranges) == topology.ranks and layout.divides_rows:
+            layout = next(k for k in ways(topology) if k.divides_rows)
+        placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
+        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if _is_even(placement) else None
+        if ranges != expected:
+            raise ShardCoreError(f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; TorchRec runs "
+                                 f"{sharding.sharding_type} with even ranges only")
+        found.append(placement)
     return found
+
+
+def _is_even(placement: Placement) -> bool:
+    return not LAYOUTS[placement.kind].divides_rows or even_rows(placement.shard.rows, len(placement.devices)) is not None
 
 
 def _device(rank: int, devices: Sequence[int], name: str) -> int:
@@ -175,7 +197,7 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
         busy[where[-1]] += load(item)[where[-1]]
         for shard in item:
             room.put(shard, where[-1])
-    return _Given(frozenset(chosen), placed(order, where), np.maximum(room.left, 0), busy)
+    return _Given(frozenset(chosen), placed(order, where, problem), np.maximum(room.left, 0), busy)
 
 
 class _Theirs:
@@ -198,7 +220,7 @@ class _Theirs:
             EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n], data_type=precision)
             for n, t in self.names.items()])
         devices, hosts = problem.topology.devices, problem.topology.hosts
-        self.ranks = sorted(range(len(devices)), key=lambda d: hosts.index(devices[d].host))
+        self.ranks = problem.topology.ranks
         per_host = Counter(d.host for d in devices)
         self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
         self.bandwidths = self._bandwidths(model)
@@ -281,7 +303,7 @@ class _Theirs:
             plan = planner.plan(self.module, self.sharders)
         except PlannerError:
             return None
-        return placements_of(plan.plan[""], self.names, self.ranks)
+        return placements_of(plan.plan[""], self.names, self.problem.topology)
 
 
 @dataclass(frozen=True)
@@ -322,12 +344,11 @@ class _OurBytes:
 
         sharding_options.sort(key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
         for option in sharding_options:
-            replicated = option.sharding_type == "data_parallel" and option.num_shards > 1
-            batch = self.problem.local_batch if replicated else self.problem.global_batch
+            layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
             for part in option.shards:
                 (row, column), (rows, columns) = part.offset, part.size
-                n_bytes = shard_bytes(Shard(self.tables[option.name], row, row + rows, column, column + columns), batch,
-                                      self.problem.optimizer, replicated) if rows and columns else 0
+                shard = Shard(self.tables[option.name], row, row + rows, column, column + columns) if rows and columns else None
+                n_bytes = bytes_as(layout, shard, self.problem) if shard else 0
                 part.storage = Storage(hbm=n_bytes, ddr=0)
 
 

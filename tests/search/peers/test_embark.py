@@ -3,6 +3,7 @@
 import pytest
 
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import Budget
 from shardcore.search.peers.embark import EmbarkConfig, embark
@@ -26,7 +27,7 @@ def plan_of(problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32
 
 def parts(plan: Plan, name: str) -> list[tuple[int, int]]:
     """Rows and columns of each part of a table."""
-    return [(p.shard.rows, p.shard.width) for p in plan.placements if p.shard.table.name == name]
+    return [(s.rows, s.width) for p in plan.placements if p.shard.table.name == name for _, s in shards_on(p)]
 
 
 def test_the_first_round_is_greedy_and_later_ones_cut_the_hottest():
@@ -66,18 +67,18 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
     constraints = Constraints(unsplit=("whole",), pinned=(("pinned", (0, 1)),), together=(("one", "other"),))
     problem = problem_of(HOT, small, *bound, constraints=constraints)
     plan = plan_of(problem, rows=0.5)
-    assert {p.shard.table.name for p in plan.placements if len(p.devices) == 4} == {"small"}
+    assert {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"} == {"small"}
 
-    everywhere = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", replicated=True)
+    everywhere = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", dense_gradient=True)
     alone = shard_bytes(Shard.whole(small), BATCH, "exact_sgd")
     tight = problem_of(small, memory=(everywhere - 1,) * 3 + (alone,))
     sweep = EmbarkConfig(replicated_rows=(0.0, 0.5))
-    assert all(len(p.devices) == 1 for p in embark(tight, MODEL, config=sweep).placements)
+    assert all(p.kind == "column" for p in embark(tight, MODEL, config=sweep).placements)
 
 
 def test_replicas_take_room_from_what_is_placed():
     small, hot = Table("small", 20, 8, 1.0), shard_bytes(Shard.whole(HOT), BATCH, "exact_sgd")
-    copy = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", replicated=True)
+    copy = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", dense_gradient=True)
     problem = problem_of(HOT, small, memory=(hot, hot + copy - 1, hot + copy, hot), speeds=(2.0, 2.0, 1.0, 2.0),
                          constraints=Constraints(unsplit=("hot",)))
     plan = plan_of(problem, rows=0.5)

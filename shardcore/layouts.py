@@ -1,0 +1,191 @@
+"""Kinds of sharding: how shards of each kind run in a training step. One row a kind, and nothing else knows one.
+
+A step of TorchRec runs, on each device, one fused op for the shards of each kind, and one collective on each channel of
+that kind. A row of LAYOUTS says where such a shard may live, over which batch its op runs, what its channels carry, and
+what stays in memory. `lower`, memory checks, searches, replays, exports and reports read these rows.
+
+To add a kind: add a row. Where it brings a collective that nobody measured yet, measure that too.
+
+Shapes: C channels, D devices. A formula takes numbers or arrays of rows and widths alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, ShardCoreError, Topology
+
+WORLD, HOST, CROSS = "world", "host", "cross"
+"""Groups of a collective: all devices; those of one host; one device of each host, by their order on it."""
+
+Group = tuple[int, ...]
+"""Devices that share one shard, in the order in which row ranges are dealt out."""
+Bytes = Callable[[Any, Any, Problem], Any]
+"""(rows, width, problem) -> bytes that a device's part of a shard enters into a channel in one step."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A collective among groups of devices; each channel runs once forward and once backward, if at all.
+
+    collective: one of types.COLLECTIVES. The way back of a reduce-scatter is an all-gather; an all-reduce only runs backward.
+    group: WORLD, HOST or CROSS.
+    """
+
+    collective: str
+    group: str = WORLD
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return self.collective.replace("_", "-") + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A kind of sharding.
+
+    name: as placements and files say it.
+    words: what it does to a table, for people.
+    groups: the sets of devices that may share a shard.
+    divides_rows: whether each device of a group has an even range of the rows; else each has all of them.
+    cuts_columns: whether a shard may have some of the columns only.
+    local_batch: whether its op runs over a device's share of the batch; else over the global batch.
+    dense_gradient: whether a device keeps a gradient of the shard's size.
+    channels: what its shards enter into each channel.
+    torchrec: the sharding types that TorchRec runs so, that of a whole table first.
+    """
+
+    name: str
+    words: str
+    groups: Callable[[Topology], tuple[Group, ...]]
+    divides_rows: bool
+    cuts_columns: bool
+    local_batch: bool
+    dense_gradient: bool
+    channels: Mapping[Channel, Bytes]
+    torchrec: tuple[str, ...]
+
+    def batch(self, problem: Problem) -> int:
+        """Samples that its op runs over."""
+        return problem.local_batch if self.local_batch else problem.global_batch
+
+
+def _each_device(topology: Topology) -> tuple[Group, ...]:
+    return tuple((d,) for d in range(len(topology)))
+
+
+def _all_devices(topology: Topology) -> tuple[Group, ...]:
+    return (topology.ranks,)
+
+
+def _outputs(rows: Any, width: Any, problem: Problem) -> Any:
+    """Pooled outputs of the global batch."""
+    return problem.global_batch * OUTPUT_BYTES * width
+
+
+def _gradients(rows: Any, width: Any, problem: Problem) -> Any:
+    """A dense gradient of the shard."""
+    return OUTPUT_BYTES * rows * width
+
+
+LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
+    Layout("column", "all rows on one device", _each_device,
+           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False,
+           channels={Channel("all_to_all"): _outputs},
+           torchrec=("table_wise", "column_wise", "table_column_wise")),
+    Layout("row", "rows divided over all devices", _all_devices,
+           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False,
+           channels={Channel("reduce_scatter"): _outputs},
+           torchrec=("row_wise",)),
+    Layout("data_parallel", "a replica on every device", _all_devices,
+           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True,
+           channels={Channel("all_reduce"): _gradients},
+           torchrec=("data_parallel",)),
+)}
+"""The kinds by name. Ops, and collectives of one way, run in this order."""
+
+CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels))
+"""All channels, in the order in which arrays of bytes [C, ...] have them."""
+
+WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)
+"""The kind by which one device has all rows: what every search places most tables by."""
+
+
+def ways(topology: Topology) -> tuple[Layout, ...]:
+    """The kinds whose shards are always on all devices."""
+    return tuple(k for k in LAYOUTS.values() if len(topology) > 1 and k.groups(topology) == (topology.ranks,))
+
+
+def layout_of(kind: str) -> Layout:
+    """The row of a kind. Raises ShardCoreError naming one that is not known."""
+    if kind not in LAYOUTS:
+        raise ShardCoreError(f"placement has kind {kind!r}; known are {', '.join(LAYOUTS)}")
+    return LAYOUTS[kind]
+
+
+def layout_of_torchrec(sharding_type: str) -> Layout | None:
+    """The kind that TorchRec runs under a name; None for one that is not known."""
+    return next((layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec), None)
+
+
+def even_share(rows: int, n: int) -> int | None:
+    """Rows of each device but the last among which TorchRec divides a table over n: ceil(rows / n).
+
+    None where that leaves the last none, with which its kernels fail.
+    """
+    each = -(-rows // n)
+    return each if each * (n - 1) < rows else None
+
+
+def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
+    """The row ranges [lo, hi) of n devices, in their order; None as `even_share`."""
+    each = even_share(rows, n)
+    return each and [(i * each, min((i + 1) * each, rows)) for i in range(n)]
+
+
+def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
+    """Each device of a placement, and what it has of the shard."""
+    shard, devices = placement.shard, placement.devices
+    if not layout_of(placement.kind).divides_rows:
+        for device in devices:
+            yield device, shard
+        return
+    for device, (lo, hi) in zip(devices, even_rows(shard.rows, len(devices)) or (), strict=True):
+        yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
+
+
+def possible_groups(layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None) -> list[Group]:
+    """The groups of a kind that can share a table of so many rows; allowed: devices where it may live (None: all)."""
+    return [group for group in layout.groups(topology)
+            if (allowed is None or set(group) <= set(allowed))
+            and (not layout.divides_rows or even_share(rows, len(group)))]
+
+
+def require_placement(placement: Placement, problem: Problem) -> None:
+    """Raise ShardCoreError unless the placement's devices and cuts are those of its kind."""
+    layout, shard, devices = layout_of(placement.kind), placement.shard, placement.devices
+    what = f"plan places {shard.label} by {layout.name} on {device_names(devices)}"
+    if max(devices) >= len(problem.topology):
+        raise ShardCoreError(f"plan places {shard.label} on device {max(devices)}; "
+                             f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}")
+    if layout is WHOLE_ROWS and len(devices) == 1 and shard.full_rows:
+        return  # as most are
+    groups = layout.groups(problem.topology)
+    if not groups:
+        raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, 2 or more")
+    if devices not in groups:
+        shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
+        raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
+    if not shard.full_rows or not (layout.cuts_columns or shard.width == shard.table.dim):
+        raise ShardCoreError(f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} of the table")
+    if layout.divides_rows and not even_share(shard.rows, len(devices)):
+        raise ShardCoreError(f"{what}; {shard.rows} rows in even ranges would leave the last of {len(devices)} devices none")
+
+
+def device_names(devices: Sequence[int]) -> str:
+    """Devices for people, the first few of many."""
+    shown = ", ".join(map(str, devices[:8])) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
+    return f"device{'s' * (len(devices) > 1)} {shown}"

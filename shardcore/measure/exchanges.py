@@ -1,0 +1,140 @@
+"""The exchanges of a replayed step: how a rank takes part in each channel of layouts, with buffers of its own.
+
+The channels of a kind form a chain. Forward, what arrives over one is what enters the next; backward, gradients go the other
+way. Gloo on CPU; NCCL has the same interface and has not been run here.
+
+Shapes: n ranks of a group, B global batch, W columns of an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardcore.layouts import CHANNELS, CROSS, HOST, LAYOUTS, WORLD, Channel
+from shardcore.measure.collectives import all_gather, reduce_scatter
+from shardcore.types import OUTPUT_BYTES, Topology
+from shardcore.workload import Workload
+
+Full = Callable[[Sequence[int]], torch.Tensor]
+"""Makes a buffer of some shape."""
+Groups = Mapping[str, "tuple[Sequence[int], dist.ProcessGroup | None]"]
+"""By layouts.HOST and the like: the ranks of the own group, and torch's name for it (None: all ranks)."""
+
+
+class Exchange(Protocol):
+    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
+        """What arrives, for what this rank enters (None: nothing)."""
+
+    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradients of what it entered, in `into` where that has their shape. gradients: of what arrived (None: the dense
+        part's)."""
+
+
+def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
+    """The own groups for some channels. All ranks of the gang have to call this together, ranks being devices."""
+    found: dict[str, tuple[Sequence[int], dist.ProcessGroup | None]] = {WORLD: (range(len(topology)), None)}
+    on_hosts = topology.on_hosts
+    of = {HOST: on_hosts, CROSS: tuple(zip(*on_hosts, strict=True)) if topology.equal_hosts else ()}
+    for name in (n for n in (HOST, CROSS) if any(c.group == n for c in channels)):
+        for ranks in of[name]:
+            made = dist.new_group(list(ranks))
+            if rank in ranks:
+                found[name] = ranks, made
+    return found
+
+
+def used_channels(workload: Workload) -> list[Channel]:
+    """Those that carry something."""
+    several = len(workload.ops) > 1
+    return [c for c, sent in zip(CHANNELS, workload.traffic, strict=True) if several and sent.any()]
+
+
+def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[str, list[Exchange]]:
+    """The exchanges of each kind that carry something, in the order of layouts."""
+    used = used_channels(workload)
+    return {kind: [_EXCHANGES[c.collective](workload, c, rank, full, own_groups[c.group]) for c in layout.channels]
+            for kind, layout in LAYOUTS.items() if set(layout.channels) & set(used)}
+
+
+def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Tensor | None:
+    for exchange in chain:
+        outputs = exchange.forward(outputs)
+    return outputs
+
+
+def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
+    gradients = None
+    for i, exchange in reversed(list(enumerate(chain))):
+        gradients = exchange.backward(gradients, None if i else into)
+
+
+class _AllToAll:
+    """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples are."""
+
+    def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
+                 group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
+        ranks, self._group = group
+        local = workload.global_batch // len(workload.ops)
+        elements = [round(workload.traffic[CHANNELS.index(channel), r] / OUTPUT_BYTES) for r in ranks]
+        columns = [n // (local * len(ranks)) for n in elements]
+        self._none, self._entered, self._sent = full((0,)), full((elements[ranks.index(rank)],)), full((local * sum(columns),))
+        self._arrived = torch.empty_like(self._sent)
+        self._mine, self._theirs = [local * columns[ranks.index(rank)]] * len(ranks), [local * width for width in columns]
+
+    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
+        entered = self._none if outputs is None else outputs.view(-1)
+        dist.all_to_all_single(self._arrived, entered, self._theirs, self._mine, group=self._group)
+        return self._arrived
+
+    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+        back = self._entered if into is None else into.view(-1)
+        dist.all_to_all_single(back, self._sent if gradients is None else gradients, self._mine, self._theirs,
+                               group=self._group)
+        return back
+
+
+class _ReduceScatter:
+    """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer columns pads, for
+    every rank gives as much."""
+
+    def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
+                 group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
+        ranks, self._group = group
+        batch = workload.global_batch
+        width = max(round(workload.traffic[CHANNELS.index(channel), r] / (batch * OUTPUT_BYTES)) for r in ranks)
+        self._padded, self._sent = full((batch, width)), full((batch // len(ranks), width))
+        self._arrived = torch.empty_like(self._sent)
+
+    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
+        reduce_scatter(self._arrived, self._as_wide(outputs), self._group)
+        return self._arrived
+
+    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+        back, own = self._as_wide(into), self._sent
+        all_gather(back, own if gradients is None else gradients.view(own.shape), self._group)
+        return back
+
+    def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        return tensor if tensor is not None and tensor.shape == self._padded.shape else self._padded
+
+
+class _AllReduce:
+    """Dense gradients summed, backward only."""
+
+    def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
+                 group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
+        self._dense, self._group = full((round(workload.traffic[CHANNELS.index(channel), rank] / OUTPUT_BYTES),)), group[1]
+
+    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
+        return outputs
+
+    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+        dist.all_reduce(self._dense, group=self._group)
+        return into
+
+
+_EXCHANGES = {"all_to_all": _AllToAll, "reduce_scatter": _ReduceScatter, "all_reduce": _AllReduce}

@@ -1,0 +1,88 @@
+"""Plan files of version 1 (to November 2026): placements without a kind of sharding.
+
+Then the kind followed from the geometry. A shard on several devices was a replica on each. A range of rows was one of
+several, one on each device; they ran as if divided over all devices, even where they were those of one host. The latter are
+read as what TorchRec runs for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of, shards_on, ways
+from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table
+
+
+@dataclass(frozen=True)
+class PlacedShard:
+    """A placement in a plan's file: [low, high) rows and columns."""
+
+    table: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan's file."""
+
+    problem: str
+    problem_digest: str
+    provenance: Mapping[str, Any]
+    placements: tuple[PlacedShard, ...]
+
+
+def placements(file: PlanFile, problem: Problem) -> tuple[Placement, ...]:
+    """The same plan with kinds. Raises ShardCoreError for rows that no kind divides so, and for a shard out of its table.
+
+    The tables of the file have to be the problem's.
+    """
+    tables, found = {t.name: t for t in problem.tables}, []
+    ranges: dict[tuple[Table, int, int], list[tuple[Shard, int]]] = defaultdict(list)
+    replicated = next((k for k in ways(problem.topology) if not k.divides_rows), WHOLE_ROWS)
+    for p in file.placements:
+        shard = Shard(tables[p.table], *p.rows, *p.columns)
+        if len(p.devices) > 1:
+            everywhere = problem.topology.ranks
+            same = sorted(p.devices) == sorted(everywhere)
+            found.append(Placement(replicated.name, shard, everywhere if same else p.devices))
+        elif shard.full_rows:
+            found.append(Placement(WHOLE_ROWS.name, shard, p.devices))
+        else:
+            ranges[shard.table, shard.col_lo, shard.col_hi] += [(shard, d) for d in p.devices]
+    found += [_divided(parts, problem) for parts in ranges.values()]
+    return tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.col_lo, p.shard.col_hi, p.devices)))
+
+
+def placed_shards(plan: Plan) -> list[dict[str, Any]]:
+    """What a plan places where, as a file of version 1 said it: by this, whoever made the plan, kept replays know it."""
+    found = []
+    for p in plan.placements:
+        if layout_of(p.kind).divides_rows:
+            found += [(shard, (d,)) for d, shard in shards_on(p)]
+        else:
+            found.append((p.shard, tuple(sorted(p.devices))))
+    found.sort(key=lambda x: (x[0].table.name, x[0].row_lo, x[0].row_hi, x[0].col_lo, x[0].col_hi, x[1]))
+    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi], "devices": list(devices)}
+            for s, devices in found]
+
+
+def _divided(parts: Sequence[tuple[Shard, int]], problem: Problem) -> Placement:
+    """Row ranges as one placement. Which of them a device had does not matter where rows are not ordered."""
+    first, devices = parts[0][0], {d for _, d in parts}
+    table, sizes = first.table, sorted(s.rows for s, _ in parts)
+    for layout in LAYOUTS.values():
+        for group in layout.groups(problem.topology) if layout.divides_rows else ():
+            even = even_rows(table.rows, len(group)) if set(group) == devices and len(parts) == len(group) else None
+            if even is None:
+                continue
+            found = Placement(layout.name, Shard(table, 0, table.rows, first.col_lo, first.col_hi), group)
+            same_sizes = sizes == sorted(hi - lo for lo, hi in even) and sum(sizes) == table.rows
+            if same_sizes and not table.ordered or set(parts) == {(s, d) for d, s in shards_on(found)}:
+                return found
+    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(parts)} ranges of {sizes[:4]} on {len(devices)} "
+                         "devices; TorchRec divides them evenly, over all devices or those of a host: plan again")

@@ -1,0 +1,70 @@
+"""Greedy construction: pieces one by one, each to the device that it leaves least loaded.
+"""
+
+import numba
+import numpy as np
+from numba import njit
+
+from shardcore.compiling import OPTIONS, inner
+from shardcore.search.anneal.cost import total_of
+from shardcore.search.anneal.records import HEAD, PROBLEM, STATE
+from shardcore.search.anneal.state import hold
+
+
+@inner
+def exchange(fx, st, d, k, more):
+    """ms that a device's and its host's widths make of the exchanges, were they the largest, with so much more of a kind."""
+    ms = 0.0
+    for j in range(st.width.shape[1]):
+        width = more if j == k else 0
+        ms += (fx.own[j] + fx.busiest[j]) * (st.width[d, j] + width) + fx.host_busiest[j] * (st.hosts[fx.host[d], j] + width)
+    return ms
+
+
+@njit(numba.boolean(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
+def greedy(head, fx, st, pieces):
+    """Add pieces [N, 2] (strip, units) in their order, each to the device that it leaves least loaded, exchanges included; False
+    where one fits nowhere. Of devices that hold nothing and are equal, one is looked at."""
+    n_devices = len(st.load)
+    for i in range(len(pieces)):
+        s, units = pieces[i, 0], pieces[i, 1]
+        k, least, best, best_ms = fx.kind[s], np.inf, -1, 0.0
+        seen_empty = -1
+        for d in range(n_devices):
+            now = st.held[s, d] + units
+            if len(fx.allowed) > 0 and not fx.allowed[s, d]:
+                continue
+            was, then = fx.part[s, st.held[s, d]], fx.part[s, now]
+            if st.used[d] + fx.part_bytes[then] - fx.part_bytes[was] > fx.free[d]:
+                continue
+            if st.count[d] == 0:
+                e = seen_empty
+                if e >= 0 and fx.speed[e] == fx.speed[d] and fx.host[e] == fx.host[d] and fx.free[e] >= fx.free[d]:
+                    continue
+                seen_empty = d
+            held_ms = total_of(st.ms[d])
+            shared = st.shared_ms[d]
+            lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, 0, 0)
+            if lower >= least:
+                continue
+            for f in range(st.sums.shape[2]):
+                st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
+            ms = head(st.trial_sums[0, 0], fx.parameters)
+            after = (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d] + st.own_ms[d] + exchange(
+                fx, st, d, k, fx.part_width[then] - fx.part_width[was])
+            if after < least:
+                least, best, best_ms = after, d, ms
+        if best < 0:
+            return False
+        was = fx.part[s, st.held[s, best]]
+        hold(fx, st, s, best, st.held[s, best] + units)
+        then = fx.part[s, st.held[s, best]]
+        for f in range(st.sums.shape[2]):
+            st.sums[best, k, f] += fx.codes[then, f] - fx.codes[was, f]
+        st.ms[best, k] = best_ms
+        more = fx.part_width[then] - fx.part_width[was]
+        st.width[best, k] += more
+        st.hosts[fx.host[best], k] += more
+        st.all_width[k] += more
+        st.used[best] += fx.part_bytes[then] - fx.part_bytes[was]
+    return True

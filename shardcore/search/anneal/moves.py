@@ -1,0 +1,225 @@
+"""Changes of two devices: what is proposed, what it would cost, and carrying it out.
+"""
+
+import numpy as np
+from numba import njit
+
+from shardcore.compiling import inner
+from shardcore.search.anneal.cost import copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.records import BYTES_MOVED, MOST_EDITS, N_MOVED, WIDEST, WORST
+from shardcore.search.anneal.state import hold, moved_of, note
+
+
+@inner
+def uniform(st):
+    x = st.random[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    st.random[0] = x
+    return ((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@njit(inline="always")
+def below(st, n):
+    return min(int(uniform(st) * n), n - 1)
+
+
+@njit(inline="always")
+def edit(st, i, s, d, units):
+    st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
+
+
+@inner
+def other_holder(st, s, a):
+    """Another device that holds some of a strip, looked for among 64; -1 where there is none."""
+    n = len(st.load)
+    d = below(st, n)
+    for _ in range(min(n, 64)):
+        if d != a and st.held[s, d] > 0:
+            return d
+        d = d + 1 if d + 1 < n else 0
+    return -1
+
+
+@inner
+def propose(fx, st):
+    """Edits of two devices: (a, b, how many); none where the draw leads nowhere."""
+    n = len(st.load)
+    u = uniform(st)
+    if u < 0.5:
+        a = st.number[WORST]
+    elif u < 0.65:
+        k = 0 if u <= 0.6 else 1  # of a second kind less often; where there is none, the first device
+        a = st.number[WIDEST + k] if k < st.width.shape[1] else 0
+    else:
+        a = below(st, n)
+    if st.count[a] == 0:
+        return 0, 0, 0
+    s = st.items[a, below(st, st.count[a])]
+    units, size = int(st.held[s, a]), fx.size[s]
+    b = below(st, n)
+    c = below(st, n)
+    if uniform(st) < 0.7 and st.load[c] < st.load[b]:
+        b = c
+    if units < size and uniform(st) < 0.25:
+        c = other_holder(st, s, a)
+        if c >= 0:
+            b = c
+    if a == b:
+        return 0, 0, 0
+    part = units
+    if fx.may_split[s] and units > 1 and uniform(st) < 0.4:  # some of it
+        part = units // 2 if fx.halves or uniform(st) < 0.3 else 1 + below(st, units - 1)
+    edit(st, 0, s, a, units - part)
+    edit(st, 1, s, b, st.held[s, b] + part)
+    u = uniform(st)
+    if u < 0.15 and len(fx.kept) == 0:
+        return a, b, trade(fx, st, s, a, b, part)
+    if u < 0.6 and st.count[b] > 0:  # for something else
+        r = st.items[b, below(st, st.count[b])]
+        if r == s:
+            return 0, 0, 0
+        back = int(st.held[r, b])
+        if fx.may_split[r] and back > 1 and uniform(st) < 0.2:
+            back = back // 2 if fx.halves else 1 + below(st, back - 1)
+        edit(st, 2, r, b, st.held[r, b] - back)
+        edit(st, 3, r, a, st.held[r, a] + back)
+        return a, b, 4
+    return a, b, 2
+
+
+@inner
+def trade(fx, st, s, a, b, part):
+    """How many edits give so much of a strip to b for several others that cost about as much: what makes room for a part of a
+    table that outweighs a device."""
+    want = fx.added_ms[fx.part[s, part]] * (0.3 + 0.8 * uniform(st))
+    n, i = 2, below(st, max(st.count[b], 1))
+    for _ in range(st.count[b]):
+        i = i + 1 if i + 1 < st.count[b] else 0
+        r = st.items[b, i]
+        ms = fx.added_ms[fx.part[r, st.held[r, b]]]
+        if r != s and ms <= want:
+            edit(st, n, r, b, 0)
+            edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
+            want -= ms
+            n += 2
+            if n + 2 > MOST_EDITS:
+                break
+    return n
+
+
+@inner
+def moves_too_much(fx, st, n):
+    """Whether n edits move more than they may, all of tables of which at most two are concerned."""
+    a = b = -1
+    more_a = more_b = 0
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, st.held[s, d])
+        t = fx.table[s]
+        if a < 0 or a == t:
+            a = t
+            more_a += more
+        else:
+            b = t
+            more_b += more
+    tables = st.number[N_MOVED]
+    if a >= 0:
+        tables += int(st.moved[a] + more_a > 0) - int(st.moved[a] > 0)
+    if b >= 0:
+        tables += int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)
+    too_many = tables > fx.most_moved[0] and tables > st.number[N_MOVED]
+    return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_moved[1] and more_a + more_b > 0)
+
+
+@inner
+def try_edits(head, fx, st, a, b, n):
+    """The energy after n edits (strip, device a or b, units then), inf where they are not allowed; fills trial_*."""
+    for i in range(n):
+        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
+        if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
+            return np.inf
+    st.trial_used[0], st.trial_used[1] = st.used[a], st.used[b]
+    n_kinds = st.width.shape[1]
+    for k in range(n_kinds):
+        st.trial_width[0, k], st.trial_width[1, k] = st.width[a, k], st.width[b, k]
+    touched = 0
+    for i in range(n):
+        s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
+        slot = 0 if d == a else 1
+        was, then, k = fx.part[s, st.held[s, d]], fx.part[s, now], fx.kind[s]
+        st.trial_used[slot] += fx.part_bytes[then] - fx.part_bytes[was]
+        st.trial_width[slot, k] += fx.part_width[then] - fx.part_width[was]
+        touched |= 1 << (n_kinds * slot + k)
+    if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (
+            st.trial_used[1] > fx.free[b] and st.trial_used[1] > st.used[b]):
+        return np.inf
+    if len(fx.kept) > 0 and moves_too_much(fx, st, n):
+        return np.inf
+    n_features = st.sums.shape[2]
+    for slot in range(2):
+        d = a if slot == 0 else b
+        for k in range(n_kinds):
+            st.trial_ms[slot, k] = st.ms[d, k]
+            for f in range(n_features):
+                st.trial_sums[slot, k, f] = st.sums[d, k, f]
+            if touched >> (n_kinds * slot + k) & 1:
+                if st.trial_width[slot, k] == 0:
+                    for f in range(n_features):
+                        st.trial_sums[slot, k, f] = 0.0
+                    st.trial_ms[slot, k] = 0.0
+                    continue
+                for i in range(n):
+                    s = st.edit[i, 0]
+                    if st.edit[i, 1] == d and fx.kind[s] == k:
+                        was, then = fx.part[s, st.held[s, d]], fx.part[s, st.edit[i, 2]]
+                        for f in range(n_features):
+                            st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
+                st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)
+        st.trial_load[slot] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_width[slot])
+    norm, ref = st.trial_norm, st.ref
+    copy_norm(norm, st.norm)
+    for k in range(n_kinds):
+        st.trial_all_width[k] = st.all_width[k]
+    for slot in range(2):
+        d = a if slot == 0 else b
+        norm[0, 0] += power(st.trial_load[slot] / ref[0, 0]) - power(st.load[d] / ref[0, 0])
+        for k in range(n_kinds):
+            more = st.trial_width[slot, k] - st.width[d, k]
+            if more != 0:
+                st.trial_all_width[k] += more
+                if fx.busiest[k] > 0.0:
+                    norm[1, k] += power(st.trial_width[slot, k] / ref[1, k]) - power(st.width[d, k] / ref[1, k])
+    if len(st.hosts) > 1:
+        x, y = fx.host[a], fx.host[b]
+        for k in range(n_kinds):
+            if fx.host_busiest[k] > 0.0:
+                more = st.trial_width[0, k] - st.width[a, k]
+                also = st.trial_width[1, k] - st.width[b, k]
+                if x == y:
+                    more, also = more + also, 0
+                norm[2, k] += power((st.hosts[x, k] + more) / ref[2, k]) - power(st.hosts[x, k] / ref[2, k])
+                norm[2, k] += power((st.hosts[y, k] + also) / ref[2, k]) - power(st.hosts[y, k] / ref[2, k])
+    return energy_of(fx, ref, norm, st.trial_all_width, st.group_size)
+
+
+@inner
+def accept(fx, st, a, b, n):
+    """Carry out the edits that try_edits tried last."""
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        note(st, s, d, st.held[s, d])
+        hold(fx, st, s, d, st.edit[i, 2])
+    for slot in range(2):
+        d = a if slot == 0 else b
+        for k in range(st.width.shape[1]):
+            st.hosts[fx.host[d], k] += st.trial_width[slot, k] - st.width[d, k]
+            st.all_width[k] += st.trial_width[slot, k] - st.width[d, k]
+            st.width[d, k] = st.trial_width[slot, k]
+            st.ms[d, k] = st.trial_ms[slot, k]
+            for f in range(st.sums.shape[2]):
+                st.sums[d, k, f] = st.trial_sums[slot, k, f]
+        st.used[d] = st.trial_used[slot]
+        st.load[d] = st.trial_load[slot]
+    copy_norm(st.norm, st.trial_norm)

@@ -1,0 +1,49 @@
+"""Simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983).
+"""
+
+import math
+
+import numba
+from numba import njit
+
+from shardcore.compiling import OPTIONS
+from shardcore.search.anneal.cost import cost_of
+from shardcore.search.anneal.moves import accept, propose, try_edits, uniform
+from shardcore.search.anneal.records import BEST, ENERGY, HEAD, LOG, MOST_EDITS, PROBLEM, STATE
+from shardcore.search.anneal.shared_moves import change_shared
+from shardcore.search.anneal.state import recompute, undo
+
+SHARED_TRIALS = 0.1
+"""Share of the trials that concern tables that groups share."""
+
+
+@njit(numba.float64(HEAD, PROBLEM, STATE, numba.int64, numba.float64, numba.float64), **OPTIONS)
+def anneal(head, fx, st, trials, hot_ms, cold_ms):
+    """Try so many changes, the temperature falling from hot_ms to cold_ms; returns the cost of the best plan met."""
+    # Changes of what groups share take time for each device, and there are fewer of them.
+    often = min(SHARED_TRIALS, 2.0 / len(st.load)) if fx.may_share.any() else 0.0
+    temperature, cooling = hot_ms, (cold_ms / hot_ms) ** (1.0 / max(trials, 1))
+    for _ in range(trials):
+        temperature *= cooling
+        threshold = st.value[ENERGY] - temperature * math.log(max(uniform(st), 1e-300))
+        if often > 0.0 and uniform(st) < often:
+            if not change_shared(head, fx, st, threshold):
+                continue
+        else:
+            a, b, n = propose(fx, st)
+            if n == 0:
+                continue
+            energy = try_edits(head, fx, st, a, b, n)
+            if energy >= threshold:
+                continue
+            accept(fx, st, a, b, n)
+            st.value[ENERGY] = energy
+        cost = cost_of(fx, st)
+        if cost < st.value[BEST]:
+            st.value[BEST] = cost
+            st.number[LOG] = 0
+        elif st.number[LOG] + MOST_EDITS > len(st.log):  # begin again from the best
+            undo(fx, st)
+            recompute(head, fx, st)
+            cost_of(fx, st)
+    return st.value[BEST]

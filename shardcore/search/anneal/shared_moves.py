@@ -1,0 +1,144 @@
+"""Changes of what groups of devices share: a table comes to a group, leaves it, or goes from one to another.
+
+Each alters every device of the group, so there are fewer of these.
+"""
+
+from shardcore.compiling import inner
+from shardcore.search.anneal.cost import copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.moves import below, uniform
+from shardcore.search.anneal.records import N_SHARED, WORST
+from shardcore.search.anneal.state import hold, note, recompute, set_group
+
+
+@inner
+def propose_shared(fx, st):
+    """A change of what groups share: (leaves, from, comes, to, b). The strip `leaves` goes from one group to another or, where
+    that is the same or -1, to device b; the strip `comes` goes from b to a group. -1: none. All -1: the draw leads nowhere."""
+    n, n_shared = len(st.load), st.number[N_SHARED]
+    b, leaves, comes, y = below(st, n), -1, -1, 0
+    nothing = (-1, -1, -1, -1, -1)
+    if uniform(st) < 0.5:
+        b = st.number[WORST]
+    if n_shared > 0 and uniform(st) < 0.6:
+        leaves = st.shared[below(st, n_shared)]
+        y = fx.group_layout[st.group[leaves]]
+        c = below(st, n)
+        b = c if st.load[c] < st.load[b] else b
+        if not fx.may_share[y, leaves]:
+            return nothing
+        start, to = st.group[leaves], fx.group_of[y, b]
+        if to != start and uniform(st) < 0.5:
+            return leaves, start, -1, to, b
+    if (leaves < 0 or uniform(st) < 0.6) and st.count[b] > 0:
+        comes = st.items[b, below(st, st.count[b])]
+        if leaves < 0:
+            y = below(st, len(fx.shared_once))
+        if not fx.may_share[y, comes] or st.held[comes, b] != fx.size[comes] or fx.group_of[y, b] < 0:
+            return nothing
+    if leaves < 0 and comes < 0:
+        return nothing
+    start = st.group[leaves] if leaves >= 0 else -1
+    to = -1
+    if comes >= 0:
+        to = start
+        if leaves < 0:  # most often to the group that b is of
+            to = fx.group_of[y, b]
+            c = fx.group_of[y, below(st, n)] if len(st.group_size) > len(fx.shared_once) else to
+            if c != to and c >= 0 and uniform(st) < 0.5:
+                to = c
+    return leaves, start, comes, to, b
+
+
+@inner
+def try_group(head, fx, st, slot, g, leaves, comes):
+    """Fill trial_group_*[slot] with a group after a strip leaves it, and another comes (-1: none)."""
+    y = fx.group_layout[g]
+    st.trial_group_size[g] = st.group_size[g]
+    for f in range(st.group_sums.shape[1]):
+        st.trial_group_sums[slot, f] = st.group_sums[g, f]
+    if leaves >= 0:
+        st.trial_group_size[g] -= fx.shared_size[y, leaves]
+        for f in range(st.group_sums.shape[1]):
+            st.trial_group_sums[slot, f] -= fx.shared_codes[y, leaves, f]
+    if comes >= 0:
+        st.trial_group_size[g] += fx.shared_size[y, comes]
+        for f in range(st.group_sums.shape[1]):
+            st.trial_group_sums[slot, f] += fx.shared_codes[y, comes, f]
+    some = st.trial_group_size[g] > 0.0
+    st.trial_group_ms[slot] = head(st.trial_group_sums[slot], fx.parameters) if some else 0.0
+
+
+@inner
+def change_shared(head, fx, st, threshold):
+    """Try a change of what groups share; make it so if the energy then is below the threshold."""
+    leaves, start, comes, to, b = propose_shared(fx, st)
+    if b < 0:
+        return False
+    moves = leaves >= 0 and comes < 0 and to >= 0  # from group to group
+    n, n_features, norm, ref = len(st.load), st.sums.shape[2], st.trial_norm, st.ref
+    y = fx.group_layout[start if start >= 0 else to]
+    for g in range(len(st.group_size)):
+        st.trial_group_size[g] = st.group_size[g]
+    if start >= 0:
+        try_group(head, fx, st, 0, start, leaves, comes if to == start else -1)
+    if to >= 0 and to != start:
+        try_group(head, fx, st, 1, to, -1, leaves if moves else comes)
+    width, more_on_b = st.trial_width[0], 0
+    for k in range(len(width)):
+        width[k] = st.width[b, k]
+    for f in range(n_features):
+        st.trial_sums[0, 0, f] = st.sums[b, 0, f]
+    if leaves >= 0 and not moves:
+        if len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
+            return False
+        p = fx.part[leaves, fx.size[leaves]]
+        more_on_b += fx.part_bytes[p]
+        width[0] += fx.part_width[p]
+        for f in range(n_features):
+            st.trial_sums[0, 0, f] += fx.codes[p, f]
+    if comes >= 0:
+        p = fx.part[comes, fx.size[comes]]
+        more_on_b -= fx.part_bytes[p]
+        width[0] -= fx.part_width[p]
+        for f in range(n_features):
+            st.trial_sums[0, 0, f] -= fx.codes[p, f]
+    ms = head(st.trial_sums[0, 0], fx.parameters) if width[0] > 0 else 0.0
+    out_bytes = fx.shared_bytes[y, leaves] if leaves >= 0 else 0
+    in_bytes = (fx.shared_bytes[y, leaves] if moves else fx.shared_bytes[y, comes]) if to >= 0 else 0
+    copy_norm(norm, st.norm)
+    norm[0, 0] = 0.0
+    for d in range(n):
+        g, more = fx.group_of[y, d], more_on_b if d == b else 0
+        shared_ms, own_ms = st.shared_ms[d], st.own_ms[d]
+        if g >= 0 and (g == start or g == to):
+            shared_ms += st.trial_group_ms[0 if g == start else 1] - st.group_ms[g]
+            own_ms += fx.shared_own[y] * (st.trial_group_size[g] - st.group_size[g])
+            more += (in_bytes if g == to else 0) - (out_bytes if g == start else 0)
+        if more > 0 and st.used[d] + more > fx.free[d]:
+            return False
+        if d == b:
+            load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, 0], width)
+        else:
+            load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.width[d])
+        norm[0, 0] += power(load / ref[0, 0])
+    norm[1, 0] += power(width[0] / ref[1, 0]) - power(st.width[b, 0] / ref[1, 0])
+    h, wider = fx.host[b], width[0] - st.width[b, 0]
+    norm[2, 0] += power((st.hosts[h, 0] + wider) / ref[2, 0]) - power(st.hosts[h, 0] / ref[2, 0])
+    for k in range(len(width)):
+        st.trial_all_width[k] = st.all_width[k]
+    st.trial_all_width[0] += wider
+    if energy_of(fx, ref, norm, st.trial_all_width, st.trial_group_size) >= threshold:
+        return False
+    if leaves >= 0:
+        note(st, leaves, -1, start)
+        set_group(st, leaves, to if moves else -1)
+        if not moves:
+            note(st, leaves, b, 0)
+            hold(fx, st, leaves, b, fx.size[leaves])
+    if comes >= 0:
+        note(st, comes, b, fx.size[comes])
+        hold(fx, st, comes, b, 0)
+        note(st, comes, -1, -1)
+        set_group(st, comes, to)
+    recompute(head, fx, st)
+    return True

@@ -1,0 +1,172 @@
+"""A plan kept up to date: what devices hold and groups share, what follows from it, and the way back to the best plan met.
+"""
+
+import numba
+from numba import njit
+
+from shardcore.compiling import OPTIONS, inner
+from shardcore.search.anneal.cost import cost_of, energy_of, load_of, power, total_of
+from shardcore.search.anneal.records import BEST, BYTES_MOVED, ENERGY, HEAD, LOG, N_MOVED, N_SHARED, PROBLEM, STATE
+
+
+@inner
+def moved_of(fx, s, d, units):
+    """Bytes of a strip that came to a device when it holds so many units."""
+    return max(0, units - fx.kept[s, d]) * fx.weight[s]
+
+
+@inner
+def hold(fx, st, s, d, units):
+    """Set what a device holds of a strip, with the lists that follow."""
+    was = st.held[s, d]
+    if len(fx.kept) > 0:
+        t = fx.table[s]
+        more = moved_of(fx, s, d, units) - moved_of(fx, s, d, was)
+        st.number[N_MOVED] += int(st.moved[t] + more > 0) - int(st.moved[t] > 0)
+        st.number[BYTES_MOVED] += more
+        st.moved[t] += more
+    st.held[s, d] = units
+    if was == 0 and units > 0:
+        st.items[d, st.count[d]] = s
+        st.count[d] += 1
+    elif was > 0 and units == 0:
+        i = 0
+        while st.items[d, i] != s:
+            i += 1
+        st.count[d] -= 1
+        st.items[d, i] = st.items[d, st.count[d]]
+
+
+@inner
+def set_group(st, s, group):
+    """Have a group share a strip, or none (-1)."""
+    if st.group[s] < 0:
+        st.shared[st.number[N_SHARED]] = s
+        st.number[N_SHARED] += 1
+    elif group < 0:
+        i = 0
+        while st.shared[i] != s:
+            i += 1
+        st.number[N_SHARED] -= 1
+        st.shared[i] = st.shared[st.number[N_SHARED]]
+    st.group[s] = group
+
+
+@inner
+def note(st, s, d, was):
+    at = st.number[LOG]
+    st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, was
+    st.number[LOG] += 1
+
+
+@inner
+def undo(fx, st):
+    """Back to the best plan met, but for what follows from `held` and `group`."""
+    while st.number[LOG] > 0:
+        st.number[LOG] -= 1
+        s, d, was = st.log[st.number[LOG], 0], st.log[st.number[LOG], 1], st.log[st.number[LOG], 2]
+        if d < 0:
+            set_group(st, s, was)
+        else:
+            hold(fx, st, s, d, was)
+
+
+@inner
+def recompute_groups(head, fx, st):
+    st.group_sums[:] = 0.0
+    st.group_size[:] = 0.0
+    st.group_bytes[:] = 0
+    for i in range(st.number[N_SHARED]):
+        s = st.shared[i]
+        g = st.group[s]
+        y = fx.group_layout[g]
+        st.group_size[g] += fx.shared_size[y, s]
+        st.group_bytes[g] += fx.shared_bytes[y, s]
+        for f in range(st.group_sums.shape[1]):
+            st.group_sums[g, f] += fx.shared_codes[y, s, f]
+    for g in range(len(st.group_size)):
+        st.group_ms[g] = head(st.group_sums[g], fx.parameters) if st.group_size[g] > 0.0 else 0.0
+    st.shared_ms[:] = 0.0
+    st.own_ms[:] = 0.0
+    for y in range(len(fx.shared_once)):
+        for d in range(len(st.load)):
+            g = fx.group_of[y, d]
+            if g >= 0:
+                st.shared_ms[d] += st.group_ms[g]
+                st.own_ms[d] += fx.shared_own[y] * st.group_size[g]
+
+
+@inner
+def recompute(head, fx, st):
+    """Everything that follows from `held`, computed anew; the norms are taken relative to the means."""
+    n_devices, n_kinds = st.width.shape
+    recompute_groups(head, fx, st)
+    st.used[:] = 0
+    for y in range(len(fx.shared_once)):
+        for d in range(n_devices):
+            if fx.group_of[y, d] >= 0:
+                st.used[d] += st.group_bytes[fx.group_of[y, d]]
+    st.hosts[:] = 0
+    st.all_width[:] = 0
+    for d in range(n_devices):
+        st.sums[d] = 0.0
+        st.width[d] = 0
+        for i in range(st.count[d]):
+            s = st.items[d, i]
+            p, k = fx.part[s, st.held[s, d]], fx.kind[s]
+            st.used[d] += fx.part_bytes[p]
+            st.width[d, k] += fx.part_width[p]
+            for f in range(st.sums.shape[2]):
+                st.sums[d, k, f] += fx.codes[p, f]
+        for k in range(n_kinds):
+            st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.width[d, k] > 0 else 0.0
+            st.hosts[fx.host[d], k] += st.width[d, k]
+            st.all_width[k] += st.width[d, k]
+        st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.width[d])
+    st.ref[0, 0] = max(st.load.mean(), 1e-12)
+    for k in range(n_kinds):
+        st.ref[1, k] = max(st.all_width[k] / n_devices, 1.0)
+        st.ref[2, k] = max(st.all_width[k] / len(st.hosts), 1.0)
+    st.norm[:] = 0.0
+    for d in range(n_devices):
+        st.norm[0, 0] += power(st.load[d] / st.ref[0, 0])
+        for k in range(n_kinds):
+            st.norm[1, k] += power(st.width[d, k] / st.ref[1, k])
+    for h in range(len(st.hosts)):
+        for k in range(n_kinds):
+            st.norm[2, k] += power(st.hosts[h, k] / st.ref[2, k])
+    st.value[ENERGY] = energy_of(fx, st.ref, st.norm, st.all_width, st.group_size)
+
+
+@njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)
+def refresh(head, fx, st):
+    """Compute everything that follows from `held`; returns the plan's cost, which is the best met from now on."""
+    recompute(head, fx, st)
+    st.number[LOG] = 0
+    st.value[BEST] = cost_of(fx, st)
+    return st.value[BEST]
+
+
+@njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)
+def rewind(head, fx, st):
+    """Back to the best plan met; returns its cost."""
+    undo(fx, st)
+    recompute(head, fx, st)
+    st.value[BEST] = cost_of(fx, st)
+    return st.value[BEST]
+
+
+@njit(numba.void(PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
+def place(fx, st, pieces):
+    """Add pieces [N, 3]: strip, device, units; to be followed by `refresh`."""
+    for i in range(len(pieces)):
+        s, d = pieces[i, 0], pieces[i, 1]
+        hold(fx, st, s, d, st.held[s, d] + pieces[i, 2])
+
+
+@njit(numba.void(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
+def share(head, fx, st, pairs):
+    """Have groups share strips, pairs [N, 2]: strip, group; before all others are placed."""
+    for i in range(len(pairs)):
+        set_group(st, pairs[i, 0], pairs[i, 1])
+    recompute(head, fx, st)
