@@ -81,9 +81,20 @@ def _all_devices(topology: Topology) -> tuple[Group, ...]:
     return (topology.ranks,)
 
 
+def _each_host(topology: Topology) -> tuple[Group, ...]:
+    """TorchRec only knows hosts of equal size. On the only host it is the same as over all devices, and on hosts of one device
+    it divides nothing."""
+    return topology.on_hosts if topology.equal_hosts and 1 < len(topology.hosts) < len(topology) else ()
+
+
 def _outputs(rows: Any, width: Any, problem: Problem) -> Any:
     """Pooled outputs of the global batch."""
     return problem.global_batch * OUTPUT_BYTES * width
+
+
+def _outputs_of_a_host(rows: Any, width: Any, problem: Problem) -> Any:
+    """What is left of pooled outputs once the devices of a host have summed theirs: each has its share of the batch."""
+    return _outputs(rows, width, problem) / len(problem.topology.on_hosts[0])
 
 
 def _gradients(rows: Any, width: Any, problem: Problem) -> Any:
@@ -100,6 +111,10 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
            divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False,
            channels={Channel("reduce_scatter"): _outputs},
            torchrec=("row_wise",)),
+    Layout("host_row", "rows divided over one host", _each_host,
+           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False,
+           channels={Channel("reduce_scatter", HOST): _outputs, Channel("all_to_all", CROSS): _outputs_of_a_host},
+           torchrec=("table_row_wise", "grid_shard")),
     Layout("data_parallel", "a replica on every device", _all_devices,
            divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True,
            channels={Channel("all_reduce"): _gradients},

@@ -9,6 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore import files
 from shardcore.types import Constraints, Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
@@ -22,7 +23,7 @@ def problem_path(problem, tmp_path):
 
 
 def whole(problem):
-    return Plan(tuple(Placement(Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)), {"algorithm": "by hand"})
+    return Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)), {"algorithm": "by hand"})
 
 
 def test_problems_round_trip(problem, problem_path, tmp_path):
@@ -121,13 +122,22 @@ def test_plans_round_trip_and_know_their_problem(problem, tmp_path):
         files.read_plan(path, problem)
 
 
+def test_a_plan_of_each_kind_round_trips(problem, tmp_path):
+    two = dataclasses.replace(problem, topology=on_hosts("xyxy", 16 << 20))
+    cold, hot, wide, zipf, one, empty = two.tables
+    plan = Plan((host_row(cold, (1, 3), 0, 12), host_row(cold, (0, 2), 12, 16), row(hot, two.topology), column(wide, 0, 0, 24),
+                 column(wide, 3, 24, 64), replica(zipf, two.topology), column(one, 1), column(empty, 1)))
+    files.write_plan(tmp_path / "plan.json", plan, two)
+    assert files.read_plan(tmp_path / "plan.json", two) == plan
+
+
 def test_files_have_a_line_for_each_record_and_no_slow_indents(problem, tmp_path, monkeypatch):
     """With an indent, json encodes in Python: 100,000 placements took longer than their search may overrun."""
     monkeypatch.setattr(json.encoder, "_make_iterencode", None)
     files.write_plan(tmp_path / "plan.json", whole(problem), problem)
     files.write_problem(tmp_path / "problem.json", problem)
     lines = (tmp_path / "plan.json").read_text().splitlines()
-    assert f'  {{"table": "{problem.tables[0].name}", "rows": [0, {problem.tables[0].rows}], "columns": ' in "\n".join(lines)
+    assert f'  {{"table": "{problem.tables[0].name}", "kind": "column", "columns": ' in "\n".join(lines)
     assert sum('"table": ' in line for line in lines) == len(problem.tables) and ' "placements": [' in lines
     lines = (tmp_path / "problem.json").read_text().splitlines()
     assert sum('"pooling": ' in line for line in lines) == len(problem.tables) and ' "tables": [' in lines
@@ -150,7 +160,11 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be int"),
     (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be tuple[int, int]"),
     (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
-    (lambda p: p[0].update(kind="row"), "placements[0] has an unknown key 'kind'"),
+    (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
+    (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
+    (lambda p: p[0].update(kind="twin"), "placement has kind 'twin'; known are column, row, host_row, data_parallel"),
+    (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a shard lives on devices 0, 1"),
+    (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of devices each"),
 ])
 def test_a_plan_that_lower_would_refuse_is_not_read(problem, tmp_path, change, said):
     path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)

@@ -3,10 +3,12 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from shapes import column, entering, host_row, on_hosts, replica, row, sends
 
-from shardcore import memory, workload
+from shardcore import memory
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.layouts import CHANNELS, LAYOUTS
 from shardcore.types import (
     Constraints,
     Device,
@@ -20,39 +22,42 @@ from shardcore.types import (
     Table,
     Topology,
 )
-from shardcore.workload import COLUMN, REPLICATED, ROW, Traffic, device_names, lower, require_cover
+from shardcore.workload import Op, lower, require_cover, traffic_of_widths
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)
 
 
-def place(*entries):
-    return Plan(tuple(Placement(shard, devices) for shard, devices in entries))
+TWO = PROBLEM.topology
 
 
-PLAN = place((Shard(A, 0, 100, 0, 4), (0,)), (Shard(A, 0, 100, 4, 8), (1,)), (Shard(B, 0, 20, 0, 4), (0,)),
-             (Shard(B, 20, 60, 0, 4), (1,)), (Shard.whole(C), (0, 1)))
+def place(*placements):
+    return Plan(placements)
+
+
+PLAN = place(column(A, 0, 0, 4), column(A, 1, 4, 8), row(B, TWO), replica(C, TWO))
 
 
 def test_a_plan_runs_one_op_a_kind_and_device():
     work = lower(PLAN, PROBLEM)
     assert [[(op.kind, op.batch, len(op.shards)) for op in ops] for ops in work.ops] == [
-        [(COLUMN, 64, 1), (ROW, 64, 1), (REPLICATED, 32, 1)]] * 2
-    np.testing.assert_array_equal(work.traffic.all_to_all, [64 * 4 * 4] * 2)
-    np.testing.assert_array_equal(work.traffic.reduce_scatter, [64 * 4 * 4] * 2)
-    np.testing.assert_array_equal(work.traffic.all_reduce, [10 * 16 * 4] * 2)
-    weights = 100 * 4 * 4 + 20 * 4 * 4 + 10 * 16 * 4
+        [("column", 64, 1), ("row", 64, 1), ("data_parallel", 32, 1)]] * 2
+    assert entering(work.traffic) == {
+        "all_to_all": [64 * 4 * 4] * 2, "reduce_scatter": [64 * 4 * 4] * 2, "all_reduce": [10 * 16 * 4] * 2}
+    weights = 100 * 4 * 4 + 30 * 4 * 4 + 10 * 16 * 4
     outputs = 2 * 4 * (64 * 4 + 64 * 4 + 32 * 16)
     assert work.memory_bytes[0] == weights + outputs + 10 * 16 * 4  # and the replica's dense gradient
 
 
 @pytest.mark.parametrize("plan, named", [
-    (place((Shard.whole(A), (0,)), (Shard.whole(B), (1,))), ["0 of the 160 cells of table 'c'"]),
-    (place((Shard.whole(A), (0,)), (Shard(A, 0, 100, 4, 8), (1,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0,))),
-     ["cells twice", "a[0:100, 4:8]"]),
-    (place((Shard.whole(A), (2,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0,))), ["device 2", "0 to 1"]),
-    (place((Shard.whole(A), (1,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0, 2))), ["device 2", "0 to 1"]),
-    (place((Shard.whole(dataclasses.replace(A, pooling=9.0)), (0,)), (Shard.whole(B), (1,)), (Shard.whole(C), (0,))), ["'a'"]),
+    (place(column(A, 0), column(B, 1)), ["0 of the 160 cells of table 'c'"]),
+    (place(column(A, 0, 0, 4), column(B, 1), column(C, 0)), ["400 of the 800 cells of table 'a'"]),
+    (place(column(A, 0), column(A, 1, 4, 8), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 4:8]"]),
+    (place(column(A, 0), row(A, TWO), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 0:8]"]),
+    (place(column(A, 2), column(B, 1), column(C, 0)), ["device 2", "0 to 1"]),
+    (place(column(A, 1), column(B, 1), Placement("data_parallel", Shard.whole(C), (0, 2))), ["device 2", "0 to 1"]),
+    (place(column(A, 1), column(B, 1), Placement("column", Shard.whole(C), (0, 1))), ["c[0:10, 0:16] by column", "lives on"]),
+    (place(column(dataclasses.replace(A, pooling=9.0), 0), column(B, 1), column(C, 0)), ["'a'"]),
 ])
 def test_a_plan_that_does_not_cover_its_problem_is_refused(plan, named):
     with pytest.raises(ShardCoreError) as error:
@@ -60,54 +65,62 @@ def test_a_plan_that_does_not_cover_its_problem_is_refused(plan, named):
     assert all(word in str(error.value) for word in named), str(error.value)
 
 
+SPREAD = on_hosts("axxa", 1 << 20)
+"""Of which ranks are 0, 3, 1, 2."""
+
+
 @pytest.mark.parametrize("constraints, named", [
     (Constraints(unsplit=("a",)), ["cuts table 'a'", "a[0:100, 0:4]", "must stay whole (constraints.unsplit)"]),
+    (Constraints(unsplit=("b",)), ["cuts table 'b'", "b[0:15, 0:4]", "must stay whole (constraints.unsplit)"]),
     (Constraints(together=(("a", "c"),)), ["cuts table 'a'", "(constraints.together)"]),
     (Constraints(pinned=(("a", (1,)),)), ["cuts table 'a'", "(constraints.pinned)"]),
-    (Constraints(pinned=(("b", (1, 2)),)), ["b[0:20, 0:4] on device 0", "table 'b' may live on devices 1, 2 alone"]),
-    (Constraints(pinned=(("c", ("x",)),)), ["c[0:10, 0:16] on device 0", "table 'c' may live on devices 1, 2 alone"]),
-    (Constraints(together=(("c",),)), ["'c' on devices 0, 1", "together on one (constraints.together)"]),
+    (Constraints(pinned=(("b", (1, 2)),)), ["b[0:60, 0:4] on device 0", "table 'b' may only live on devices 1, 2"]),
+    (Constraints(pinned=(("c", ("x",)),)), ["c[0:10, 0:16] on device 0", "table 'c' may only live on devices 1, 2"]),
+    (Constraints(together=(("c",),)), ["'c' on devices 0, 3, 1, 2", "together on one (constraints.together)"]),
 ])
 def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
-    devices = (Device(1 << 20), Device(1 << 20, host="x"), Device(1 << 20, host="x"), Device(1 << 20))
-    problem = dataclasses.replace(PROBLEM, topology=Topology(devices), constraints=constraints)
+    problem = dataclasses.replace(PROBLEM, topology=SPREAD, constraints=constraints)
+    plan = place(column(A, 0, 0, 4), column(A, 1, 4, 8), row(B, SPREAD), replica(C, SPREAD))
     with pytest.raises(ShardCoreError) as error:
-        lower(PLAN, problem)
+        lower(plan, problem)
     assert all(word in str(error.value) for word in named), str(error.value)
 
 
-def test_one_cell_too_few_or_too_many_is_noticed_however_large_the_table():
+def test_rows_over_a_host_respect_pins_and_tables_that_stay_whole():
+    plan = place(column(A, 0), host_row(B, (1, 2)), column(C, 3))
+    lower(plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=Constraints(pinned=(("b", ("x",)),))))
+    for constraints, said in ((Constraints(pinned=(("b", ("a", 1)),)), "on device 2; table 'b' may only live on devices 0, 1, 3"),
+                              (Constraints(unsplit=("b",)), r"cuts table 'b', one part being b\[0:30, 0:4\]")):
+        with pytest.raises(ShardCoreError, match=said):
+            lower(plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=constraints))
+
+
+def test_a_column_too_few_or_too_many_is_noticed_however_large_the_table():
     large = Table("large", 10**7, 8, 1.0)
     problem = Problem("p", (large,), Topology((Device(10**9),) * 2), 2)
-
-    def plan(low):
-        return place((Shard(large, 0, 10**7, 0, 4), (0,)), (Shard(large, 0, 5 * 10**6, 4, 8), (1,)),
-                     (Shard(large, low, 10**7, 4, 8), (1,)))
-
-    lower(plan(5 * 10**6), problem)
-    for low, said in ((5 * 10**6 + 1, "79999996 of the 80000000 cells"), (5 * 10**6 - 1, "cells twice")):
-        with pytest.raises(ShardCoreError, match=said):
-            lower(plan(low), problem)
+    lower(place(column(large, 0, 0, 4), column(large, 1, 4, 8)), problem)
+    with pytest.raises(ShardCoreError, match="40000000 of the 80000000 cells"):
+        lower(place(column(large, 0, 0, 4)), problem)
+    for twice in (column(large, 1, 0, 4), row(large, problem.topology), replica(large, problem.topology)):
+        with pytest.raises(ShardCoreError, match="cells twice"):
+            lower(place(column(large, 0, 0, 4), column(large, 1, 4, 8), twice), problem)
 
 
 def test_shards_cover_a_table_in_whatever_order_they_are_listed():
-    problem = Problem("p", (A,), Topology((Device(1 << 20),)), 64)
-    quarters = [(Shard(A, *rows, *columns), (0,)) for rows in ((0, 40), (40, 100)) for columns in ((0, 4), (4, 8))]
+    wide = Table("wide", 100, 16, 2.0)
+    problem = Problem("p", (wide,), on_hosts("aabb"), 64)
+    quarters = [column(wide, 0, 0, 4), column(wide, 3, 4, 8), host_row(wide, (0, 1), 8, 12), host_row(wide, (2, 3), 12, 16)]
     for order in permutations(quarters):
         lower(place(*order), problem)
-    for rows, columns in (((39, 100), (4, 8)), ((0, 41), (4, 8)), ((40, 100), (0, 8))):
         with pytest.raises(ShardCoreError, match="cells twice"):
-            lower(place((Shard(A, *rows, *columns), (0,)), *quarters[:3]), problem)
-
-
-def test_devices_for_people():
-    assert device_names([3]) == "device 3" and device_names(range(2)) == "devices 0, 1"
-    assert device_names(range(8)) == "devices 0, 1, 2, 3, 4, 5, 6, 7" and device_names(range(10)).endswith("6, 7 and 2 more")
+            lower(place(*order[:3], column(wide, 1, 0, 16)), problem)
+    with pytest.raises(ShardCoreError, match="cells twice"):
+        lower(place(*quarters[:3], column(wide, 1, 8, 16)), problem)
 
 
 def test_tables_kept_together_share_a_device():
     def plan(device_of_c):
-        return place((Shard.whole(A), (0,)), (Shard.whole(B), (1,)), (Shard.whole(C), (device_of_c,)))
+        return place(column(A, 0), column(B, 1), column(C, device_of_c))
     problem = dataclasses.replace(PROBLEM, constraints=Constraints(pinned=(("b", (1,)),), together=(("a", "c"),)))
     lower(plan(0), problem)
     with pytest.raises(ShardCoreError, match="table 'c' on device 1 and 'a' on device 0; they need to be together"):
@@ -118,7 +131,7 @@ def test_tables_kept_together_share_a_device():
 @pytest.mark.parametrize("reserved", [0, 12_345])
 def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     table = Table("t", n_bytes, 4, 1.0)
-    plan, needed = place((Shard.whole(table), (1,))), 16 * n_bytes + 2 * 64 * 16
+    plan, needed = place(column(table, 1)), 16 * n_bytes + 2 * 64 * 16
     one_less = Topology((Device(1), Device(needed + reserved - 1)))
     problem = Problem("p", (table,), one_less, 64, constraints=Constraints(reserved_bytes=reserved))
     with pytest.raises(Infeasible, match="device 1 of problem 'p' would hold .*; it may hold "):
@@ -132,10 +145,10 @@ def test_memory_is_weights_state_outputs_and_a_replicas_dense_gradient():
     half = Shard(A, 10, 60, 4, 8)  # 50 rows, 4 columns
     assert memory.shard_bytes(half, 64, "exact_sgd") == 50 * 4 * 4 + 2 * 64 * 4 * 4
     assert memory.shard_bytes(half, 64, "rowwise_adagrad") == 50 * 4 * 4 + 2 * 64 * 4 * 4 + 50 * 4
-    assert memory.shard_bytes(half, 64, "exact_sgd", replicated=True) == 2 * 50 * 4 * 4 + 2 * 64 * 4 * 4
+    assert memory.shard_bytes(half, 64, "exact_sgd", dense_gradient=True) == 2 * 50 * 4 * 4 + 2 * 64 * 4 * 4
     small = Shard.whole(Table("h", 100, 8, 2.0, precision="fp16"))  # outputs and dense gradients are FP32
     assert memory.shard_bytes(small, 64, "exact_sgd") == 100 * 8 * 2 + 2 * 64 * 8 * 4
-    assert memory.shard_bytes(small, 64, "exact_sgd", replicated=True) == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4
+    assert memory.shard_bytes(small, 64, "exact_sgd", dense_gradient=True) == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4
 
 
 @pytest.mark.parametrize("n_bytes, shown", [(3 * 2**30, "3.0 GiB"), (2**30 // 10 + 1, "0.1 GiB"), (2**30 // 11, "93.1 MiB"),
@@ -146,28 +159,46 @@ def test_sizes_for_people(n_bytes, shown):
 
 
 def test_what_devices_exchange_adds_up_by_kind():
-    """Three devices, unlike in all: a replica counts on each of its own only, its op over the local batch."""
-    problem = dataclasses.replace(PROBLEM, topology=Topology((Device(1 << 20),) * 3), global_batch=48)
-    plan = place((Shard(A, 0, 100, 0, 4), (0,)), (Shard(A, 0, 100, 4, 8), (2,)), (Shard(B, 0, 20, 0, 4), (2,)),
-                 (Shard(B, 20, 60, 0, 4), (2,)), (Shard.whole(C), (2, 0)))
-    work = lower(plan, problem)
+    """Four devices on two hosts, unlike in all but the replica."""
+    d, where = Table("d", 41, 8, 1.0), on_hosts("xyxy", 1 << 20)
+    problem = Problem("p", (A, B, C, d), where, 48)
+    work = lower(place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)), replica(C, where)), problem)
+    copy = ("data_parallel", 12, ["c[0:10, 0:16]"])
     assert [[(op.kind, op.batch, [s.label for s in op.shards]) for op in ops] for ops in work.ops] == [
-        [(COLUMN, 48, ["a[0:100, 0:4]"]), (REPLICATED, 16, ["c[0:10, 0:16]"])], [],
-        [(COLUMN, 48, ["a[0:100, 4:8]"]), (ROW, 48, ["b[0:20, 0:4]", "b[20:60, 0:4]"]), (REPLICATED, 16, ["c[0:10, 0:16]"])]]
-    assert work.traffic.all_to_all.tolist() == [48 * 4 * 4, 0, 48 * 4 * 4]
-    assert work.traffic.reduce_scatter.tolist() == [0, 0, 48 * 8 * 4]
-    assert work.traffic.all_reduce.tolist() == [10 * 16 * 4, 0, 10 * 16 * 4]
-    replica = 2 * 10 * 16 * 4 + 2 * 16 * 16 * 4
-    column = 100 * 4 * 4 + 2 * 48 * 4 * 4
-    ranges = (20 + 40) * 4 * 4 + 2 * 48 * 4 * 4 * 2
-    assert work.memory_bytes == (column + replica, 0, column + ranges + replica)
+        [("column", 48, ["a[0:100, 0:4]"]), ("row", 48, ["b[0:15, 0:4]"]), copy],
+        [("row", 48, ["b[30:45, 0:4]"]), ("host_row", 48, ["d[0:21, 0:8]"]), copy],
+        [("column", 48, ["a[0:100, 4:8]"]), ("row", 48, ["b[15:30, 0:4]"]), copy],
+        [("row", 48, ["b[45:60, 0:4]"]), ("host_row", 48, ["d[21:41, 0:8]"]), copy]]
+    assert entering(work.traffic) == {
+        "all_to_all": [48 * 4 * 4, 0, 48 * 4 * 4, 0], "reduce_scatter": [48 * 4 * 4] * 4,
+        "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4], "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4],
+        "all_reduce": [10 * 16 * 4] * 4}
+    assert work.traffic.shape == (len(CHANNELS), 4) and work.traffic.dtype == float
+    everywhere = 15 * 4 * 4 + 2 * 48 * 4 * 4 + 2 * 10 * 16 * 4 + 2 * 12 * 16 * 4
+    columns, ranges = 100 * 4 * 4 + 2 * 48 * 4 * 4, [rows * 8 * 4 + 2 * 48 * 8 * 4 for rows in (21, 20)]
+    assert work.memory_bytes == (everywhere + columns, everywhere + ranges[0], everywhere + columns, everywhere + ranges[1])
     assert (work.topology, work.global_batch) == (problem.topology, 48)
-    columns = Traffic.of_columns(np.array([1, 2]))
-    assert {t.dtype for t in (work.traffic.all_to_all, work.traffic.reduce_scatter, work.traffic.all_reduce)} == {np.dtype(float)}
-    assert [t.tolist() for t in (columns.all_to_all, columns.reduce_scatter, columns.all_reduce)] == [[1, 2], [0, 0], [0, 0]]
 
 
-def test_devices_that_hold_the_same_copies_share_their_op_and_its_price():
+def test_shards_of_a_kind_on_a_device_are_one_op_and_add_their_bytes():
+    other, where = dataclasses.replace(B, name="other"), on_hosts("aabb")
+    problem = Problem("p", (A, B, other), where, 64)
+    work = lower(place(column(A, 1), host_row(B, (0, 1)), host_row(other, (0, 1))), problem)
+    assert work.ops[0] == (Op("host_row", (Shard(B, 0, 30, 0, 4), Shard(other, 0, 30, 0, 4)), 64),)
+    assert entering(work.traffic) == {"all_to_all": [0, 64 * 8 * 4, 0, 0], "reduce_scatter_host": [64 * 8 * 4] * 2 + [0, 0],
+                                      "all_to_all_cross": [32 * 8 * 4] * 2 + [0, 0]}
+    assert work.ops[2:] == ((), ())
+
+
+def test_traffic_of_columns_without_shards():
+    problem = dataclasses.replace(PROBLEM, topology=on_hosts("aabb"))
+    widths = np.array([[[0, 4, 8, 12], [4, 4, 4, 4]]])
+    found = traffic_of_widths({LAYOUTS["column"]: widths, LAYOUTS["host_row"]: 2 * widths}, problem)
+    np.testing.assert_array_equal(found, sends(all_to_all=256 * widths, reduce_scatter_host=512 * widths,
+                                               all_to_all_cross=256 * widths))
+
+
+def test_devices_that_hold_the_same_replicas_share_their_op_and_its_price():
     work = lower(PLAN, PROBLEM)
     assert work.ops[0][2] is work.ops[1][2] and work.ops[0][0] is not work.ops[1][0]
     model, asked = AnalyticModel(Setting("made-up", 64)), []
@@ -181,19 +212,14 @@ def test_devices_that_hold_the_same_copies_share_their_op_and_its_price():
     assert len(asked) == 5  # of six ops
 
 
-def test_a_table_in_many_parts_is_checked_in_a_moment(monkeypatch):
-    """Also cells that are placed twice are found, wherever they are."""
-    compared = []
-    monkeypatch.setattr(workload, "_overlap", lambda a, b, of=workload._overlap: compared.append(a) or of(a, b))
+def test_cells_that_are_placed_twice_are_found_among_many_parts():
     n = 600
-    tall = Table("tall", n * 4, 8, 1.0)
-    problem = Problem("p", (tall,), Topology((Device(1 << 20),)), 64)
-    parts = [Shard(tall, r * 8, r * 8 + 8, c, c + 4) for r in range(n // 2) for c in (0, 4)]
+    wide = Table("wide", 10, n * 4, 1.0)
+    problem = Problem("p", (wide,), Topology((Device(1 << 30),)), 64)
+    parts = [column(wide, 0, 4 * i, 4 * i + 4) for i in range(n)]
     order = np.random.default_rng(0).permutation(n)
-    require_cover(place(*((parts[i], (0,)) for i in order)), problem)
-    assert len(compared) < n
-    wide = dataclasses.replace(parts[0], row_lo=0, row_hi=16)
+    require_cover(place(*(parts[i] for i in order)), problem)
     for i in (1, n // 2):
-        doubled = [*parts[:i], dataclasses.replace(parts[i], row_lo=parts[i].row_lo - 1) if i > 1 else wide, *parts[i + 1:]]
-        with pytest.raises(ShardCoreError, match="places cells twice: tall"):
-            require_cover(place(*((doubled[k], (0,)) for k in order)), problem)
+        doubled = [*parts[:i], column(wide, 0, 4 * i - 4, 4 * i + 4), *parts[i + 1:]]
+        with pytest.raises(ShardCoreError, match="places cells twice: wide"):
+            require_cover(place(*(doubled[k] for k in order)), problem)

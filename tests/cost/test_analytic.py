@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shapes import host_row, on_hosts, row, sends
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
 from shardcore.tables.access import unique_rows
 from shardcore.types import Device, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
-from shardcore.workload import Traffic, lower
+from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1, update_gbps=0.5,
                       exchange_latency_ms=0.25, exchange_gbps=2)
@@ -61,14 +62,14 @@ def topology(n: int, **fields) -> Topology:
 
 def test_transfer_is_latency_and_the_busiest_devices_bytes():
     # Device 0 sends 3 of its 4 MB, which takes 1.5 ms at 2 GB/s; all wait for it.
-    cost = MODEL.comm(Traffic.of_columns(np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]), topology(4))
+    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]), topology(4))
     np.testing.assert_allclose(cost.forward_ms, [1.75] * 4)
     np.testing.assert_allclose(cost.backward_ms, [1.75] * 4)
     np.testing.assert_allclose(cost.waiting_ms, [2, 0, 3, 1])
 
 
 def test_the_topologys_own_links_go_first():
-    traffic, compute = Traffic.of_columns(np.full(4, 4e6)), np.zeros(4)
+    traffic, compute = sends(all_to_all=np.full(4, 4e6)), np.zeros(4)
     hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"), within_host_gbps=10, between_hosts_gbps=1, latency_ms=0.0)
     np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)  # 2 of 4 MB leave the host, 1 GB/s
     one_host = topology(4, within_host_gbps=3.0, latency_ms=1.0)
@@ -83,37 +84,50 @@ def test_a_link_is_as_busy_as_the_busier_of_its_directions():
         between_hosts_gbps=1,
         latency_ms=0.0,
     )
-    cost = MODEL.comm(Traffic.of_columns(np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
+    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
     np.testing.assert_allclose(cost.forward_ms, [3.0] * 4)
     slow_within = dataclasses.replace(hosts, within_host_gbps=0.1)
-    cost = MODEL.comm(Traffic.of_columns(np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within)
+    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within)
     np.testing.assert_allclose(cost.forward_ms, [20.0] * 4)  # 2 of 4 MB stay on the host
 
 
 def test_each_collective_runs_only_where_it_has_bytes():
-    none, some = np.zeros(2), np.array([2e6, 2e6])  # 1 MB leaves each device: 0.25 + 0.5 ms
+    some = np.array([2e6, 2e6])  # 1 MB leaves each device: 0.25 + 0.5 ms
     compute = np.zeros(2)
-    rows = MODEL.comm(Traffic(some, some, none), compute, topology(2))
+    rows = MODEL.comm(sends(all_to_all=some, reduce_scatter=some), compute, topology(2))
     np.testing.assert_allclose([rows.forward_ms[0], rows.backward_ms[0]], [1.5, 1.5])
-    replicas = MODEL.comm(Traffic(none, none, some), compute, topology(2))
+    replicas = MODEL.comm(sends(all_reduce=some), compute, topology(2))
     np.testing.assert_allclose([replicas.forward_ms[0], replicas.backward_ms[0]], [0, 1.5])
-    alone = MODEL.comm(Traffic.of_columns(np.array([5e6])), np.array([1.0]), topology(1))
+    alone = MODEL.comm(sends(all_to_all=np.array([5e6])), np.array([1.0]), topology(1))
     assert alone.total_ms == [0]
+
+
+def test_rows_over_a_host_and_over_all_devices():
+    """8 columns of a batch of 1,000: 32,000 bytes, of which rows over all four devices send a quarter to each; those of host a
+    half to the other, then half of what is left to the other host's device."""
+    where = on_hosts("aabb", within_host_gbps=10.0, between_hosts_gbps=1.0, latency_ms=0.5)
+    problem = Problem("p", (TABLE,), where, 1000)
+    world, of_host = (price(lower(Plan((p,)), problem), MODEL) for p in (row(TABLE, where), host_row(TABLE, (0, 1))))
+    assert world.forward_comm_ms == world.backward_comm_ms == pytest.approx([0.5 + 2 * 8000 / 1e6] * 4)
+    within, across = 0.5 + 16000 / 10e6, 0.5 + 8000 / 1e6
+    assert of_host.forward_comm_ms == of_host.backward_comm_ms == pytest.approx([within + across] * 2 + [across] * 2)
+    halves = lower(Plan((host_row(TABLE, (0, 1), 0, 4), host_row(TABLE, (2, 3), 4, 8))), problem)
+    assert price(halves, MODEL).forward_comm_ms == pytest.approx([1 + 8000 / 10e6 + 4000 / 1e6] * 4)
 
 
 def test_many_plans_at_once_are_the_same_plans_one_by_one():
     rng = np.random.default_rng(0)
     loads, compute = rng.uniform(0, 1e6, (3, 2, 4)), rng.uniform(0, 2, (3, 2, 4))
     loads[0, 0] = 0
-    together = MODEL.comm(Traffic.of_columns(loads), compute, topology(4)).total_ms
+    together = MODEL.comm(sends(all_to_all=loads), compute, topology(4)).total_ms
     for i in np.ndindex(3, 2):
-        np.testing.assert_allclose(together[i], MODEL.comm(Traffic.of_columns(loads[i]), compute[i], topology(4)).total_ms)
+        np.testing.assert_allclose(together[i], MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms)
 
 
 def test_price_of_a_plan():
     other = Table("o", 100, 4, 1.0)
     problem = Problem("p", (TABLE, other), Topology((Device(2**30), Device(2**30, speed=2.0))), 1000)
-    plan = Plan((Placement(Shard.whole(TABLE), (0,)), Placement(Shard.whole(other), (1,))))
+    plan = Plan((Placement("column", Shard.whole(TABLE), (0,)), Placement("column", Shard.whole(other), (1,))))
     cost = price(lower(plan, problem), MODEL)
     single = group_costs([[Shard.whole(TABLE)], [Shard.whole(other)]], MODEL)
     transfer_ms = 0.25 + 1000 * 8 * 4 / 2 / 2e6

@@ -5,11 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law, spread
+from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
 from shardcore.cost import accuracy, exchange, fit, neural
-from shardcore.types import CommRequest, CommSample, Device, Placement, Plan, Problem, Shard, Table, Topology
-from shardcore.workload import Traffic, lower
+from shardcore.layouts import CHANNELS, LAYOUTS, Channel
+from shardcore.types import CommRequest, CommSample, Device, Plan, Problem, Table, Topology
+from shardcore.workload import lower
 
 QUICK = fit.FitConfig(epochs=3)
 
@@ -23,8 +25,8 @@ def on_hosts(*devices: int, **given) -> Topology:
     return Topology(tuple(Device(1 << 30, host=f"host-{h}") for h, n in enumerate(devices) for _ in range(n)), **given)
 
 
-def columns(widths) -> Traffic:
-    return Traffic.of_columns(np.array(widths) * 256 * 4.0)
+def columns(widths) -> np.ndarray:
+    return sends(all_to_all=np.array(widths) * 256 * 4.0)
 
 
 # --- terms
@@ -32,7 +34,7 @@ def columns(widths) -> Traffic:
 
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
-    found = exchange.exchange_terms(collective, np.array(owned, dtype=float), np.array(hosts), skew_ms)
+    found = exchange.exchange_terms(Channel(collective), np.array(owned, dtype=float), np.array(hosts), skew_ms)
     return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
             for name, t in zip(exchange.EXCHANGE_TERMS, found, strict=True)}
 
@@ -129,9 +131,9 @@ def test_a_transfer_takes_its_latency_and_the_slower_links():
 def test_only_who_replicates_reduces():
     model = fitted(comm_samples(collective="all_reduce"), comm_samples())
     owned = np.array([4e6, 4e6, 0.0])
-    forward, backward = exchange.collective_ms(model.weights, "all_reduce", owned, on_hosts(3))
+    forward, backward = exchange.collective_ms(model.weights, ALL_REDUCE, owned, on_hosts(3))
     assert not forward.any() and (backward[:2] > 0).all() and backward[2] == 0
-    forward, backward = exchange.collective_ms(model.weights, "all_to_all", owned, on_hosts(3))
+    forward, backward = exchange.collective_ms(model.weights, ALL_TO_ALL, owned, on_hosts(3))
     assert (forward > 0).all() and (backward > 0).all()
 
 
@@ -153,7 +155,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     comm = comm_samples(60, ranks=(2,))
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert all((model.weights[exchange.weight("all_to_all", way)] >= 0).all() for way in ("forward", "backward"))
+    assert all((model.weights[exchange.weight(ALL_TO_ALL, way)] >= 0).all() for way in ("forward", "backward"))
 
 
 def test_only_exchanges_that_the_model_prices_count():
@@ -165,7 +167,7 @@ def test_only_exchanges_that_the_model_prices_count():
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
     assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
-    assert not exchange.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights, "all_to_all")
+    assert not exchange.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights, ALL_TO_ALL)
 
 
 def test_each_collective_has_its_own_rates():
@@ -174,11 +176,11 @@ def test_each_collective_has_its_own_rates():
     found = exchange.errors(model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
     assert len(found) == 5 and max(found.values()) < 0.5
     owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
-    scattered = [m.comm(Traffic(nothing, owned, nothing), nothing, on_hosts(6)) for m in (model, without)]
+    scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
     forward, backward = ring_law("reduce_scatter", [640] * 6, 256)  # the others pad
     assert scattered[0].forward_ms == pytest.approx(forward, rel=0.01)
     assert scattered[0].backward_ms == pytest.approx(backward, rel=0.01)
-    reduced = [m.comm(Traffic(nothing, nothing, np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)]
+    reduced = [m.comm(sends(all_reduce=np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)]
     assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
     assert not reduced[0].forward_ms.any()
     moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
@@ -189,7 +191,7 @@ def test_each_collective_has_its_own_rates():
 def test_too_few_exchanges_of_a_collective_are_none():
     few = comm_samples(exchange.FEWEST_SAMPLES - 1, collective="all_reduce")
     model = fitted(comm_samples(), few)
-    assert exchange.is_measured(model.weights, "all_to_all") and not exchange.is_measured(model.weights, "all_reduce")
+    assert exchange.is_measured(model.weights, ALL_TO_ALL) and not exchange.is_measured(model.weights, ALL_REDUCE)
     assert exchange.errors(model.weights, few)["all_reduce_backward_mape"] > 1
 
 
@@ -218,7 +220,7 @@ def test_a_late_start_costs_the_first_forward_exchange(model):
     expected = [exchange_law(widths, 256, skew) for skew in (3.0, 90.0)]
     assert cost.forward_ms == pytest.approx(np.array([e[0] for e in expected]), rel=0.01)
     assert cost.backward_ms == pytest.approx(np.array([e[1] for e in expected]), rel=0.01)
-    once = Traffic(cost.forward_ms * 1e6, cost.forward_ms * 1e6, 0 * cost.forward_ms)
+    once = sends(all_to_all=cost.forward_ms * 1e6, reduce_scatter=cost.forward_ms * 1e6)
     late, together = (model.comm(once, x, on_hosts(4)).forward_ms for x in (compute_ms, 0 * compute_ms))
     assert late - together == pytest.approx(np.array([[0.15] * 4, [0.5] * 4]), rel=0.01)
 
@@ -231,10 +233,10 @@ def of_hosts() -> neural.NeuralModel:
 
 def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
     rng, topology = np.random.default_rng(0), on_hosts(3, 1, 2)
-    owned, compute, order = rng.random((3, 6)) * 1e6, rng.random(6), rng.permutation(6)
+    owned, compute, order = rng.random((len(CHANNELS), 6)) * 1e6, rng.random(6), rng.permutation(6)
     permuted = Topology(tuple(topology.devices[d] for d in order))
-    a = of_hosts.comm(Traffic(*owned), compute, topology)
-    b = of_hosts.comm(Traffic(*owned[:, order]), compute[order], permuted)
+    a = of_hosts.comm(owned, compute, topology)
+    b = of_hosts.comm(owned[:, order], compute[order], permuted)
     for name in ("forward_ms", "backward_ms", "waiting_ms"):
         assert getattr(b, name) == pytest.approx(getattr(a, name)[order])
 
@@ -242,19 +244,19 @@ def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
 def test_more_bytes_never_take_less_time(of_hosts):
     rng = np.random.default_rng(0)
     for topology in (on_hosts(5), on_hosts(3, 2), on_hosts(1, 1, 4), on_hosts(16, 16), on_hosts(2, 2, between_hosts_gbps=1.0)):
-        n = len(topology)
-        owned = rng.random((3, 200, n)) * 10.0 ** rng.uniform(2, 7, (3, 200, 1)) * (rng.random((3, 200, n)) < 0.7)
-        more = owned + rng.random((3, 200, n)) * 1e6 * (rng.random((3, 200, n)) < 0.3)
+        n, c = len(topology), len(CHANNELS)
+        owned = rng.random((c, 200, n)) * 10.0 ** rng.uniform(2, 7, (c, 200, 1)) * (rng.random((c, 200, n)) < 0.7)
+        more = owned + rng.random((c, 200, n)) * 1e6 * (rng.random((c, 200, n)) < 0.3)
         compute = rng.random((200, n))
-        before, after = (of_hosts.comm(Traffic(*x), compute, topology) for x in (owned, more))
-        assert (after.forward_ms >= before.forward_ms).all() and (after.backward_ms >= before.backward_ms).all()
+        before, after = (of_hosts.comm(x, compute, topology) for x in (owned, more))
+        assert (after.forward_ms >= before.forward_ms - 1e-12).all() and (after.backward_ms >= before.backward_ms - 1e-12).all()
         totals = [(compute + x.total_ms).max(-1) for x in (before, after)]
         assert (totals[1] >= totals[0] - 1e-9).all()
 
 
 def test_what_is_empty_or_alone_takes_no_time(of_hosts):
-    nothing = of_hosts.comm(Traffic(*np.zeros((3, 2, 4))), np.ones((2, 4)), on_hosts(2, 2))
-    alone = of_hosts.comm(Traffic(*np.ones((3, 1))), np.ones(1), on_hosts(1))
+    nothing = of_hosts.comm(np.zeros((len(CHANNELS), 2, 4)), np.ones((2, 4)), on_hosts(2, 2))
+    alone = of_hosts.comm(np.ones((len(CHANNELS), 1)), np.ones(1), on_hosts(1))
     assert nothing.total_ms.shape == (2, 4) and not nothing.total_ms.any() and not alone.total_ms.any()
 
 
@@ -273,19 +275,24 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
 
 
 def said(model: neural.NeuralModel, topology: Topology) -> str:
-    """Of a plan with a column-wise, a row-wise and a replicated table."""
-    a, b, c = (Table(name, 100, 8, 1.0) for name in "abc")
-    n = len(topology)
-    placements = [Placement(Shard.whole(a), (0,)), Placement(Shard.whole(c), tuple(range(n))),
-                  *(Placement(Shard(b, lo, lo + 50, 0, 8), (d,)) for d, lo in enumerate((0, 50)))]
-    return "\n".join(neural.out_of_range(model, lower(Plan(tuple(placements)), Problem("p", (a, b, c), topology, 256))))
+    """Of a plan with a table of each kind that this topology has."""
+    a, b, c, d = (Table(name, 100, 8, 1.0) for name in "abcd")
+    of_host = [host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1] or [column(d, 0)]
+    placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
+    return "\n".join(neural.out_of_range(model, lower(Plan(placements), Problem("p", (a, b, c, d), topology, 256))))
 
 
 def test_what_was_not_measured_is_named(of_hosts):
     within = fitted(comm_samples())
     assert said(of_hosts, on_hosts(2)) == said(of_hosts, on_hosts(1, 1)) == ""
-    assert "reduce-scatter is priced with the all-to-all's" in said(within, on_hosts(2))
-    assert "all-reduce is priced as a ring with the all-to-all's" in said(within, on_hosts(2))
+    alone = said(within, on_hosts(2))
+    assert "row shards: their reduce-scatter is priced with the rates of the all-to-all, not measured" in alone
+    assert "data_parallel shards: their all-reduce is priced with the rates of the all-to-all, not measured" in alone
+    two = said(of_hosts, on_hosts(2, 2))
+    assert two == "\n".join([
+        "host_row shards: their reduce-scatter within a host is priced with the rates of the reduce-scatter, not measured",
+        "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, not measured"])
+    assert "within a host is priced with the rates of the all-to-all" in said(within, on_hosts(2, 2))
     assert "2 hosts; links between hosts count as those within one" in said(within, on_hosts(1, 1))
     between = fitted(links.simulated(links.Cluster(), ((2, 2),), 30, seed=0))
     assert "links within hosts count as those measured between" in said(between, on_hosts(2))

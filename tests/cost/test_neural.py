@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from laws import SETTING, by_hand, pool
+from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row, sends
 
 from shardcore import files, schema
 from shardcore.cost import exchange, neural
-from shardcore.cost.model import Cautious, at_confidence, group_costs
+from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
+from shardcore.layouts import CHANNELS
 from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
-from shardcore.workload import Traffic, lower
+from shardcore.workload import lower
 
 GIB = 1 << 30
 
@@ -33,7 +35,7 @@ def test_adding_a_shard_never_lowers_a_cost(model):
     more = [[*g, shards[rng.integers(len(shards))]] for g in groups]
     before, after = group_costs(groups, model), group_costs(more, model)
     assert (after >= before).all() and (after > 0).all() and np.isfinite(after).all()
-    surely = [group_costs(x, Cautious(model, 0.95)) for x in (groups, more)]
+    surely = [group_costs(x, QuantileCostModel(model, 0.95)) for x in (groups, more)]
     assert (surely[1] >= surely[0]).all()
 
 
@@ -67,7 +69,7 @@ def test_intervals_widen_with_the_confidence(model):
 
 def test_a_cautious_model_costs_what_measurements_stay_below():
     model = by_hand()
-    sums, cautious = model.encode([Shard.whole(t) for t in pool()]), Cautious(model, 0.9)
+    sums, cautious = model.encode([Shard.whole(t) for t in pool()]), QuantileCostModel(model, 0.9)
     assert cautious.head(sums) == pytest.approx(np.exp(0.4) * model.head(sums))
     assert (
         cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
@@ -75,7 +77,7 @@ def test_a_cautious_model_costs_what_measurements_stay_below():
     assert cautious.forward_share(sums) == pytest.approx(model.forward_share(sums))
     assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
-        Cautious(model, 0.999).head(sums)
+        QuantileCostModel(model, 0.999).head(sums)
 
 
 def test_batch_defaults_to_the_settings(model):
@@ -96,8 +98,8 @@ def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
 def test_permuting_devices_permutes_costs(model):
     rng = np.random.default_rng(0)
     owned, compute, order = rng.random(6) * 1e6, rng.random(6), rng.permutation(6)
-    traffic = Traffic(owned, owned[::-1].copy(), np.full(6, 1e5))
-    permuted = Traffic(*(x[order] for x in (traffic.all_to_all, traffic.reduce_scatter, traffic.all_reduce)))
+    traffic = sends(all_to_all=owned, reduce_scatter=owned[::-1], all_reduce=np.full(6, 1e5))
+    permuted = traffic[:, order]
     a, b = model.comm(traffic, compute, topology(6)), model.comm(permuted, compute[order], topology(6))
     for name in ("forward_ms", "backward_ms", "waiting_ms"):
         assert getattr(b, name) == pytest.approx(getattr(a, name)[order])
@@ -109,22 +111,22 @@ def test_several_plans_at_once(model):
     owned[1, 2] = 0
     links = topology(4, within_host_gbps=10.0)
     for where in (topology(4), links):
-        together = model.comm(Traffic.of_columns(owned), compute, where)
-        alone = model.comm(Traffic.of_columns(owned[0, 3]), compute[0, 3], where)
+        together = model.comm(sends(all_to_all=owned), compute, where)
+        alone = model.comm(sends(all_to_all=owned[0, 3]), compute[0, 3], where)
         assert together.total_ms.shape == (2, 5, 4)
         assert together.total_ms[0, 3] == pytest.approx(alone.total_ms)
         assert not together.total_ms[1, 2].any()
 
 
-def exchanging(**rates) -> neural.NeuralModel:
-    """A model by hand whose all-to-alls take rates["forward"] and rates["backward"] of some
-    EXCHANGE_TERMS."""
-    return by_hand(
-        **{
-            exchange.weight("all_to_all", way): np.array([some.get(t, 0.0) for t in exchange.EXCHANGE_TERMS])
-            for way, some in rates.items()
-        }
-    )
+def rates(channel, **ways) -> dict[str, np.ndarray]:
+    """Weights by which a channel takes ways["forward"] and ways["backward"] of some EXCHANGE_TERMS."""
+    return {exchange.weight(channel, way): np.array([some.get(t, 0.0) for t in exchange.EXCHANGE_TERMS])
+            for way, some in ways.items()}
+
+
+def exchanging(**ways) -> neural.NeuralModel:
+    """A model by hand whose all-to-alls take so long."""
+    return by_hand(**rates(ALL_TO_ALL, **ways))
 
 
 def test_waiting_ends_when_the_last_is_ready():
@@ -134,53 +136,76 @@ def test_waiting_ends_when_the_last_is_ready():
         exchanging(forward={"once": 0.5}, backward={"once": 0.1, "near_bytes": 1e-6}),
         np.array([1.0, 5.0, 2.0]),
     )
-    cost = model.comm(Traffic.of_columns(np.array([3e6, 0.0, 6e6])), compute, topology(3))
+    cost = model.comm(sends(all_to_all=np.array([3e6, 0.0, 6e6])), compute, topology(3))
     assert cost.forward_ms == pytest.approx([0.5, 0.5, 0.5])
     assert cost.backward_ms == pytest.approx([0.1 + 2 + 2, 0.1 + 0 + 3, 0.1 + 4 + 1])
     assert cost.waiting_ms == pytest.approx([8.1 - 5.1, 0.0, 8.1 - 7.1])
     assert cost.total_ms == pytest.approx([0.5 + 4.1 + 3.0, 0.5 + 3.1, 0.5 + 5.1 + 1.0])
-    reduced = Traffic(np.zeros(3), np.zeros(3), np.full(3, 3e6))  # who replicates meets the others, too
+    reduced = sends(all_reduce=np.full(3, 3e6))  # who replicates meets the others, too
     assert model.comm(reduced, compute, topology(3)).waiting_ms == pytest.approx([4.0, 0.0, 3.0])
-    assert not model.comm(Traffic(*np.zeros((3, 3))), compute, topology(3)).waiting_ms.any()
+    assert not model.comm(sends(all_to_all=np.zeros(3)), compute, topology(3)).waiting_ms.any()
 
 
 def test_a_late_start_is_the_first_exchanges(model):
     """Of the compute's skew, 10 ms of it at most; an exchange after an all-to-all begins together."""
     model, own = exchanging(forward={"skew_ms": 0.1}, backward={"once": 1.0}), np.array([1e6, 1e6])
-    for traffic, expected in ((Traffic(own, 0 * own, 0 * own), 0.4), (Traffic(0 * own, own, 0 * own), 0.4),
-                              (Traffic(own, own, 0 * own), 0.4), (Traffic(0 * own, 0 * own, own), 0.0)):
+    for traffic, expected in ((sends(all_to_all=own), 0.4), (sends(reduce_scatter=own), 0.4),
+                              (sends(all_to_all=own, reduce_scatter=own), 0.4), (sends(all_reduce=own), 0.0)):
         assert model.comm(traffic, np.array([1.0, 5.0]), topology(2)).forward_ms == pytest.approx(
             [expected] * 2
         )
-    late = model.comm(Traffic.of_columns(own), np.array([1.0, 90.0]), topology(2))
+    late = model.comm(sends(all_to_all=own), np.array([1.0, 90.0]), topology(2))
     assert late.forward_ms == pytest.approx([1.0, 1.0]) and late.backward_ms == pytest.approx([1.0, 1.0])
 
 
 def test_one_device_exchanges_nothing(model):
-    cost = model.comm(Traffic(*(np.array([1e6]),) * 3), np.array([4.0]), topology(1))
+    cost = model.comm(np.full((len(CHANNELS), 1), 1e6), np.array([4.0]), topology(1))
     assert cost.total_ms.tolist() == [0.0]
 
 
 def test_more_bytes_never_take_less(model):
     owned = np.array([1e5, 2e5, 3e5, 0.0])
-    before = model.comm(Traffic.of_columns(owned), np.zeros(4), topology(4))
-    after = model.comm(Traffic.of_columns(owned + [0, 0, 0, 5e5]), np.zeros(4), topology(4))
+    before = model.comm(sends(all_to_all=owned), np.zeros(4), topology(4))
+    after = model.comm(sends(all_to_all=owned + [0, 0, 0, 5e5]), np.zeros(4), topology(4))
     assert (after.forward_ms >= before.forward_ms).all() and (after.backward_ms >= before.backward_ms).all()
 
 
 def test_links_that_the_topology_gives():
     hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
     links = Topology(hosts, within_host_gbps=100.0, between_hosts_gbps=10.0, latency_ms=0.5)
-    fitted = {exchange.weight("all_to_all", way): np.full(len(exchange.EXCHANGE_TERMS), 7.0) for way in ("forward", "backward")}
+    fitted = {exchange.weight(ALL_TO_ALL, way): np.full(len(exchange.EXCHANGE_TERMS), 7.0) for way in ("forward", "backward")}
     model = neural.NeuralModel(SETTING, fitted, {})
-    cost = model.comm(Traffic.of_columns(np.full(4, 4e6)), np.zeros(4), links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
+    cost = model.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
     assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))
-    reduced = model.comm(Traffic(np.zeros(4), np.zeros(4), np.full(4, 4e6)), np.zeros(4), links)
+    reduced = model.comm(sends(all_reduce=np.full(4, 4e6)), np.zeros(4), links)
     assert reduced.backward_ms == pytest.approx(np.full(4, 0.5 + 6 / 10))  # 2 · 3/4 of 4 MB at 10 GB/s
     assert not reduced.forward_ms.any()
     one_host = Topology(hosts[:2], within_host_gbps=100.0, latency_ms=0.5)
-    cost = model.comm(Traffic.of_columns(np.array([2e6, 0.0])), np.zeros(2), one_host)
+    cost = model.comm(sends(all_to_all=np.array([2e6, 0.0])), np.zeros(2), one_host)
     assert cost.forward_ms == pytest.approx([0.51, 0.51])
+
+
+def test_rows_over_a_host_by_hand():
+    """A batch of 256 and 8 columns: 8,192 bytes enter the reduce-scatter of host a, half as many its devices' all-to-alls."""
+    where, table = on_hosts("aabb"), Table("t", 100, 8, 2.0)
+    weights = {**rates(REDUCE_SCATTER, forward={"once": 1.0, "near_busiest_bytes": 1e-3}, backward={"once": 2.0}),
+               **rates(ALL_TO_ALL, forward={"once": 0.5, "far_bytes": 1e-3}, backward={"once": 0.25, "uplink_bytes": 1e-3})}
+    problem = Problem("p", (table,), where, 256)
+    work = lower(Plan((host_row(table, (0, 1)),)), problem)
+    cost = price(work, by_hand(**weights))
+    within, across = 1 + 8192 / 2 * 1e-3, 0.5 + 4096 / 2 * 1e-3  # half goes to the other device; the way in is as long
+    assert cost.forward_comm_ms == pytest.approx([within + across] * 2 + [across] * 2)
+    uplink = 0.25 + 2 * 4096 / 2 * 1e-3  # which the host's two devices share
+    assert cost.backward_comm_ms == pytest.approx([2 + uplink] * 2 + [uplink] * 2)
+    own = by_hand(**weights, **rates(WITHIN, forward={"once": 3.0}, backward={"once": 4.0}))
+    assert price(work, own).forward_comm_ms == pytest.approx([3 + across] * 2 + [across] * 2)
+    assert price(work, own).backward_comm_ms == pytest.approx([4 + uplink] * 2 + [uplink] * 2)
+    world = price(lower(Plan((row(table, where),)), problem), own)
+    assert world.forward_comm_ms == pytest.approx([1 + 8192 * 3 / 4 * 1e-3] * 4)
+
+
+def test_rows_over_hosts_unlike_each_other_are_never_exchanged(model):
+    assert not model.comm(sends(reduce_scatter_host=np.full(3, 1e6)), np.zeros(3), on_hosts("aab")).forward_ms.any()
 
 
 # --- files
@@ -267,7 +292,7 @@ def test_the_slack_of_a_range_and_its_two_ends():
         {"shard_width": [4.4, 8 / 1.1], "op_batch": [256, 256], "shard_rows": [1000, 1000]},
     )
     model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": ranges})
-    assert beyond(model, (table,), 1, [Placement(Shard.whole(table), (0,))]) == []
+    assert beyond(model, (table,), 1, [Placement("column", Shard.whole(table), (0,))]) == []
     for name, ends, said in (
             ("shard_width", [4, 7.2], "table 't' is 8 columns wide; widest measured 7.2"),
             ("shard_width", [9, 16], "table 't' is 8 columns wide; narrowest measured 9"),
@@ -277,8 +302,8 @@ def test_the_slack_of_a_range_and_its_two_ends():
             ("op_bytes", [0, 20000], "device 0 holds 32000 bytes in one op; largest measured 20000 bytes"),
             ("shard_pooling", [0, 1.5], "table 't' has 2 lookups a sample; most measured 1.5")):
         model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {**ranges, name: ends}})
-        assert beyond(model, (table,), 1, [Placement(Shard.whole(table), (0,))]) == [said]
-    two = [Placement(Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
+        assert beyond(model, (table,), 1, [Placement("column", Shard.whole(table), (0,))]) == [said]
+    two = [Placement("column", Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
     model = neural.NeuralModel(SETTING, exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
                                {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000]}})
     assert beyond(model, (table,), 2, two) == [
@@ -304,12 +329,12 @@ def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:
 
 def test_nothing_to_say_within_the_range(model):
     tables = tuple(pool()[:8])
-    assert beyond(model, tables, 4, [Placement(Shard.whole(t), (i % 4,)) for i, t in enumerate(tables)]) == []
+    assert beyond(model, tables, 4, [Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(tables)]) == []
 
 
 def test_what_lies_beyond_the_range_is_named(model):
     tables = (Table("c00", 2 * 10**7, 128, 300.0), Table("c01", 10**7, 128, 1.0))
-    said = beyond(model, tables, 8, [Placement(Shard.whole(t), (i,)) for i, t in enumerate(tables)])
+    said = beyond(model, tables, 8, [Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(tables)])
     largest = model.meta["ranges"]["shard_bytes"][1] / 2**20
     assert f"table 'c00' is 9.5 GiB (and 1 more); largest measured {largest:.1f} MiB" in said
     assert any(s.startswith("table 'c00' has 20,000,000 rows (and 1 more); most measured") for s in said)
@@ -320,10 +345,8 @@ def test_what_lies_beyond_the_range_is_named(model):
 
 def test_collectives_and_batches_never_measured_are_named(model):
     table = pool()[0]
-    half = table.rows // 2
-    rows = [Placement(Shard(table, lo, hi, 0, table.dim), (d,)) for d, (lo, hi) in enumerate(((0, half), (half, table.rows)))]
-    assert any("reduce-scatter" in s for s in beyond(model, (table,), 2, rows))
-    said = beyond(model, (table,), 8, [Placement(Shard.whole(table), tuple(range(8)))], within_host_gbps=5.0)
+    assert any("reduce-scatter" in s for s in beyond(model, (table,), 2, [row(table, topology(2))]))
+    said = beyond(model, (table,), 8, [replica(table, topology(8))], within_host_gbps=5.0)
     assert any("all-reduce" in s for s in said)
     assert any("an op over 32 samples (and 7 more); smallest measured 64" in s for s in said)
     assert any("within_host_gbps 5" in s for s in said)

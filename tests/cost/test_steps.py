@@ -5,18 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, pool
+from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row
 
 from shardcore.cost import exchange, neural, steps
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.layouts import CHANNELS, Channel
 from shardcore.search import SHARDERS
-from shardcore.search.pieces import even_rows
-from shardcore.types import Device, Placement, Plan, Problem, Shard, StepCost, Topology
+from shardcore.types import Device, Plan, Problem, StepCost, Topology
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
-FACTORS = {("all_to_all", "forward"): 1.4, ("reduce_scatter", "forward"): 2.0, ("reduce_scatter", "backward"): 1.5,
-           ("all_reduce", "backward"): 1.25}
+FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
+           (ALL_REDUCE, "backward"): 1.25}
+ALONE = {(c, way): 1.0 for c in CHANNELS for way in exchange.WAYS[c.collective]}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,8 @@ def workloads(kind, n=steps.FEWEST_STEPS, topology=None):
         plan = SHARDERS["random"](problem, ANALYTIC, seed=seed)
         first, others = tables[0], [p for p in plan.placements if p.shard.table != tables[0]]
         cut = {"columns": [p for p in plan.placements if p.shard.table == first],
-               "rows": [Placement(Shard(first, *rows, 0, first.dim), (d,)) for d, rows in enumerate(even_rows(first.rows, 2))],
-               "replicated": [Placement(Shard.whole(first), (0, 1))]}[kind]
+               "rows": [row(first, topology)], "replicated": [replica(first, topology)],
+               "host rows": [host_row(first, (0, 1))]}[kind]
         found.append(lower(Plan((*others, *cut)), problem))
     return found
 
@@ -53,15 +55,15 @@ def replayed(model, workload, factors=FACTORS, pace=1.0) -> StepCost:
 
 
 def found_factors(model):
-    return {(c, way): exchange.in_step(model.weights, c, way) for c, ways in exchange.WAYS.items() for way in ways}
+    return {(c, way): exchange.in_step(model.weights, c, way) for c, way in ALONE}
 
 
 @pytest.mark.parametrize("pace", [1.0, 1.3])
 def test_factors_are_found_whatever_the_pace_and_prices_have_them(model, pace):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
     fitted = steps.fit(model, [(w, replayed(model, w, pace=pace)) for w in seen])
-    assert found_factors(fitted) == pytest.approx({(c, w): FACTORS.get((c, w), 1.0) for c, ways in exchange.WAYS.items()
-                                                   for w in ways}, rel=1e-3)
+    lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}  # within a host, and across them
+    assert found_factors(fitted) == pytest.approx(lent, rel=1e-3)
     assert fitted.meta["steps"] == len(seen)
     took, said = replayed(model, seen[-1]), price(seen[-1], fitted)
     for way in ("forward_comm_ms", "backward_comm_ms"):
@@ -78,6 +80,16 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
     assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
         assert steps.fit(model, few) is model
+
+
+def test_rows_over_a_host_have_factors_of_their_own_where_steps_tell_them(model):
+    """Also of a machine that plays two hosts."""
+    own = {**FACTORS, (WITHIN, "forward"): 1.8, (WITHIN, "backward"): 1.3, (ACROSS, "forward"): 1.1, (ACROSS, "backward"): 2.5}
+    seen = [w for kind in ("columns", "host rows") for w in workloads(kind, n=12, topology=on_hosts("aabb"))]
+    fitted = steps.fit(model, [(w, replayed(model, w, own)) for w in seen])
+    told = found_factors(fitted)
+    assert {x: told[x] for x in own if x[0] in (WITHIN, ACROSS)} == pytest.approx(
+        {x: own[x] for x in own if x[0] in (WITHIN, ACROSS)}, rel=1e-2)
 
 
 def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(model, tmp_path):
@@ -97,7 +109,7 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
     for rates in (v for name, v in weights.items() if name.startswith("exchange_")):
         rates[exchange.FAR], rates[exchange.NEAR] = rates[exchange.NEAR].sum(), 0
     between = dataclasses.replace(model, weights=weights)
-    assert exchange.measured_links(between.weights, "all_to_all") == {"between"}
+    assert exchange.measured_links(between.weights, ALL_TO_ALL) == {"between"}
     fitted = steps.fit(between, [(w, replayed(between, w)) for w in workloads("columns")])
     assert fitted is between and "tell nothing" in steps.said(between, fitted, 8)
 

@@ -11,41 +11,35 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+from shapes import column, host_row, on_hosts, replica, row  # noqa: E402
 
 from shardcore import files  # noqa: E402
 from shardcore.cli import main  # noqa: E402
-from shardcore.export.torchrec import Ranks, from_torchrec, layout, tables_of, to_torchrec  # noqa: E402
+from shardcore.export.torchrec import from_torchrec, sharded, tables_of, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
-from shardcore.types import Device, Placement, Plan, Shard, ShardCoreError, Table, Topology  # noqa: E402
+from shardcore.search.pieces import consolidate  # noqa: E402
+from shardcore.types import Placement, Plan, Shard, ShardCoreError, Table  # noqa: E402
 
 MODULE = training.Model(sequence=True)
 TABLE = Table("t", 24, 16, 2.0)
-FOUR = Ranks.of(Topology((Device(10**9),) * 4))
-HOSTS = Ranks.of(Topology(tuple(Device(10**9, host=h) for h in "xyxy")))
-"""Devices 0 and 2 on one host, so that ranks are not devices."""
+FOUR, HOSTS = on_hosts("aaaa"), on_hosts("xyxy")
+"""HOSTS: devices 0 and 2 on one host, so that ranks are not devices."""
 
 
-def rows(*parts, table=TABLE, columns=(0, 16)):
-    return [Placement(Shard(table, lo, hi, *columns), (device,)) for device, lo, hi in parts]
-
-
-@pytest.mark.parametrize("uneven", [False, True])
-def test_random_plans_come_back(uneven):
+def test_random_plans_come_back():
     """So do a thousand in bench/torchrec.py."""
     rng = np.random.default_rng(5)
     for hosts, per_host in ((1, 4), (2, 2), (2, 4), (3, 2), (1, 1)):
         given = training.problem(hosts, per_host, sequence=True)
         for _ in range(20):
-            assert not training.lost(training.draw(given, rng, uneven), given, MODULE, rng, uneven)
+            assert not training.lost(training.draw(given, rng), given, MODULE, rng)
 
 
 def test_columns_and_whole_tables_are_one_op():
     given = training.problem(1, 4)
     t = {x.name: x for x in given.tables}
-    plan = Plan((Placement(Shard.whole(t["a"]), (3,)), Placement(Shard.whole(t["b"]), (0, 1, 2, 3)),
-                 Placement(Shard(t["left.c"], 0, 40, 0, 4), (2,)), Placement(Shard(t["left.c"], 0, 40, 4, 32), (0,)),
-                 Placement(Shard.whole(t["d"]), (1,)), Placement(Shard.whole(t["inner.right.c"]), (0,)),
-                 Placement(Shard.whole(t["e"]), (1,))))
+    plan = Plan((column(t["a"], 3), replica(t["b"], given.topology), column(t["left.c"], 2, 0, 4), column(t["left.c"], 0, 4, 32),
+                 column(t["d"], 1), column(t["inner.right.c"], 0), column(t["e"], 1)))
     theirs = to_torchrec(plan, given, training.Model()).plan
     assert {n: s.sharding_type for n, s in theirs["left"].items()} == {
         "a": "column_wise", "b": "data_parallel", "c": "column_wise", "d": "column_wise"}
@@ -57,79 +51,100 @@ def test_columns_and_whole_tables_are_one_op():
     assert parts == [(0, [0, 0], [40, 28], "rank:0/cuda:0"), (2, [0, 28], [40, 4], "rank:2/cuda:2")]
 
 
+def test_rows_over_a_host_are_one_op_with_those_of_cut_tables():
+    given = training.problem(2, 2)
+    a, *others = given.tables
+    b = next(t for t in others if t.name == "b")
+    plan = Plan((host_row(a, (2, 3)), host_row(b, (0, 1), 0, 4), host_row(b, (2, 3), 4),
+                 *(column(t, 1) for t in others if t != b)))
+    theirs = to_torchrec(plan, given, training.Model()).plan["left"]
+    assert {n: s.sharding_type for n, s in theirs.items()} == {
+        "a": "grid_shard", "b": "grid_shard", "c": "table_wise", "d": "table_wise"}
+    assert set(from_torchrec(to_torchrec(plan, given, training.Model()), given, training.Model()).placements) == set(plan.placements)
+
+
 def test_names_of_tables():
     assert list(tables_of(MODULE)) == ["a", "b", "left.c", "d", "inner.right.c", "e", "s", "t"]
     assert [t.path for t in tables_of(MODULE).values()] == ["left"] * 4 + ["inner.right"] * 2 + ["sequence"] * 2
 
 
+def ranges(found):
+    return [(rank, s.row_lo, s.row_hi) for rank, s in found.parts]
+
+
 def test_ranks_are_host_by_host():
-    assert HOSTS.devices == (0, 2, 1, 3) and HOSTS.hosts == ((0, 1), (2, 3))
-    assert Ranks.of(Topology(tuple(Device(10**9, host=h) for h in "xxy"))).hosts == ()
-    assert layout([Placement(Shard.whole(TABLE), (2,))], HOSTS).parts == ((1, Shard.whole(TABLE)),)
-    found = layout(rows((1, 0, 12), (3, 12, 24)), HOSTS)
-    assert found.sharding_type == "table_row_wise"
-    assert [(rank, s.row_lo, s.row_hi) for rank, s in found.parts] == [(2, 0, 12), (3, 12, 24)]
+    assert sharded([column(TABLE, 2)], HOSTS).parts == ((1, Shard.whole(TABLE)),)
+    found = sharded([host_row(TABLE, (1, 3))], HOSTS)
+    assert found.sharding_type == "table_row_wise" and ranges(found) == [(2, 0, 12), (3, 12, 24)]
+    found = sharded([row(TABLE, HOSTS)], HOSTS)
+    assert found.sharding_type == "row_wise" and ranges(found) == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 24)]
+    assert sharded([replica(TABLE, HOSTS)], HOSTS) == sharded([replica(TABLE, FOUR)], FOUR)
 
 
-def test_rows_are_dealt_in_the_order_of_ranks_unless_ordered():
-    falling = [(3, 0, 6), (2, 6, 12), (1, 12, 18), (0, 18, 24)]
-    assert [(r, s.row_lo) for r, s in layout(rows(*falling), FOUR).parts] == [(0, 0), (1, 6), (2, 12), (3, 18)]
-    with pytest.raises(ShardCoreError, match="table 't' by rows at"):
-        layout(rows(*falling, table=replace(TABLE, ordered=True)), FOUR)
-
-
-def test_the_last_device_need_not_be_the_last_rank():
-    """But where uneven rows are allowed, each device keeps as many as the plan gives it."""
+def test_the_last_rank_has_the_rest():
     table = Table("t", 23, 16, 2.0)
-    parts = rows((0, 0, 6), (2, 6, 11), (1, 11, 17), (3, 17, 23), table=table)
-    assert [(r, s.row_lo, s.row_hi) for r, s in layout(parts, HOSTS).parts] == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 23)]
-    found = layout(parts, HOSTS, uneven_rows=True)
-    assert [(r, s.row_lo, s.row_hi) for r, s in found.parts] == [(0, 0, 6), (1, 6, 11), (2, 11, 17), (3, 17, 23)]
+    assert ranges(sharded([row(table, HOSTS)], HOSTS)) == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 23)]
+    assert ranges(sharded([host_row(table, (0, 2))], HOSTS)) == [(0, 0, 12), (1, 12, 23)]
 
 
 def test_grid_has_one_part_per_device():
     """TorchRec's fused kernel fails on two parts of unequal widths of one table on one rank."""
-    parts = [*rows((0, 0, 12), (2, 12, 24), columns=(0, 4)), *rows((1, 0, 12), (3, 12, 24), columns=(4, 8)),
-             *rows((0, 0, 12), (2, 12, 24), columns=(8, 16))]
-    found = layout(parts, HOSTS)
+    parts = [host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (1, 3), 4, 8), host_row(TABLE, (0, 2), 8, 16)]
+    found = sharded(parts, HOSTS)
     assert found.sharding_type == "grid_shard"
     assert [(rank, s.col_lo, s.col_hi) for rank, s in found.parts] == [(0, 0, 12), (1, 0, 12), (2, 12, 16), (3, 12, 16)]
+    assert ranges(found) == [(0, 0, 12), (1, 12, 24), (2, 0, 12), (3, 12, 24)]
+    assert sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)], HOSTS).sharding_type == "table_row_wise"
 
 
-@pytest.mark.parametrize("parts, ranks, said", [
-    (rows((2, 0, 7), (0, 7, 24)), FOUR,
-     "table 't' by rows over devices 0, 2; TorchRec needs one row range on each of the 4 devices"),
-    (rows((0, 0, 7), (1, 7, 12), (2, 12, 18), (3, 18, 24)), FOUR, r"by rows at \[7, 12, 18\]; TorchRec cuts at \[6, 12, 18\]"),
-    (rows((0, 0, 7), (2, 7, 24)), HOSTS, r"by rows at \[7\]; TorchRec cuts at \[12\]"),
-    (rows((0, 0, 3), (1, 3, 6), (2, 6, 8), (3, 8, 9), table=Table("t", 9, 16, 2.0)), FOUR, "of 9 rows over 4 devices"),
-    ([Placement(Shard.whole(TABLE), (0, 1))], FOUR, "replicates .* on devices 0, 1; TorchRec replicates whole tables"),
-    ([*rows((0, 0, 12), (2, 12, 24), columns=(0, 8)), *rows((1, 0, 24), columns=(8, 16))], HOSTS, "columns .8, 16., by rows"),
-])
-def test_refuses_what_torchrec_cannot(parts, ranks, said):
-    with pytest.raises(ShardCoreError, match=said):
-        layout(parts, ranks)
+@pytest.mark.parametrize("placement, theirs", [
+    (lambda t, on: [column(t, 2)], "table_wise"), (lambda t, on: [column(t, 0, 0, 4), column(t, 3, 4, 16)], "column_wise"),
+    (lambda t, on: [row(t, on)], "row_wise"), (lambda t, on: [host_row(t, (2, 3))], "table_row_wise"),
+    (lambda t, on: [host_row(t, (0, 1), 0, 4), host_row(t, (2, 3), 4, 16)], "grid_shard"),
+    (lambda t, on: [replica(t, on)], "data_parallel")])
+def test_each_kind_goes_to_torchrec_and_comes_back(placement, theirs):
+    given = training.problem(2, 2)
+    a, *others = given.tables
+    plan = Plan(consolidate([*placement(a, given.topology), *(column(t, 1) for t in others)]))
+    exported = to_torchrec(plan, given, training.Model())
+    assert exported.plan["left"]["a"].sharding_type == theirs
+    assert from_torchrec(exported, given, training.Model()).placements == plan.placements
+
+
+def test_rows_over_a_host_are_on_its_ranks():
+    given = training.problem(2, 2)
+    a, *others = given.tables
+    exported = to_torchrec(Plan((host_row(a, (2, 3)), *(column(t, 1) for t in others))), given, training.Model())
+    found = exported.plan["left"]["a"]
+    assert found.ranks == [2, 3] and found.compute_kernel == "fused"
+    assert [(str(s.placement), s.shard_offsets, s.shard_sizes) for s in found.sharding_spec.shards] == [
+        ("rank:2/cuda:0", [0, 0], [12, 16]), ("rank:3/cuda:1", [12, 0], [12, 16])]
+
+
+def test_a_table_of_two_kinds_is_refused():
+    with pytest.raises(ShardCoreError, match="table 't' by column and host_row; TorchRec shards a table by one of them"):
+        sharded([host_row(TABLE, (0, 2), 0, 8), column(TABLE, 1, 8, 16)], HOSTS)
 
 
 def test_refuses_sequences_that_torchrec_cannot():
     given = training.problem(2, 2, sequence=True)
-    others = [Placement(Shard.whole(t), (0,)) for t in given.tables if t.name != "s"]
+    others = [column(t, 0) for t in given.tables if t.name != "s"]
     s = next(t for t in given.tables if t.name == "s")
     for parts, device, said in (
-            (rows((0, 0, 15), (1, 15, 30), table=s, columns=(0, 8)), "cuda", "over one host"),
-            ([Placement(Shard.whole(s), (0, 1, 2, 3))], "cpu", "on a CPU TorchRec cannot")):
+            ([host_row(s, (0, 1))], "cuda", "over one host"), ([replica(s, given.topology)], "cpu", "on a CPU TorchRec cannot")):
         with pytest.raises(ShardCoreError, match=f"'s' of the EmbeddingCollection 'sequence' *.*{said}"):
             to_torchrec(Plan((*others, *parts)), given, MODULE, device)
-    assert to_torchrec(Plan((*others, Placement(Shard.whole(s), (0, 1, 2, 3)))), given, MODULE, "cuda")
+    assert to_torchrec(Plan((*others, replica(s, given.topology))), given, MODULE, "cuda")
 
 
 def test_refuses_another_model():
     given = training.problem(1, 2)
-    plan = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables))
+    plan = Plan(tuple(column(t, 0) for t in given.tables))
     with pytest.raises(ShardCoreError, match="the problem lacks 's'"):
         to_torchrec(plan, given, MODULE)
     other = replace(given, tables=(replace(given.tables[0], rows=25), *given.tables[1:]))
     with pytest.raises(ShardCoreError, match=r"'a' has \(rows, dim\) \(25, 16\) in problem 'model' and \(24, 16\) in the model"):
-        to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in other.tables)), other, training.Model())
+        to_torchrec(Plan(tuple(column(t, 0) for t in other.tables)), other, training.Model())
     theirs = to_torchrec(plan, given, training.Model())
     del theirs.plan["left"]["a"]
     with pytest.raises(ShardCoreError, match=r"differing are \['a'\]"):
@@ -141,7 +156,7 @@ def test_settings_of_a_plan_are_kept(tmp_path):
     from torchrec.distributed.types import CacheParams, DataType, KeyValueParams
 
     given = training.problem(1, 2)
-    plan = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables))
+    plan = Plan(tuple(column(t, 0) for t in given.tables))
     theirs = to_torchrec(plan, given, training.Model())
     theirs.plan["left"]["a"] = replace(
         theirs.plan["left"]["a"], compute_kernel="fused_uvm_caching", bounds_check_mode=BoundsCheckMode.IGNORE,
@@ -149,7 +164,7 @@ def test_settings_of_a_plan_are_kept(tmp_path):
         key_value_params=KeyValueParams(ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))))
     write_torchrec(tmp_path / "plan.json", theirs)
     assert read_torchrec(tmp_path / "plan.json") == theirs
-    moved = Plan(tuple(Placement(Shard.whole(t), (1,)) for t in given.tables))
+    moved = Plan(tuple(column(t, 1) for t in given.tables))
     kept = to_torchrec(moved, given, training.Model(), like=theirs).plan["left"]["a"]
     assert replace(kept, ranks=[0], sharding_spec=theirs.plan["left"]["a"].sharding_spec) == theirs.plan["left"]["a"]
     assert kept.ranks == [1]
@@ -168,7 +183,7 @@ ODD = [
 
 def test_files_are_checked(tmp_path):
     given, path = training.problem(1, 2), tmp_path / "plan.json"
-    write_torchrec(path, to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, training.Model()))
+    write_torchrec(path, to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
     whole = path.read_text()
     for text, said in ((whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"), (whole[:-40], "not whole JSON"),
                        (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
@@ -176,7 +191,7 @@ def test_files_are_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(ShardCoreError, match=said):
             read_torchrec(path)
-    body = to_json(to_torchrec(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in given.tables)), given, training.Model()))
+    body = to_json(to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
     for key, value, said in ODD:
         odd = {**body, "left": {**body["left"], "a": {**body["left"]["a"], key: value}}}
         with pytest.raises(ShardCoreError, match="table 'a' of module 'left'.*" + said):
@@ -185,8 +200,7 @@ def test_files_are_checked(tmp_path):
 
 def test_command_writes_what_a_job_reads(tmp_path, capsys):
     given = replace(training.problem(1, 4), tables=training.problem(1, 4).tables[:2])
-    plan = Plan((Placement(Shard(given.tables[0], 0, 24, 0, 4), (1,)), Placement(Shard(given.tables[0], 0, 24, 4, 16), (0,)),
-                 Placement(Shard.whole(given.tables[1]), (3,))))
+    plan = Plan((column(given.tables[0], 1, 0, 4), column(given.tables[0], 0, 4, 16), column(given.tables[1], 3)))
     paths = [str(tmp_path / name) for name in ("problem.json", "plan.json", "torchrec.json")]
     files.write_problem(paths[0], given)
     files.write_plan(paths[1], plan, given)
@@ -194,6 +208,7 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     assert main(command) == 0
     found = read_torchrec(paths[2]).plan["sparse.bags"]
     assert {n: s.ranks for n, s in found.items()} == {"a": [0, 1], "b": [3]}
-    files.write_plan(paths[1], Plan((*rows((0, 0, 5), (1, 5, 24), table=given.tables[0]), plan.placements[2])), given)
+    half = Placement("row", Shard(given.tables[0], 0, 24, 0, 8), (0, 1, 2, 3))
+    files.write_plan(paths[1], Plan((half, column(given.tables[0], 1, 8, 16), plan.placements[2])), given)
     assert main(command) == 1
-    assert "table 'a' by rows over devices 0, 1" in capsys.readouterr().err
+    assert "a[0:24, 0:8] by row on devices 0, 1, 2, 3; it needs all rows and all columns" in capsys.readouterr().err

@@ -23,11 +23,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from shardcore.export.torchrec import Ranks, from_torchrec, tables_of, to_torchrec
+sys.path.append(str(Path(__file__).parents[1]))
+
+from shapes import column, host_row, replica, row  # noqa: E402
+
+from shardcore.export.torchrec import from_torchrec, tables_of, to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
-from shardcore.search.pieces import consolidate, even_rows
-from shardcore.types import Device, Placement, Plan, Problem, Shard, Table, Topology
-from shardcore.workload import COLUMN, REPLICATED, ROW, lower
+from shardcore.layouts import LAYOUTS, even_rows, shards_on
+from shardcore.search.pieces import consolidate
+from shardcore.types import Device, Placement, Plan, Problem, Table, Topology
+from shardcore.workload import lower
 
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3
 LEFT = {"a": (24, 16, ["f0"]), "b": (50, 8, ["f1", "f2"]), "c": (40, 32, ["f0"]), "d": (10, 8, ["f3"])}
@@ -66,32 +71,28 @@ def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered
     return Problem("model", tuple(tables), Topology(devices), BATCH * len(devices))
 
 
-def draw(given: Problem, rng: np.random.Generator, uneven: bool = False) -> Plan:
+def draw(given: Problem, rng: np.random.Generator) -> Plan:
     """A plan of all kinds that TorchRec trains."""
-    n = len(given.topology)
-    hosts = [[d for d in range(n) if given.topology.devices[d].host == h] for h in given.topology.hosts]
-    return Plan(tuple(p for t in given.tables for p in _draw(t, n, hosts, rng, uneven)))
+    return Plan(tuple(p for t in given.tables for p in _draw(t, given.topology, rng)))
 
 
-def _draw(t: Table, n: int, hosts: list[list[int]], rng: np.random.Generator, uneven: bool) -> list[Placement]:
-    sequence = t.name in ("s", "t")
+def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
+    sequence, n = t.name in ("s", "t"), len(on)
     kinds = ["whole", "columns", "rows", "everywhere", "host", "grid"]
     kind = rng.choice(kinds[: 3 if sequence else 6])  # TorchRec's dense kernel does not run sequences on CPU
     if kind == "columns":
         if sequence:
             order = rng.permutation(n)
-            return [Placement(Shard(t, 0, t.rows, 4 * i, 4 * i + 4), (int(order[i % n]),)) for i in range(2)]
-        return [Placement(Shard(t, 0, t.rows, lo, hi), (int(rng.integers(n)),)) for lo, hi in _columns(t, rng)]
-    if kind == "everywhere":
-        return [Placement(Shard.whole(t), tuple(range(n)))]
-    if kind == "rows" and (uneven and not sequence or even_rows(t.rows, n)):
-        cuts = [0, *sorted(rng.choice(np.arange(1, t.rows), n - 1, replace=False).tolist()), t.rows]
-        ranges = zip(cuts, cuts[1:], strict=False) if uneven and not sequence else even_rows(t.rows, n)
-        return [Placement(Shard(t, lo, hi, 0, t.dim), (d,)) for d, (lo, hi) in enumerate(ranges)]
-    if kind in ("host", "grid") and len(hosts) > 1 and (ranges := even_rows(t.rows, len(hosts[0]))):
-        return [Placement(Shard(t, lo, hi, *c), (d,)) for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
-                for (lo, hi), d in zip(ranges, hosts[rng.integers(len(hosts))], strict=True)]
-    return [Placement(Shard.whole(t), (int(rng.integers(n)),))]
+            return [column(t, int(order[i % n]), 4 * i, 4 * i + 4) for i in range(2)]
+        return [column(t, int(rng.integers(n)), lo, hi) for lo, hi in _columns(t, rng)]
+    if kind == "everywhere" and n > 1:
+        return [replica(t, on)]
+    if kind == "rows" and n > 1 and even_rows(t.rows, n):
+        return [row(t, on)]
+    if kind in ("host", "grid") and len(on.hosts) > 1 and even_rows(t.rows, len(on.on_hosts[0])):
+        return [host_row(t, on.on_hosts[rng.integers(len(on.hosts))], *c)
+                for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])]
+    return [column(t, int(rng.integers(n)))]
 
 
 def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
@@ -103,19 +104,19 @@ def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
 # --- there and back ----------------------------------------------------------------------------------------------------------
 
 
-def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[int, int]]]:
-    """What a plan means for each device: per table its copies and cells, whichever they are."""
+def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[str, int]]]:
+    """What a plan means for each device: per table its kind and cells, whichever they are."""
     found = [{} for _ in range(n_devices)]
     for p in plan.placements:
-        for d in p.devices:
-            _, cells = found[d].get(p.shard.table.name, (0, 0))
-            found[d][p.shard.table.name] = (len(p.devices), cells + p.shard.rows * p.shard.width)
+        for d, shard in shards_on(p):
+            _, cells = found[d].get(shard.table.name, ("", 0))
+            found[d][shard.table.name] = (p.kind, cells + shard.rows * shard.width)
     return found
 
 
-def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator, uneven: bool = False) -> str:
+def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator) -> str:
     """What of a plan is lost on its way to TorchRec and its file, with random settings of its tables, and back; "" is nothing."""
-    theirs = to_torchrec(plan, given, module, uneven_rows=uneven)
+    theirs = to_torchrec(plan, given, module)
     for sharded in theirs.plan.values():
         for name, sharding in sharded.items():
             if sharding.sharding_type != "data_parallel":
@@ -124,8 +125,8 @@ def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator
     n = len(given.topology)
     checks = {"what a device holds": held(ours, n) == held(plan, n), "the file": from_json(to_json(theirs)) == theirs,
               "consolidation": ours.placements == consolidate(ours.placements),
-              "TorchRec's plan": to_torchrec(ours, given, module, uneven_rows=uneven) == theirs,
-              "our plan": from_torchrec(to_torchrec(ours, given, module, uneven_rows=uneven), given, module) == ours}
+              "TorchRec's plan": to_torchrec(ours, given, module) == theirs,
+              "our plan": from_torchrec(to_torchrec(ours, given, module), given, module) == ours}
     return ", ".join(name for name, same in checks.items() if not same)
 
 
@@ -144,9 +145,9 @@ def _settings(rng: np.random.Generator) -> dict[str, Any]:
 # --- training ----------------------------------------------------------------------------------------------------------------
 
 
-def train(given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool = False, limit_s: float = 120) -> dict[int, str]:
-    """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is its seed, its flag
-    says whether its row ranges are uneven. It ends with the first that fails, or for which a process dies."""
+def train(given: Problem, plans: Mapping[int, Plan], sequence: bool = False, limit_s: float = 120) -> dict[int, str]:
+    """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is its seed. It ends with
+    the first that fails, or for which a process dies."""
     n = len(given.topology)
     with tempfile.TemporaryDirectory() as folder:
         codes = in_processes(n, _work, (given, plans, sequence, folder), limit_s)
@@ -192,16 +193,16 @@ def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folde
     runpy.run_path(str(path), run_name="__main__")
 
 
-def _work(rank: int, given: Problem, plans: Mapping[int, tuple[Plan, bool]], sequence: bool, folder: str) -> None:
+def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    for i, (plan, uneven) in plans.items():
+    for i, plan in plans.items():
         try:
-            worst = _differs(rank, given, plan, uneven, sequence, seed=i)
+            worst = _differs(rank, given, plan, sequence, seed=i)
         except Exception as error:  # whatever TorchRec raises; the other ranks then lose this one
             worst = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         Path(f"{folder}/said-{i}-{rank}").write_text(f"rank {rank}: {worst}" if worst else "")
@@ -212,24 +213,22 @@ def _work(rank: int, given: Problem, plans: Mapping[int, tuple[Plan, bool]], seq
 
 def kinds_of(plan: Plan, given: Problem, sequence: bool = False) -> dict[str, str]:
     """The sharding type of each table, by path."""
-    exported = to_torchrec(plan, given, Model(sequence=sequence), "cpu", uneven_rows=True)
+    exported = to_torchrec(plan, given, Model(sequence=sequence), "cpu")
     return {f"{path}.{name}": f"{s.sharding_type} {s.ranks}" for path, m in exported.plan.items() for name, s in m.items()}
 
 
-def _differs(rank: int, given: Problem, plan: Plan, uneven: bool, sequence: bool, seed: int) -> str:
+def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -> str:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-    from shardcore.export.torchrec_rows import row_sharder
-
     n, fused = len(given.topology), {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
     torch.manual_seed(seed)
     whole = Model("cpu", sequence)
-    exported = to_torchrec(plan, given, whole, "cpu", uneven_rows=uneven)
+    exported = to_torchrec(plan, given, whole, "cpu")
     model = DistributedModelParallel(Model("cpu", sequence), device=torch.device("cpu"), plan=exported, sharders=[
-        row_sharder(fused_params=fused) if uneven else EmbeddingBagCollectionSharder(fused_params=fused),
+        EmbeddingBagCollectionSharder(fused_params=fused),
         EmbeddingCollectionSharder(fused_params=fused)])
     if wrong := _other_ops(model.module, exported, given, rank):
         return wrong
@@ -257,25 +256,24 @@ def _differs(rank: int, given: Problem, plan: Plan, uneven: bool, sequence: bool
 
 
 def _other_ops(model, exported, given: Problem, rank: int) -> str:
-    """What a rank's fused ops hold otherwise than `lower` has it, by collection; rows over one host and sequences aside."""
+    """What a rank's fused ops hold otherwise than `lower` has it, by collection; sequences aside."""
     plan = from_torchrec(exported, given, model_like(exported))
     names = tables_of(model_like(exported))
-    kinds = {"table_wise": COLUMN, "column_wise": COLUMN, "row_wise": ROW, "data_parallel": REPLICATED}
+    kinds = {theirs: kind for kind, layout in LAYOUTS.items() for theirs in layout.torchrec}
     for path, shardings in exported.plan.items():
         if path == "sequence":  # what is cut there stays apart from what is whole
             continue
         module = model.get_submodule(path)
         wanted = {op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards
-                                  if names[s.table.name].path == path
-                                  and shardings[names[s.table.name].name].sharding_type in kinds)
-                  for op in lower(plan, given).ops[Ranks.of(given.topology).devices[rank]]}
+                                  if names[s.table.name].path == path)
+                  for op in lower(plan, given).ops[given.topology.ranks[rank]]}
         found: dict[str, list] = {}
         for lookup in module._lookups:
             for op in getattr(lookup, "module", lookup)._emb_modules:
                 held = sorted((t.name, t.local_rows, t.local_cols) for t in op._config.embedding_tables)
-                if (kind := kinds.get(shardings[held[0][0]].sharding_type)) in found:
+                if (kind := kinds[shardings[held[0][0]].sharding_type]) in found:
                     return f"two ops for {kind} shards of {path!r}"
-                found |= {kind: held} if kind else {}
+                found[kind] = held
         if found != {kind: held for kind, held in wanted.items() if held}:
             return f"ops of {path!r} are {found}; lower has {wanted}"
     return ""

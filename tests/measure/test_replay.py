@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from shapes import column, host_row, on_hosts, replica, row
 
 import shardcore.measure.replay as module
 from shardcore import files
 from shardcore.cli import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.measure import gang
+from shardcore.measure import exchanges, gang
+from shardcore.measure.collectives import CommConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
@@ -34,7 +36,7 @@ from shardcore.types import (
     Topology,
     Zipf,
 )
-from shardcore.workload import COLUMN, ROW, lower
+from shardcore.workload import lower
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
@@ -57,16 +59,15 @@ def problem_of(tables, devices) -> Problem:
 def whole(problem):
     """Whole tables, round-robin."""
     devices = len(problem.topology)
-    return lower(Plan(tuple(Placement(Shard.whole(t), (i % devices,)) for i, t in enumerate(problem.tables))), problem)
+    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % devices,)) for i, t in enumerate(problem.tables))), problem)
 
 
 def mixed_plan(problem) -> Plan:
-    """Column, row and replicated shards; with three devices the exchanges are uneven and one device has no op."""
+    """Whole, cut, divided and replicated tables; with three devices all-to-alls are uneven."""
     cold, hot, wide, *rest = problem.tables
     last = len(problem.topology) - 1
-    shards = [(Shard(cold, 0, 30_000, 0, 16), (0,)), (Shard(cold, 30_000, 50_000, 0, 16), (last,)),
-              (Shard(hot, 0, 3_000, 0, 12), (0,)), (Shard(hot, 0, 3_000, 12, 32), (last,)), (Shard.whole(wide), (0, last))]
-    return Plan(tuple(Placement(s, d) for s, d in [*shards, *((Shard.whole(t), (0,)) for t in rest)]))
+    return Plan((row(cold, problem.topology), column(hot, 0, 0, 12), column(hot, last, 12), replica(wide, problem.topology),
+                 *(column(t, 0) for t in rest)))
 
 
 # --- a gang of three ----------------------------------------------------------------------------------------
@@ -74,12 +75,15 @@ def mixed_plan(problem) -> Plan:
 
 def lopsided(problem):
     """All on the first device."""
-    return lower(Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables)), problem)
+    return lower(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables)), problem)
 
 
 def _told(rank, init_method, say, workloads, control):
     """As a rank of replay_all's gang; and of each workload's last step, what it sent and received."""
     made, saw = [], {}
+
+    def told(tensors):
+        return {kind: x.detach().flatten().numpy().copy() for kind, x in tensors.items()}
 
     class Told(module._Step):
         """A step whose buffers tell rank and position. (What it pools tells them by itself: rows of weights
@@ -89,24 +93,16 @@ def _told(rank, init_method, say, workloads, control):
             super().__init__(*arguments)
             made.append(self)
 
-        def once(self, batch, groups):
-            for k, sent in enumerate([*self._sent.values(), *self._dense.values()]):
+        def once(self, batch):
+            chains = {kind: chain[0] for kind, chain in self._chains.items()}  # of one channel each, on one host
+            buffers = {kind: getattr(x, "_sent", getattr(x, "_dense", None)) for kind, x in chains.items()}
+            for k, sent in enumerate(buffers.values()):
                 sent.copy_((rank + 1 + 10 * k + torch.arange(sent.numel()) / 1e4).view(sent.shape))
-            sent = {
-                kind: x.flatten().numpy().copy() for kind, x in [*self._sent.items(), *self._dense.items()]
-            }
-            marks = super().once(batch, groups)
-            outputs = {kind: x.detach().flatten().numpy().copy() for kind, x in self._outputs.items()}
-            received = {
-                kind: x.flatten().numpy().copy()
-                for kind, x in [*self._gradients.items(), *self._dense.items()]
-            }
-            saw[self] = (
-                sent,
-                received,
-                outputs,
-                {kind: x.flatten().numpy().copy() for kind, x in self._arrived.items()},
-            )
+            sent = told(buffers)
+            marks = super().once(batch)
+            dense = {kind: x._dense for kind, x in chains.items() if hasattr(x, "_dense")}
+            saw[self] = (sent, told({**self._gradients, **dense}), told(self._outputs),
+                         told({kind: x._arrived for kind, x in chains.items() if kind not in dense}))
             return marks
 
     module._Step = Told
@@ -165,34 +161,69 @@ def same(found, expected):
 
 @pytest.mark.parametrize("which", ["whole", "mixed", "lopsided"])
 def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
-    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, reduce-scatters and all-gathers
-    of row ranges, all as wide as the widest, and an all-reduce among those that replicate."""
+    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, a reduce-scatter and an all-gather of what is
+    divided, and an all-reduce of what is replicated."""
     workloads, _, said = three
     n = ["whole", "mixed", "lopsided"].index(which)
     sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
-    columns, rows = (
-        [sum(s.width for op in ops if op.kind == kind for s in op.shards) for ops in workloads[n].ops]
-        for kind in (COLUMN, ROW)
-    )
+    columns = [sum(s.width for op in ops if op.kind == "column" for s in op.shards) for ops in workloads[n].ops]
     for rank in range(3):
-        to_rank = [split(sent[d][COLUMN], [80 * w for w in columns])[rank] for d in range(3)]
-        if COLUMN in received[rank]:
-            same(received[rank][COLUMN], np.concatenate(to_rank))
-        of_rank = [split(outputs[d][COLUMN], [80 * columns[d]] * 3)[rank] for d in range(3) if columns[d]]
-        same(arrived[rank][COLUMN], np.concatenate(of_rank))
-        if any(rows):
-            gathered = np.concatenate([sent[d][ROW] for d in range(3)])
-            same(received[rank][ROW] if rows[rank] else gathered, gathered)
-            given = [
-                outputs[d][ROW] if rows[d] else gathered for d in range(3)
-            ]  # one without row ranges gives what is at hand
-            same(arrived[rank][ROW], sum(split(x, [80 * max(rows)] * 3)[rank] for x in given))
-    assert any(columns) and rows == ([16, 0, 16] if which == "mixed" else [0, 0, 0])
-    replicated = {devices for one in sent for devices in one if isinstance(devices, tuple)}
-    assert replicated == ({(0, 2)} if which == "mixed" else set())
-    for devices in replicated:
-        for d in devices:
-            same(received[d][devices], sum(sent[d][devices] for d in devices))
+        to_rank = [split(sent[d]["column"], [80 * w for w in columns])[rank] for d in range(3)]
+        if "column" in received[rank]:
+            same(received[rank]["column"], np.concatenate(to_rank))
+        of_rank = [split(outputs[d]["column"], [80 * columns[d]] * 3)[rank] for d in range(3) if columns[d]]
+        same(arrived[rank]["column"], np.concatenate(of_rank))
+        if which == "mixed":
+            same(received[rank]["row"], np.concatenate([sent[d]["row"] for d in range(3)]))
+            same(arrived[rank]["row"], sum(split(outputs[d]["row"], [80 * 16] * 3)[rank] for d in range(3)))
+            assert sent[rank]["data_parallel"].size == 2_000 * 64
+            same(received[rank]["data_parallel"], sum(one["data_parallel"] for one in sent))
+    assert any(columns)
+    assert all(set(one) == ({"column", "row", "data_parallel"} if which == "mixed" else {"column"}) for one in sent)
+
+
+# --- a gang of two hosts ------------------------------------------------------------------------------------
+
+
+def _over_hosts(rank, init_method, say, workload):
+    """What arrives of outputs that tell rank and position, and what comes back of such gradients."""
+    torch.set_num_threads(1)
+
+    def full(shape):
+        return torch.zeros(tuple(shape))
+
+    with gang.exchanging():
+        member = Rank(rank, 4, init_method, "cpu", CommConfig(timeout_s=30.0))
+        own = exchanges.groups(rank, workload.topology, exchanges.used_channels(workload))
+        chain = exchanges.chains(workload, rank, full, own)["host_row"]
+        op, = workload.ops[rank]
+        outputs = torch.from_numpy(_marked(rank, (op.batch, sum(s.width for s in op.shards))))
+        arrived = exchanges.forward(chain, outputs).numpy().copy()
+        chain[-1]._sent.copy_(torch.from_numpy(_marked(rank, chain[-1]._sent.shape)))
+        back = torch.zeros_like(outputs)
+        exchanges.backward(chain, back)
+    member.close()
+    say((arrived, back.numpy()))
+
+
+def _marked(rank, shape):
+    return ((rank + 1) * 1000 + np.arange(np.prod(shape)).reshape(shape)).astype(np.float32)
+
+
+def test_rows_over_a_host_are_summed_there_and_cross_hosts():
+    """Two hosts of two ranks, 8 and 4 columns, 16 samples: rank i of host h ends with samples 8 i + 4 h and on."""
+    wide, slim = Table("wide", 10, 8, 1.0), Table("slim", 10, 4, 1.0)
+    problem = Problem("hosts", (wide, slim), on_hosts("aabb"), 16)
+    workload = lower(Plan((host_row(wide, (0, 1)), host_row(slim, (2, 3)))), problem)
+    last = dict(gang.run("replay", _over_hosts, 4, (workload,), 60.0))
+    of_host = [sum(_marked(r, (16, width)) for r in ranks) for ranks, width in (((0, 1), 8), ((2, 3), 4))]
+    sent = [[[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)] for i in range(2)]
+    for h in range(2):
+        for i in range(2):
+            arrived, back = last[2 * h + i]
+            first = 8 * i + 4 * h
+            same(arrived.ravel(), np.concatenate([x[first:first + 4].ravel() for x in of_host]))
+            same(back, np.concatenate([sent[k][g][h] for k in range(2) for g in range(2)]))
 
 
 # --- one rank -----------------------------------------------------------------------------------------------
@@ -232,7 +263,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and control_ms.shape == (CONFIG.repeats,)
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
     of_batch = [
-        tuple(batch[COLUMN].indices.tolist())
+        tuple(batch["column"].indices.tolist())
         for batch in next(s for s in steps if isinstance(s, module._Step))._batches
     ]
     assert len(set(of_batch)) == CONFIG.batches

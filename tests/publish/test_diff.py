@@ -4,40 +4,40 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.layouts import even_share, shards_on
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.types import Constraints, Device, Placement, Plan, Setting, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.types import Constraints, Device, Placement, Plan, Setting, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import lower
 
 
 def random_plan(problem, seed: int, rows: bool = True) -> Plan:
-    """Tables whole, cut by columns or by rows, or copied, anywhere."""
-    rng, devices, placements = np.random.default_rng(seed), len(problem.topology), []
+    """Tables whole, cut by columns or by rows, or replicated."""
+    rng, placements, topology = np.random.default_rng(seed), [], problem.topology
     for t in problem.tables:
         kind = rng.integers(4 if rows else 3)
-        where = [int(d) for d in rng.permutation(devices)]
+        first, second = (int(d) for d in rng.permutation(len(topology))[:2])
         if kind == 1 and t.dim > 4:
             cut = 4 * int(rng.integers(1, t.dim // 4))
-            parts = Shard(t, 0, t.rows, 0, cut), Shard(t, 0, t.rows, cut, t.dim)
-            placements += [Placement(part, (d,)) for part, d in zip(parts, where, strict=False)]
-        elif kind == 3 and t.rows > 1:
-            cut = int(rng.integers(1, t.rows))
-            parts = Shard(t, 0, cut, 0, t.dim), Shard(t, cut, t.rows, 0, t.dim)
-            placements += [Placement(part, (d,)) for part, d in zip(parts, where, strict=False)]
+            placements += [column(t, first, 0, cut), column(t, second, cut)]
+        elif kind == 3 and even_share(t.rows, len(topology)):
+            placements.append(row(t, topology) if rng.random() < 0.5 or len(topology.hosts) == 1
+                              else host_row(t, topology.on_hosts[rng.integers(len(topology.hosts))]))
         else:
-            placements.append(Placement(Shard.whole(t), where[:2 if kind == 2 else 1]))
+            placements.append(replica(t, topology) if kind == 2 else column(t, first))
     return Plan(tuple(placements))
 
 
 def counted_bytes(old: Plan, new: Plan, name: str) -> int:
     """Cell by cell."""
     def cells(plan):
-        return {(d, row, col) for p in plan.placements if p.shard.table.name == name for d in p.devices
-                for row in range(p.shard.row_lo, p.shard.row_hi) for col in range(p.shard.col_lo, p.shard.col_hi)}
+        return {(d, r, c) for p in plan.placements if p.shard.table.name == name for d, s in shards_on(p)
+                for r in range(s.row_lo, s.row_hi) for c in range(s.col_lo, s.col_hi)}
 
     return 4 * len(cells(new) - cells(old))
 
@@ -45,7 +45,7 @@ def counted_bytes(old: Plan, new: Plan, name: str) -> int:
 @pytest.fixture
 def small(problem):
     """The same tables with few rows, so that cells can be counted."""
-    return replace(problem, tables=tuple(replace(t, rows=min(t.rows, 40)) for t in problem.tables))
+    return replace(problem, tables=tuple(replace(t, rows=min(t.rows, 40)) for t in problem.tables), topology=TWO)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -58,31 +58,32 @@ def test_moves_are_the_cells_that_devices_get(small, seed):
     assert [m.bytes for m in found.moves] == sorted((m.bytes for m in found.moves), reverse=True)
 
 
-def at(device, rows, columns, table):
-    return Placement(Shard(table, *rows, *columns), device if isinstance(device, tuple) else (device,))
+TWO = on_hosts("xyxy", 16 << 20)
 
 
 @pytest.mark.parametrize("old, new, cells", [
-    ([(0, (0, 40), (0, 16))], [(1, (0, 40), (0, 16))], 640),
-    ([(0, (0, 40), (0, 16))], [((0, 1, 2), (0, 40), (0, 16))], 2 * 640),  # copies
-    ([((0, 1), (0, 40), (0, 16))], [(1, (0, 40), (0, 16))], 0),
-    ([(0, (0, 40), (0, 8)), (1, (0, 40), (8, 16))], [(0, (0, 40), (0, 12)), (1, (0, 40), (12, 16))], 40 * 4),
-    ([(0, (0, 40), (0, 4)), (0, (0, 40), (4, 16))], [(0, (0, 40), (0, 16))], 0),  # in one part what was in two
-    ([(0, (0, 10), (0, 4)), (1, (10, 40), (0, 16)), (1, (0, 10), (4, 16))], [(0, (20, 40), (8, 16))], 20 * 8),  # nothing shared
-    ([(0, (0, 10), (0, 16)), (1, (10, 40), (0, 16))], [(0, (0, 20), (0, 16)), (1, (20, 40), (0, 16))], 10 * 16),
+    (lambda t: [column(t, 0)], lambda t: [column(t, 1)], 640),
+    (lambda t: [column(t, 0)], lambda t: [replica(t, TWO)], 3 * 640),
+    (lambda t: [replica(t, TWO)], lambda t: [column(t, 1)], 0),
+    (lambda t: [column(t, 0, 0, 8), column(t, 1, 8)], lambda t: [column(t, 0, 0, 12), column(t, 1, 12)], 40 * 4),
+    (lambda t: [column(t, 0, 0, 4), column(t, 0, 4)], lambda t: [column(t, 0)], 0),  # in one part what was in two
+    (lambda t: [row(t, TWO)], lambda t: [column(t, 1)], 640 - 10 * 16),
+    (lambda t: [column(t, 1)], lambda t: [row(t, TWO)], 3 * 10 * 16),
+    (lambda t: [row(t, TWO)], lambda t: [host_row(t, (0, 2))], 10 * 16 + 20 * 16),  # 0 has 10 of its 20 rows, 2 none of its
+    (lambda t: [host_row(t, (0, 2), 0, 8), host_row(t, (1, 3), 8)], lambda t: [host_row(t, (0, 2))], 40 * 8),
 ])
 @pytest.mark.parametrize("precision, bytes_a_cell", [("fp32", 4), ("fp16", 2)])
 def test_moves_counted_by_hand(old, new, cells, precision, bytes_a_cell):
     table = Table("t", 40, 16, 1.0, precision=precision)
-    found = diff(*(Plan(tuple(at(*p, table) for p in plan)) for plan in (old, new)))
+    found = diff(*(Plan(tuple(plan(table))) for plan in (old, new)))
     assert found.bytes == cells * bytes_a_cell and len(found.moves) == bool(cells)
 
 
 def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem):
     wide, small = problem.tables[2], problem.tables[1]
     halves = (0, 32), (32, 64)
-    old, new = (Plan((*(at(device, (0, wide.rows), half, wide) for device, half in zip(order, halves, strict=True)),
-                      Placement(Shard.whole(small), (0,)))) for order in ((0, 1), (1, 0)))
+    old, new = (Plan((*(column(wide, device, *half) for device, half in zip(order, halves, strict=True)), column(small, 0)))
+                for order in ((0, 1), (1, 0)))
     assert wide.bytes > small.bytes and diff(old, new).bytes == wide.bytes
     assert not diff(old, relabel_devices(new, old, replace(problem, tables=(wide, small))))
 
@@ -99,6 +100,11 @@ def test_statistics_do_not_move_tables_and_shapes_make_others_of_them(problem):
         lower(rebind_tables(old, grown), grown)
 
 
+def rotated(placement: Placement, by: int) -> Placement:
+    """What is on one of four devices, so many on."""
+    return replace(placement, devices=((placement.devices[0] + by) % 4,)) if placement.kind == "column" else placement
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(problem, seed):
     model = AnalyticModel(Setting("made-up", 256))
@@ -109,23 +115,26 @@ def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(proble
     near = relabel_devices(new, old, problem)
     assert price(lower(near, problem), model).total_ms == pytest.approx(price(lower(new, problem), model).total_ms)
     assert diff(old, near).bytes <= diff(old, reorder_columns(new, old)).bytes
-    swapped = Plan(tuple(replace(p, devices=tuple((d + 2) % 4 for d in p.devices)) for p in old.placements))
+    swapped = Plan(tuple(rotated(p, 2) for p in old.placements))
     assert diff(old, swapped).bytes > 0 and not diff(old, relabel_devices(swapped, old, problem))
-    moved_on = Plan(tuple(replace(p, devices=tuple((d + 1) % 4 for d in p.devices)) for p in old.placements))
+    moved_on = Plan(tuple(rotated(p, 1) for p in old.placements))
     back = relabel_devices(moved_on, old, problem)  # hosts are not exchanged
     hosts = [{(p.shard.table.name, p.shard.width, d % 2) for p in x.placements for d in p.devices} for x in (moved_on, back)]
     assert hosts[0] == hosts[1]
 
 
 def test_pinned_tables_and_row_ranges_stay_where_they_are(problem):
-    old = Plan(tuple(Placement(Shard.whole(t), (0,)) for t in problem.tables))
-    there = Plan(tuple(Placement(Shard.whole(t), (1,)) for t in problem.tables))
+    old = Plan(tuple(column(t, 0) for t in problem.tables))
+    there = Plan(tuple(column(t, 1) for t in problem.tables))
     pinned = replace(problem, constraints=Constraints(pinned=(("hot", (1,)),)))
     assert relabel_devices(there, old, problem) == old and relabel_devices(there, old, pinned) == there
     t = problem.tables[0]
-    by_rows = Plan((*(Placement(Shard(t, lo, lo + 12_500, 0, t.dim), (lo // 12_500,)) for lo in range(0, 50_000, 12_500)),
-                    *there.placements[1:]))
+    by_rows = Plan((row(t, problem.topology), *there.placements[1:]))
     assert relabel_devices(by_rows, old, problem) == by_rows
+    two = replace(problem, topology=TWO)
+    for devices in ((0, 2), (1, 3)):
+        of_host = Plan((host_row(t, devices), *there.placements[1:]))
+        assert relabel_devices(of_host, old, two) == of_host and lower(of_host, two)
 
 
 def test_columns_come_in_the_old_order_of_devices(problem):
@@ -133,8 +142,7 @@ def test_columns_come_in_the_old_order_of_devices(problem):
 
     def cut(*parts):
         ends = np.cumsum([0, *(n for n, _ in parts)])
-        return Plan(tuple(Placement(Shard(wide, 0, wide.rows, int(lo), int(hi)), (d,))
-                          for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)))
+        return Plan(tuple(column(wide, d, int(lo), int(hi)) for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)))
 
     old = cut((24, 3), (16, 1), (24, 0))
     assert not diff(old, reorder_columns(cut((24, 0), (16, 1), (24, 3)), old))
@@ -155,7 +163,6 @@ def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
 
 def test_places_are_told_in_words(problem):
     t = problem.tables[2]
-    found = diff(Plan((Placement(Shard.whole(t), (0,)),)),
-                 Plan((Placement(Shard(t, 0, t.rows, 0, 32), (1,)), Placement(Shard(t, 0, t.rows, 32, 64), (0,)))))
+    found = diff(Plan((column(t, 0),)), Plan((column(t, 1, 0, 32), column(t, 0, 32, 64))))
     text = plan_report.diff_text(found)
     assert "1 table, 0.2 MiB of weights to move" in text and "device 1 columns 0:32; device 0 columns 32:64" in text

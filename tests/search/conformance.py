@@ -4,6 +4,7 @@ It runs in several files, so that workers share it: each takes all of this and n
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import host_row, row
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.export.torchrec import Ranks, layout
+from shardcore.export.torchrec import sharded
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.peers import torchrec as torchrec_peer
-from shardcore.search.pieces import consolidate, divided, even_rows
+from shardcore.search.pieces import consolidate
 from shardcore.types import (
     MIN_WIDTH,
     Constraints,
@@ -142,13 +145,23 @@ def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
     return set(times.flat)
 
 
+def parts_of(placement: Placement) -> list[tuple[int, Shard]]:
+    """What each device has, worked out apart from `layouts`."""
+    shard, n = placement.shard, len(placement.devices)
+    if placement.kind in ("column", "data_parallel"):
+        return [(d, shard) for d in placement.devices]
+    each = math.ceil(shard.rows / n)
+    return [(d, replace(shard, row_lo=i * each, row_hi=min((i + 1) * each, shard.rows))) for i, d in enumerate(placement.devices)]
+
+
 def held_bytes(plan: Plan, problem: Problem) -> list[int]:
     """What each device holds, counted apart from `memory`."""
     held = [0] * len(problem.topology)
     for p in plan.placements:
-        batch = problem.global_batch // (len(problem.topology) if len(p.devices) > 1 else 1)
-        for d in p.devices:
-            held[d] += needed_bytes(p.shard.rows, p.shard.width, batch, problem.optimizer, len(p.devices) > 1)
+        copies = p.kind == "data_parallel"
+        batch = problem.global_batch // (len(problem.topology) if copies else 1)
+        for d, shard in parts_of(p):
+            held[d] += needed_bytes(shard.rows, shard.width, batch, problem.optimizer, copies)
     return held
 
 
@@ -157,17 +170,18 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     workload = lower(plan, problem)
     for table in problem.tables:
         mine = [p for p in plan.placements if p.shard.table == table]
-        layout(mine, Ranks.of(problem.topology))
-        times = times_placed(table, (p.shard for p in mine))
+        sharded(mine, problem.topology)
+        once = (s for p in mine for _, s in (parts_of(p)[:1] if p.kind == "data_parallel" else parts_of(p)))
+        times = times_placed(table, once)
         assert times == {1}, f"cells of {table.name} are placed {times} times"
     held = held_bytes(plan, problem)
     assert list(workload.memory_bytes) == held
     for device, used in zip(problem.topology.devices, held, strict=True):
         assert used <= device.memory_bytes - problem.constraints.reserved_bytes or used == 0
-    together = Counter((p.shard.table.name, p.shard.row_lo, d) for p in plan.placements for d in p.devices)
-    assert max(together.values()) == 1, f"several column shards of one table on one device: {together.most_common(1)}"
+    together = Counter((p.shard.table.name, d) for p in plan.placements for d in p.devices)
+    assert max(together.values()) == 1, f"several shards of one table on one device: {together.most_common(1)}"
     assert plan.placements == consolidate(plan.placements)
-    split = {p.shard.table.name for p in plan.placements if p.shard != Shard.whole(p.shard.table)}
+    split = {p.shard.table.name for p in plan.placements for _, s in parts_of(p) if s != Shard.whole(s.table)}
     assert not split & set(problem.constraints.unsplit)
     homes = {t.name: {d for p in plan.placements if p.shard.table == t for d in p.devices} for t in problem.tables}
     for name, where in problem.constraints.pinned:
@@ -273,9 +287,7 @@ def test_a_table_of_which_four_columns_fit_no_device_is_divided_as_torchrec_trai
     # Four columns: 640,000 bytes; a third of its rows: 430,000.
     problem = Problem("tall", (large, *others), Topology((Device(600_000),) * 3), BATCH)
     plan = solve(sharder, problem)
-    found = [(p.shard.row_lo, p.shard.row_hi, p.devices) for p in plan.placements if p.shard.table == large]
-    assert found == [(0, 13_334, (0,)), (13_334, 26_668, (1,)), (26_668, 40_000, (2,))]
-    assert all(p.shard.width == 8 for p in plan.placements if p.shard.table == large)
+    assert [p for p in plan.placements if p.shard.table == large] == [row(large, problem.topology)]
 
 
 def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(sharder):
@@ -283,21 +295,19 @@ def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(sharder):
     devices = tuple(Device(600_000, host=h) for h in "aabbcc")
     problem = Problem("host", (tall, *others), Topology(devices), BATCH, constraints=Constraints(pinned=(("tall", ("b",)),)))
     plan = solve(sharder, problem)
-    assert [p for p in plan.placements if p.shard.table == tall] == divided(tall, (2, 3))
+    assert [p for p in plan.placements if p.shard.table == tall] == [host_row(tall, (2, 3))]
+    check_plan(plan, problem)
 
 
 def every_plan(problem: Problem, columns_alone: bool = False):
-    """Every plan, up to which columns a device holds, that cuts each table by columns, divides its rows over all devices, or
-    replicates it."""
-    n = len(problem.topology)
-
+    """Every plan, up to which columns a group of devices holds, that has each table in one kind of sharding."""
     def ways(t: Table):
-        for dealt in combinations_with_replacement(range(n), t.dim // MIN_WIDTH):
-            yield [Placement(Shard(t, 0, t.rows, MIN_WIDTH * i, MIN_WIDTH * (i + 1)), (d,)) for i, d in enumerate(dealt)]
-        if not columns_alone:
-            if ranges := even_rows(t.rows, n):
-                yield [Placement(Shard(t, *rows, 0, t.dim), (d,)) for d, rows in enumerate(ranges)]
-            yield [Placement(Shard.whole(t), tuple(range(n)))]
+        for layout in (WHOLE_ROWS,) if columns_alone else LAYOUTS.values():
+            groups = possible_groups(layout, t.rows, problem.topology, None)
+            columns = t.dim // MIN_WIDTH if layout.cuts_columns else 1
+            for dealt in combinations_with_replacement(groups, columns):
+                edges = [t.dim * i // columns for i in range(columns + 1)]
+                yield [Placement(layout.name, Shard(t, 0, t.rows, *edges[i:i + 2]), g) for i, g in enumerate(dealt)]
 
     for choice in product(*(list(ways(t)) for t in problem.tables)):
         yield Plan(consolidate(p for placements in choice for p in placements))

@@ -15,14 +15,17 @@ from conformance import (
     draw_tables,
     held_bytes,
     model_for,
+    parts_of,
     table_bytes,
     times_placed,
 )
 from conformance import test_plan_is_valid_and_says_where_it_comes_from as is_valid
+from shapes import column, host_row, on_hosts, replica, row
 
+from shardcore.layouts import shards_on
 from shardcore.search import SHARDERS, Budget, compare
 from shardcore.search.pieces import consolidate
-from shardcore.types import MIN_WIDTH, Constraints, Device, Placement, Plan, Problem, Shard, ShardCoreError, Topology
+from shardcore.types import MIN_WIDTH, Constraints, Device, Plan, Problem, Shard, ShardCoreError, Topology
 
 
 def test_every_sharder_is_in_one_file_of_the_suite():
@@ -78,8 +81,14 @@ def test_the_suites_own_counts_are_exact_for_large_tables(table):
     assert times_placed(table, [above]) == {0, 1}
     problem = Problem("one", (table,), Topology((Device(2**30),) * 2), BATCH, "rowwise_adagrad")
     n_cells, outputs = table.rows * table.dim, 2 * table.dim * 4
-    assert held_bytes(Plan((Placement(whole, (1,)),)), problem) == [0, 4 * n_cells + 4 * table.rows + BATCH * outputs]
-    assert held_bytes(Plan((Placement(whole, (0, 1)),)), problem) == [8 * n_cells + 4 * table.rows + BATCH // 2 * outputs] * 2
+    assert held_bytes(Plan((column(table, 1),)), problem) == [0, 4 * n_cells + 4 * table.rows + BATCH * outputs]
+    assert held_bytes(Plan((replica(table, problem.topology),)), problem) == [8 * n_cells + 4 * table.rows + BATCH // 2 * outputs] * 2
+
+
+def test_the_suites_own_parts_are_those_of_the_layouts():
+    where = on_hosts("xyxy")
+    for placement in (column(HUGE, 2, 4, 8), row(HUGE, where), host_row(HUGE, (1, 3), 0, 32), replica(HUGE, where)):
+        assert parts_of(placement) == list(shards_on(placement))
 
 
 TRIES_MORE_CUTS = {"local", "local_columns"}

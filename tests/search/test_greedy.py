@@ -1,21 +1,24 @@
 """The baselines' rules, the cuts before them and the packing behind them."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_pieces
 from shardcore.search.greedy import looked_up
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import column_runs, consolidate, divided, even_rows, halve_columns
+from shardcore.search.pieces import column_runs, consolidate, halve_columns
 from shardcore.search.room import Room, piece_bytes
-from shardcore.types import Constraints, Device, Placement, Plan, Problem, Setting, Shard, Table, Topology
+from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import require_cover
 
 BATCH = 48  # 2, 3, 4 and 24 devices divide it
@@ -71,12 +74,6 @@ def test_a_table_goes_where_it_is_done_first_and_of_equals_where_most_room_is():
         assert device_of(name, problem_of([table], memory=(2 * MIB, MIB, 2 * MIB))) == {"t": 0}
 
 
-def test_rows_are_divided_as_torchrec_does_or_not_at_all():
-    assert even_rows(10, 4) == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert even_rows(9, 4) is None and even_rows(5, 4) is None and even_rows(3, 4) is None
-    assert even_rows(7, 1) == [(0, 7)]
-
-
 def test_what_is_looked_up_is_pooling_times_columns_of_the_rows_there_are():
     table = Table("t", 100, 16, 3.0)
     assert looked_up(Shard.whole(table)) == 48 and looked_up(Shard(table, 25, 75, 4, 8)) == 6
@@ -100,11 +97,12 @@ def test_fit_halves_columns_or_divides_rows_and_nothing_that_fits():
     outputs = 2 * BATCH * 4  # per column
     problem = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs, 10**6, 10**6))
     assert feasible_pieces(problem) == [Shard.whole(t) for t in problem.tables]
-    share = piece_bytes(divided(deep, range(24))[0].shard, problem)
+    shards = [s for _, s in shards_on(row(deep, on_hosts("a" * 24)))]
+    share = piece_bytes(shards[0], problem)
     tight = problem_of([wide, deep, small], memory=(share + 1000 * 12 * 4 + 12 * outputs,) * 24)
     pieces = feasible_pieces(tight)
     assert [(p.width, p.rows) for p in pieces if p.table == wide] == [(12, 1000), (12, 1000)]
-    assert [p for p in pieces if p.table == deep] == [p.shard for p in divided(deep, range(24))]
+    assert [p for p in pieces if p.table == deep] == shards
     assert Shard.whole(small) in pieces
 
 
@@ -114,36 +112,39 @@ def test_halves_are_multiples_of_four_columns():
     assert halve_columns(replace(shard, col_hi=4)) is None
 
 
-@given(data=st.data(), rows_cut=st.booleans())
-def test_consolidate_keeps_columns_per_device_and_covers_the_table(data, rows_cut):
-    table = Table("t", 10, 64, 1.0)
-    ranges = [(0, 4), (4, 10)] if rows_cut else [(0, 10)]
+@given(data=st.data(), of_hosts=st.booleans())
+def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts):
+    table, where = Table("t", 10, 64, 1.0), on_hosts("xyxy", MIB)
+    edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 15)))), 64]
     placements = []
-    for low, high in ranges:
-        edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 15)))), 64]
-        for a, b in zip(edges, edges[1:], strict=False):
-            placements.append(Placement(Shard(table, low, high, a, b), (data.draw(st.integers(0, 3)),)))
+    for a, b in zip(edges, edges[1:], strict=False):
+        by_host = of_hosts and data.draw(st.booleans())
+        placements.append(host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b) if by_host
+                          else column(table, data.draw(st.integers(0, 3)), a, b))
     shuffled = data.draw(st.permutations(placements))
     result = consolidate(shuffled)
 
     def columns(ps):
-        return {(d, lo): sum(p.shard.width for p in ps if (p.devices, p.shard.row_lo) == ((d,), lo))
-                for d in range(4) for lo, _ in ranges}
+        widths = Counter()
+        for p in ps:
+            widths[p.kind, p.devices] += p.shard.width
+        return widths
 
     assert columns(result) == columns(placements)
-    assert len(result) == sum(n > 0 for n in columns(placements).values())
+    assert len(result) == len(columns(placements))
     assert consolidate(result) == result
-    require_cover(Plan(result), problem_of([table], memory=(MIB,) * 4))
+    require_cover(Plan(result), Problem("p", (table,), where, BATCH))
 
 
 def test_consolidate_keeps_replicas_and_does_not_hide_faults():
     table = Table("t", 10, 16, 1.0)
-    left, right = halve_columns(Shard.whole(table))
-    mixed = consolidate([Placement(right, (1, 0)), Placement(left, (1,))])
-    assert {(p.devices, p.shard.width) for p in mixed} == {((0, 1), 8), ((1,), 8)}
-    for wrong in ([Placement(left, (0,))], [Placement(Shard.whole(table), (0,)), Placement(right, (1,))]):
+    problem = problem_of([table])
+    everywhere = replica(table, problem.topology)
+    assert consolidate([everywhere]) == (everywhere,)
+    for wrong in ([column(table, 0, 0, 8)], [column(table, 0), column(table, 1, 8, 16)], [everywhere, column(table, 0)],
+                  [everywhere, everywhere]):
         with pytest.raises(ValueError, match="plan places"):
-            require_cover(Plan(consolidate(wrong)), problem_of([table]))
+            require_cover(Plan(consolidate(wrong)), problem)
 
 
 def test_column_runs_joins_neighbours_only():

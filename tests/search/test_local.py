@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, needed_bytes
+from shapes import column, on_hosts, row
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import anneal as compiled
 from shardcore.search import budget as budget_module
@@ -18,7 +20,6 @@ from shardcore.types import (
     Constraints,
     Device,
     Infeasible,
-    Placement,
     Plan,
     Problem,
     Setting,
@@ -40,8 +41,8 @@ def cost(plan) -> float:
 def moved(old: Plan, new: Plan) -> tuple[int, int]:
     """Tables, and cells, that are on a device that did not have them."""
     def cells(plan, name):
-        return {(d, row, col) for p in plan.placements if p.shard.table.name == name for d in p.devices
-                for row in range(p.shard.row_lo, p.shard.row_hi) for col in range(p.shard.col_lo // 4, p.shard.col_hi // 4)}
+        return {(d, row, col) for p in plan.placements if p.shard.table.name == name for d, s in shards_on(p)
+                for row in range(s.row_lo, s.row_hi) for col in range(s.col_lo // 4, s.col_hi // 4)}
 
     def counts(plan, name):  # columns and rows are exchangeable: only how much a device has matters
         found: dict[int, int] = {}
@@ -86,8 +87,8 @@ def test_a_hot_table_is_cut_by_rows_where_that_may_be():
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
     by_rows, by_columns = (local(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns"))
     check_plan(by_rows, problem)
-    assert any(not p.shard.full_rows for p in by_rows.placements) and cost(by_rows) < cost(by_columns)
-    assert all(p.shard.full_rows for p in by_columns.placements)
+    assert row(hot, problem.topology) in by_rows.placements and cost(by_rows) < cost(by_columns)
+    assert {p.kind for p in by_columns.placements} == {"column"}
 
 
 def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
@@ -97,10 +98,26 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
     plans = [local(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")]
     for plan, names in zip(plans, ({"hot", "deep"}, {"deep"}), strict=True):
         check_plan(plan, problem)
-        assert {p.shard.table.name for p in plan.placements if not p.shard.full_rows} == names
+        assert {p.shard.table.name for p in plan.placements if p.kind == "row"} == names
     assert cost(plans[0]) < cost(plans[1])
     ordered = replace(problem, tables=(replace(deep, ordered=True), hot, *small))
     check_plan(local(ordered, model_for(ordered), budget=Budget(evals=2_000), space="all"), ordered)
+
+
+@pytest.mark.parametrize("between_hosts_gbps", [0.2, 0.5])
+def test_it_finds_the_cheapest_of_all_plans_on_two_hosts(between_hosts_gbps):
+    """Hot tables, and links between hosts that are slow: rows over one host."""
+    tables = tuple(Table(f"t{i}", 1000 + i, 8, 30.0, Zipf(0.2)) for i in range(2))
+    where = on_hosts("xyxy", MIB, within_host_gbps=20.0, between_hosts_gbps=between_hosts_gbps, latency_ms=0.0)
+    problem = Problem("hosts", tables, where, BATCH)
+    model = replace(model_for(problem), lookup_ns=20)
+    least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem))
+    plan = local(problem, model, budget=Budget(evals=20_000))
+    check_plan(plan, problem)
+    assert cost(plan) == pytest.approx(least, rel=1e-9)
+    assert {(p.kind, p.devices) for p in plan.placements} == {("host_row", (0, 2)), ("host_row", (1, 3))}
+    again = local(problem, model, budget=Budget(evals=20_000), reshard=Reshard(plan, tables=0))
+    assert set(again.placements) == set(plan.placements)
 
 
 def test_small_tables_live_everywhere_where_that_saves_an_exchange():
@@ -110,7 +127,7 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
     plan = SHARDERS["local"](problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
-    everywhere = {p.shard.table.name for p in plan.placements if len(p.devices) > 1}
+    everywhere = {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"}
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(local(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
@@ -130,7 +147,7 @@ def test_copies_take_no_byte_more_than_there_is(short):
         problem = Problem("copies", (*small, *large), Topology((*(Device(64 * MIB),) * 3, Device(memory))), 1024)
         plan = local(problem, model, budget=Budget(evals=20_000))
         check_plan(plan, problem)
-        return sum(len(p.devices) > 1 for p in plan.placements)
+        return sum(p.kind == "data_parallel" for p in plan.placements)
 
     assert (copied(needed), copied(needed - short)) == (9, 8)
 
@@ -158,8 +175,7 @@ def test_a_plan_to_start_from_does_not_become_dearer(seed):
 def test_a_table_cut_by_columns_of_too_few_rows_to_divide_is_kept():
     flat = Table("flat", 9, 32, 10.0)  # over 8 devices ceil(9 / 8) rows each would leave the last none
     problem = Problem("flat", (flat, Table("other", 500, 8, 1.0)), Topology((Device(MIB),) * 8), BATCH)
-    halves = [Placement(Shard(flat, 0, 9, c, c + 16), (d,)) for d, c in enumerate((0, 16))]
-    old = Plan((*halves, Placement(Shard.whole(problem.tables[1]), (2,))))
+    old = Plan((column(flat, 0, 0, 16), column(flat, 1, 16, 32), column(problem.tables[1], 2)))
     kept = local(problem, model_for(problem), budget=Budget(evals=300), reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
 
@@ -174,11 +190,11 @@ def test_memory_for_exactly_half_the_rows_is_enough():
 def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
     problem = draw_problem(1, 12, [8 * MIB] * 4)
     plan = SHARDERS["dim_greedy"](problem, model_for(problem))
-    rates, widths = exchange_rates(problem, model_for(problem)), np.zeros(4)
+    rates, widths = exchange_rates(problem, model_for(problem), WHOLE_ROWS), np.zeros(4)
     for p in plan.placements:
         widths[p.devices[0]] += p.shard.width / 4
     found = price(lower(plan, problem), model_for(problem))
-    own, busiest, _, total, once = (rates[name][0] for name in ("own", "busiest", "host_busiest", "total", "once"))
+    own, busiest, _, total, once = (rates[name] for name in ("own", "busiest", "host_busiest", "total", "once"))
     predicted = own * widths + busiest * widths.max() + total * widths.sum() + once
     assert predicted.max() == pytest.approx(max(np.add(found.forward_comm_ms, found.backward_comm_ms)), rel=1e-6)
 
@@ -244,8 +260,8 @@ def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
         local(two, model, reshard=Reshard(plan))
     with pytest.raises(ShardCoreError, match="places .* of the .* cells of table"):
         first = plan.placements[0]
-        part = replace(first.shard, row_hi=first.shard.rows - 1)
-        local(problem, model, reshard=Reshard(Plan((Placement(part, first.devices), *plan.placements[1:]))))
+        part = replace(first, shard=replace(first.shard, row_hi=first.shard.rows - 1))
+        local(problem, model, reshard=Reshard(Plan((part, *plan.placements[1:]))))
     with pytest.raises(ShardCoreError, match="at most -1 tables"):
         Reshard(plan, tables=-1)
     with pytest.raises(Infeasible, match="no device room for tables .*'huge'"):
@@ -280,7 +296,7 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     again = local(problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
     assert cost(again) <= cost(fresh) * 1.001
     rows = [p for p in fresh.placements if p.shard.table == hot]
-    assert len(rows) == 3
+    assert rows == [row(hot, problem.topology)]
     later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
     kept = local(later, model, budget=budget, reshard=Reshard(fresh, tables=1))
     check_plan(kept, later)

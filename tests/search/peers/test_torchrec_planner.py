@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.peers import torchrec as peer
 from shardcore.search.peers.torchrec import TorchRecConfig, placements_of
-from shardcore.search.pieces import divided
-from shardcore.types import Device, Placement, Problem, Setting, Shard, ShardCoreError, Table, Topology
+from shardcore.types import Device, Problem, Setting, Shard, ShardCoreError, Table, Topology
 from shardcore.workload import lower
 
 BATCH, MIB = 64, 2**20
@@ -43,19 +43,50 @@ def sharding(kind: str, *parts):
     return ParameterSharding(kind, "fused", None, spec)
 
 
+HOSTS, ONE_HOST, UNEQUAL = on_hosts("xyxy"), on_hosts("aaa"), on_hosts("xyx")
+"""HOSTS: ranks are devices 0, 2, 1, 3. UNEQUAL: 0, 2, 1."""
+
+
 @installed
-@pytest.mark.parametrize("theirs, ours", [
-    (lambda: sharding("table_wise", (0, 0, 1000, 64, 1)), [((0, 1000, 0, 64), (8,))]),
-    (lambda: sharding("column_wise", (0, 0, 1000, 24, 1), (0, 24, 1000, 40, 0)),
-     [((0, 1000, 0, 24), (8,)), ((0, 1000, 24, 64), (7,))]),
-    (lambda: sharding("row_wise", (0, 0, 600, 64, 0), (600, 0, 400, 64, 1), (1000, 0, 0, 64, 2)),
-     [((0, 600, 0, 64), (7,)), ((600, 1000, 0, 64), (8,))]),
-    (lambda: sharding("grid_shard", (0, 0, 600, 32, 0), (600, 0, 400, 32, 1), (0, 32, 1000, 32, 2)),
-     [((0, 600, 0, 32), (7,)), ((600, 1000, 0, 32), (8,)), ((0, 1000, 32, 64), (9,))]),
-    (lambda: sharding("data_parallel"), [((0, 1000, 0, 64), (7, 8, 9))]),
-], ids=["table_wise", "column_wise", "row_wise", "grid_shard", "data_parallel"])
-def test_a_plan_of_theirs_becomes_ours(theirs, ours):
-    assert placements_of({"t": theirs()}, {"t": WIDE}, [7, 8, 9]) == [Placement(Shard(WIDE, *r), d) for r, d in ours]
+@pytest.mark.parametrize("on, theirs, ours", [
+    (HOSTS, lambda: sharding("table_wise", (0, 0, 1000, 64, 1)), [column(WIDE, 2)]),
+    (HOSTS, lambda: sharding("column_wise", (0, 0, 1000, 24, 1), (0, 24, 1000, 40, 0)),
+     [column(WIDE, 2, 0, 24), column(WIDE, 0, 24, 64)]),
+    (HOSTS, lambda: sharding("table_column_wise", (0, 0, 1000, 24, 2), (0, 24, 1000, 40, 3)),
+     [column(WIDE, 1, 0, 24), column(WIDE, 3, 24, 64)]),
+    (ONE_HOST, lambda: sharding("row_wise", (0, 0, 334, 64, 0), (334, 0, 334, 64, 1), (668, 0, 332, 64, 2)),
+     [row(WIDE, ONE_HOST)]),
+    (HOSTS, lambda: sharding("row_wise", *((250 * i, 0, 250, 64, i) for i in range(4))), [row(WIDE, HOSTS)]),
+    (HOSTS, lambda: sharding("table_row_wise", (0, 0, 500, 64, 2), (500, 0, 500, 64, 3)), [host_row(WIDE, (1, 3))]),
+    (HOSTS, lambda: sharding("grid_shard", (0, 0, 500, 32, 0), (500, 0, 500, 32, 1), (0, 32, 500, 32, 2), (500, 32, 500, 32, 3)),
+     [host_row(WIDE, (0, 2), 0, 32), host_row(WIDE, (1, 3), 32, 64)]),
+    (ONE_HOST, lambda: sharding("table_row_wise", (0, 0, 334, 64, 0), (334, 0, 334, 64, 1), (668, 0, 332, 64, 2)),
+     [row(WIDE, ONE_HOST)]),  # the only host
+    (HOSTS, lambda: sharding("data_parallel"), [replica(WIDE, HOSTS)]),
+    (on_hosts("a"), lambda: sharding("data_parallel"), [column(WIDE, 0)]),
+    (on_hosts("a"), lambda: sharding("row_wise", (0, 0, 1000, 64, 0)), [column(WIDE, 0)]),
+])
+def test_a_plan_of_theirs_becomes_ours(on, theirs, ours):
+    assert placements_of({"t": theirs()}, {"t": WIDE}, on) == ours
+
+
+@installed
+@pytest.mark.parametrize("on, theirs", [
+    (ONE_HOST, lambda: sharding("row_wise", (0, 0, 600, 64, 0), (600, 0, 400, 64, 1), (1000, 0, 0, 64, 2))),
+    (ONE_HOST, lambda: sharding("row_wise", (0, 0, 400, 64, 0), (400, 0, 300, 64, 1), (700, 0, 300, 64, 2))),
+    (ONE_HOST, lambda: sharding("row_wise", (334, 0, 334, 64, 0), (0, 0, 334, 64, 1), (668, 0, 332, 64, 2))),
+    (HOSTS, lambda: sharding("table_row_wise", (0, 0, 400, 64, 2), (400, 0, 600, 64, 3))),
+    (HOSTS, lambda: sharding("table_wise", (0, 0, 500, 64, 2))),
+])
+def test_rows_that_torchrec_does_not_divide_so_are_refused(on, theirs):
+    with pytest.raises(ShardCoreError, match="the plan has rows .* of table 't' on ranks; TorchRec runs .* with even ranges only"):
+        placements_of({"t": theirs()}, {"t": WIDE}, on)
+
+
+@installed
+def test_a_sharding_type_that_is_no_kinds_is_refused():
+    with pytest.raises(ShardCoreError, match="the plan shards table 't' row_column_wise; known are table_wise, column_wise"):
+        placements_of({"t": sharding("row_column_wise", (0, 0, 1000, 64, 0))}, {"t": WIDE}, HOSTS)
 
 
 @installed
@@ -64,11 +95,11 @@ def test_a_plan_of_theirs_becomes_ours(theirs, ours):
     (lambda: {}, "'t'"),
     (lambda: {"t": sharding("table_wise", (0, 0, 1000, 64, 3))}, "table 't' on rank 3; there are ranks 0 to 2"),
     (lambda: {"t": sharding("row_wise")}, "'t' row_wise without a sharding_spec"),
-    (lambda: {"t": sharding("table_wise", (0, 0, 1001, 64, 0))}, r"rows \[0, 1001\)"),
+    (lambda: {"t": sharding("table_wise", (0, 0, 1001, 64, 0))}, r"rows \[\(0, 1001\)\] of table 't'"),
 ])
 def test_a_plan_that_does_not_fit_the_tables_is_refused(theirs, words):
     with pytest.raises(ShardCoreError, match=words):
-        placements_of(theirs(), {"t": WIDE}, [7, 8, 9])
+        placements_of(theirs(), {"t": WIDE}, on_hosts("aaa"))
 
 
 @installed
@@ -94,7 +125,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     tables = WIDE, TINY, Table("t", 900, 16, 5.0)
     problem = problem_of(*tables, devices=devices, within_host_gbps=3.0)
     theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
-    assert theirs.ranks == [0, 2, 1, 3] and theirs.per_host == 2
+    assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
     topology = theirs.topology(theirs.bandwidths)
     assert [d.storage.hbm for d in topology.devices] == [MIB, MIB + 2, MIB + 1, MIB + 3]
     assert topology.intra_host_bw == 3e6  # bytes per ms
@@ -123,7 +154,7 @@ def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
     problem = problem_of(deep, flat, TINY, devices=(Device(MIB // 2), Device(MIB // 3)) * 4)
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
     lower(plan, problem)
-    assert [p for p in plan.placements if p.shard.table == deep] == divided(deep, range(8)) and not plan.provenance["packed"]
+    assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)] and not plan.provenance["packed"]
 
 
 @installed

@@ -1,0 +1,52 @@
+"""Short words for tests: topologies by their hosts, placements by their kinds, bytes by their channels.
+
+Shapes: C channels, D devices.
+"""
+
+import numpy as np
+
+from shardcore.layouts import CHANNELS, WORLD, Channel
+from shardcore.types import Device, Placement, Shard, Table, Topology
+
+CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
+"""By collective, and group where that is not all devices: "all_to_all", "reduce_scatter_host"."""
+ALL_TO_ALL, REDUCE_SCATTER, ALL_REDUCE = (Channel(c) for c in ("all_to_all", "reduce_scatter", "all_reduce"))
+WITHIN, ACROSS = CHANNEL["reduce_scatter_host"], CHANNEL["all_to_all_cross"]
+"""Those of host_row."""
+
+
+def sends(**entering) -> np.ndarray:
+    """[C, ..., D] bytes that enter the channels named; 0 for the others."""
+    arrays = {CHANNEL[name]: np.asarray(x, dtype=float) for name, x in entering.items()}
+    nothing = np.zeros(next(iter(arrays.values())).shape)
+    return np.array([arrays.get(c, nothing) for c in CHANNELS])
+
+
+def entering(found: np.ndarray) -> dict[str, list[float]]:
+    """Of traffic [C, D] the channels that run, by name."""
+    return {name: found[CHANNELS.index(c)].tolist() for name, c in CHANNEL.items() if found[CHANNELS.index(c)].any()}
+
+
+def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:
+    """A device for each letter, on a host of that name."""
+    return Topology(tuple(Device(memory_bytes, host=h) for h in hosts), **fields)
+
+
+def column(table: Table, device: int, lo: int = 0, hi: int | None = None) -> Placement:
+    """Columns [lo, hi) of a table, all of them if not said otherwise, on a device."""
+    return Placement("column", Shard(table, 0, table.rows, lo, hi or table.dim), (device,))
+
+
+def row(table: Table, topology: Topology) -> Placement:
+    """Its rows divided over all devices."""
+    return Placement("row", Shard.whole(table), topology.ranks)
+
+
+def host_row(table: Table, devices, lo: int = 0, hi: int | None = None) -> Placement:
+    """The rows of columns [lo, hi) divided over the devices of a host."""
+    return Placement("host_row", Shard(table, 0, table.rows, lo, hi or table.dim), tuple(devices))
+
+
+def replica(table: Table, topology: Topology) -> Placement:
+    """On every device."""
+    return Placement("data_parallel", Shard.whole(table), topology.ranks)
