@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore import report
-from shardcore.cost import accuracy, drift_correction, exchange
+from shardcore.cost import accuracy, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
 from shardcore.samples import dataset
@@ -45,18 +45,18 @@ NEIGHBOURS, FOLDS = 8, 5
 
 def measured_rows(comm: Sequence[CommSample], repeats: Sequence[Sequence[CommSample]]) -> list[tuple[str, ...]]:
     """One row a collective and way."""
-    comm = [s for s in exchange.priced(comm) if s.error is None]
+    comm = [s for s in collective_model.priced(comm) if s.error is None]
     train, validation, test = ([s for s in comm if accuracy.split_of(s.id) == side] for side in ("train", "validation", "test"))
-    rates = exchange.fit(train, validation, lambda *_: None)
-    as_all_to_all = {k: v for k, v in rates.items() if k.startswith(exchange.weight(exchange.ALL_TO_ALL, ""))}
+    rates = collective_model.fit(train, validation, lambda *_: None)
+    as_all_to_all = {k: v for k, v in rates.items() if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))}
     pace, folds = _pace(train, rates), _fold_errors(comm)
     rows = []
-    for collective, ways in exchange.WAYS.items():
+    for collective, ways in collective_model.WAYS.items():
         held_out = [s for s in test if s.request.collective == collective]
-        again = [g for g in repeats if g[0].request.collective == collective and len(exchange.priced(g)) == len(g)]
+        again = [g for g in repeats if g[0].request.collective == collective and len(collective_model.priced(g)) == len(g)]
         for way in ways if held_out else ():
-            predicted, found = exchange.predicted(rates, held_out, way)
-            proxy, _ = exchange.predicted(as_all_to_all, held_out, way)
+            predicted, found = collective_model.predicted(rates, held_out, way)
+            proxy, _ = collective_model.predicted(as_all_to_all, held_out, way)
             usual = np.concatenate([[pace(s)] * len(s.request.widths) for s in held_out])
             spread = np.median([(x.q3_ms - x.q1_ms) / x.median_ms for s in held_out for x in getattr(s, way)])
             rows.append((collective, way, str(len(held_out)), f"{mape(predicted, found):.1f}", folds[collective, way],
@@ -69,19 +69,19 @@ def _fold_errors(comm: Sequence[CommSample]) -> dict[tuple[str, str], str]:
     """Of each collective and way."""
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
-        rates = exchange.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
-        for collective, ways in exchange.WAYS.items():
+        rates = collective_model.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
+        for collective, ways in collective_model.WAYS.items():
             for way, left_out in ((way, [s for s in comm[k::FOLDS] if s.request.collective == collective]) for way in ways):
                 if left_out:
-                    both.setdefault((collective, way), []).append(exchange.predicted(rates, left_out, way))
+                    both.setdefault((collective, way), []).append(collective_model.predicted(rates, left_out, way))
     return {kind: f"{mape(*map(np.concatenate, zip(*parts, strict=True))):.1f}" for kind, parts in both.items()}
 
 
 def _pace(train: Sequence[CommSample], rates: Mapping[str, np.ndarray]) -> Callable[[CommSample], float]:
     """A function: how many times as long as usual the training exchanges took that were measured nearest to a sample."""
     def slower(sample: CommSample) -> float:
-        ratios = [math.log(b / a) for way in exchange.WAYS[sample.request.collective]
-                  for a, b in zip(*exchange.predicted(rates, [sample], way), strict=True)]
+        ratios = [math.log(b / a) for way in collective_model.WAYS[sample.request.collective]
+                  for a, b in zip(*collective_model.predicted(rates, [sample], way), strict=True)]
         return float(np.mean(ratios))
 
     at, by = np.array([s.measured_at for s in train]), np.array([slower(s) for s in train])
@@ -201,7 +201,7 @@ def _max_min(uses: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 
 
 def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed: int,
-              collectives: Sequence[str] = tuple(exchange.WAYS)) -> list[CommSample]:
+              collectives: Sequence[str] = tuple(collective_model.WAYS)) -> list[CommSample]:
     """n exchanges of each (ranks, hosts), of the collectives in turn, at batches of different sizes."""
     found = []
     for ranks, hosts in shapes:
@@ -218,10 +218,10 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
 def simulated_rows(cluster: Cluster, n: int, seed: int) -> list[tuple[str, ...]]:
     """One row a number of ranks and hosts, and one of all that training did not have."""
     known = simulated(cluster, KNOWN, n, seed)
-    rates = exchange.fit(known, known, lambda *_: None)
+    rates = collective_model.fit(known, known, lambda *_: None)
     tests = {shape: simulated(cluster, [shape], n // 2, seed + 1) for shape in (*KNOWN, *UNKNOWN)}
     rows = [(*map(str, shape), "trained on" if shape in KNOWN else "never trained on",
-             *(f"{error:.1f}" for error in exchange.errors(rates, samples).values())) for shape, samples in tests.items()]
+             *(f"{error:.1f}" for error in collective_model.errors(rates, samples).values())) for shape, samples in tests.items()]
     means = [np.mean([float(row[k]) for row in rows if row[2] == "never trained on"]) for k in range(3, len(rows[0]))]
     return [*rows, ("mean", "", "never trained on", *(f"{mean:.1f}" for mean in means))]
 
@@ -251,7 +251,7 @@ def main() -> None:
                                  "neighbours' pace", "repeats", "repeatability"), rows))
     if args.simulate:
         cluster = Cluster(uplink_gbps=args.uplink_gbps, eager_bytes=args.eager_bytes)
-        ways = [f"{collective} {way}" for collective, both in exchange.WAYS.items() for way in both]
+        ways = [f"{collective} {way}" for collective, both in collective_model.WAYS.items() for way in both]
         table = report.text_table(("ranks", "hosts", "", *ways), simulated_rows(cluster, args.samples, args.seed))
         lines = ["no measurements, known laws: error in percent", str(cluster), *table.splitlines()]
         print("\n".join(f"SIMULATED  {line}" for line in lines))

@@ -47,7 +47,7 @@ from bench.search import problems
 from shardcore import files, report
 from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.exchange import ALL_TO_ALL
+from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
 from shardcore.layouts import CHANNELS

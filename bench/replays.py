@@ -11,7 +11,7 @@ TorchRec's planner swept and told the measured bandwidths (search/peers/torchrec
 greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments goes on after the
-problems done; one with another MODEL or other arguments replays again where plans differ. What figures mean: cost/reality.py.
+problems done; one with another MODEL or other arguments replays again where plans differ. What figures mean: cost/replay_metrics.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shardcore import files, report
-from shardcore.cost import neural, reality, replay_records
+from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig, replay_all
@@ -59,12 +59,12 @@ def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
-def text(rows: Sequence[reality.Judged], parts: Mapping[str, float], head: str) -> str:
+def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float], head: str) -> str:
     """The report: Markdown with two tables and the plots that lie beside it."""
-    found = reality.by_problem(rows, reality.OURS)
+    found = replay_metrics.by_problem(rows, replay_metrics.OURS)
     kinds = [(name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)]
-    held = [(name, len(own), *(form.format(x) for form, x in zip(("{:.1f}%", "{:+.1f}%"), reality.errors(own), strict=True)))
-            for name, own in [("all plans", reality.distinct(rows)), *kinds]]
+    held = [(name, len(own), *(form.format(x) for form, x in zip(("{:.1f}%", "{:+.1f}%"), replay_metrics.errors(own), strict=True)))
+            for name, own in [("all plans", replay_metrics.distinct(rows)), *kinds]]
     return "\n\n".join([
         "# Replays", head,
         "## Do predictions hold, and does the search exploit the model's errors?",
@@ -73,28 +73,28 @@ def text(rows: Sequence[reality.Judged], parts: Mapping[str, float], head: str) 
         "Replayed over predicted, all steps together: " + ", ".join(
             f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items()) + ".",
         "Among the plans of a problem (mean over problems, 95% interval): " + "; ".join(
-            f"{words} {_interval(reality.bootstrap(found[name]), form)}" for name, words, form in (
+            f"{words} {_interval(replay_metrics.bootstrap(found[name]), form)}" for name, words, form in (
                 ("kendall_tau", "Kendall's tau", "{:.3f}"), ("spearman", "Spearman's rho", "{:.3f}"),
                 ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
                 ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
-                ("ours_regret", f"of {reality.OURS}'s", "{:.1f}%"))) + ".",
-        f"## Replayed cost against {reality.OURS}'s", _rivals_table(reality.rivals(rows)), "![replayed cost](cost.png)",
-        f"Losses: problems on which {reality.OURS}'s plan took longer, beyond the noise of the two replays (95%: one in 40 is by "
+                ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"))) + ".",
+        f"## Replayed cost against {replay_metrics.OURS}'s", _rivals_table(replay_metrics.rivals(rows)), "![replayed cost](cost.png)",
+        f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two replays (95%: one in 40 is by "
         f"chance); of them, those by more than {LOSS:.0%}.\n"])
 
 
-def _rivals_table(rivals: dict[str, reality.Rival]) -> str:
+def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
     rows = []
     for name, r in rivals.items():
         worst = max(r.losses.values(), default=0.0)
         rows.append((name, _interval(r.cost, "{:.3f}"), _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
                      f"{len(r.losses)} of {r.problems}", sum(loss > LOSS for loss in r.losses.values()),
                      f"{worst:.1%}" if worst else "-"))
-    return report.markdown_table(("plans of", f"replayed cost over {reality.OURS}'s", "its gap to the best, closed",
+    return report.markdown_table(("plans of", f"replayed cost over {replay_metrics.OURS}'s", "its gap to the best, closed",
                                   "losses beyond noise", f"above {LOSS:.0%}", "worst"), rows)
 
 
-def _interval(found: reality.Interval, form: str) -> str:
+def _interval(found: replay_metrics.Interval, form: str) -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
@@ -103,7 +103,7 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
     rows = replay_records.judge(kept, model)
     files.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
     for name, figure in (("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
-                         ("cost", model_report.replayed_cost(reality.rivals(rows), reality.OURS, "Replayed cost"))):
+                         ("cost", model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS, "Replayed cost"))):
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
         files.write_atomic(folder / f"{name}.png", content.getvalue())
@@ -129,8 +129,8 @@ def main() -> None:
     for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim)):
         kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting, config,
                                  lambda workloads: replay_all(workloads, model.setting, config, "cpu", control)))
-        [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == reality.OURS)
-        print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {reality.OURS} {mine.replayed_ms:.2f} ms "
+        [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
+        print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} {mine.replayed_ms:.2f} ms "
               f"replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted", file=sys.stderr, flush=True)
     print(write(args.out, kept, model, _head(args, kept, model)))
 

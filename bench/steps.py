@@ -44,16 +44,16 @@ from matplotlib.figure import Figure
 from torch.overrides import TorchFunctionMode
 
 from shardcore import files, report, schema
-from shardcore.cost import neural, reality, replay_records
+from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.export.torchrec import to_torchrec
-from shardcore.measure import gang
+from shardcore.measure import local_ranks
 from shardcore.measure.timing import spread
 from shardcore.samples import replays
 from shardcore.tables import streams
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, ShardCoreError, Spread
 from shardcore.workload import lower
 
-ALGORITHMS = (reality.OURS, "neuroshard", "torchrec", "best greedy", reality.RANDOM)
+ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)
 DENSE, HIDDEN = 13, 256
 """Features of a sample beside the ids, and the width of the dense part's hidden layer."""
 BATCHES, TURN, LEARNING_RATE, EVICT_BYTES = 4, 3, 0.01, 64 << 20
@@ -63,7 +63,7 @@ LARGE = 1 << 12
 LOOKUP, POOLED, DENSE_PART, GRADIENT, UPDATED = range(5)
 """Marks of a step: lookup begun, pooled outputs received, dense part begun, the outputs' gradients known, weights updated."""
 RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "spearman": "{:.3f}", "regret": "{:.1f}%"}
-"""What of reality.by_problem is reported, and how."""
+"""What of replay_metrics.by_problem is reported, and how."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None], given: Sequen
     arena = torch.empty(elements, dtype={"fp32": torch.float32, "fp16": torch.float16}[setting.precision]).fill_(0.01)
     cache = torch.zeros(EVICT_BYTES // 4)
     say(None)
-    with gang.exchanging():
+    with local_ranks.exchanging():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=len(given[0][0].topology))
         for problem, plans in given:
             batches = [_batch(problem, rank, seed) for seed in range(BATCHES)]
@@ -250,7 +250,7 @@ def _trains(plan: Plan, problem: Problem) -> bool:
 
 
 def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, rounds: int, minutes: float) -> list[Trained]:
-    """The steps of as many problems as the time allows beside those that `out` has. Raises as gang.run."""
+    """The steps of as many problems as the time allows beside those that `out` has. Raises as local_ranks.run."""
     found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
     waiting = [kept for kept in all_kept if kept.problem.name not in found]
     until = time.monotonic() + 60 * minutes
@@ -275,7 +275,7 @@ def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting,
     ranks = len(waiting[0].problem.topology)
     marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
     done = 0
-    with closing(gang.run("steps", _work, ranks, (given, setting, rounds, elements), TIMEOUT_S)) as heard:
+    with closing(local_ranks.run("steps", _work, ranks, (given, setting, rounds, elements), TIMEOUT_S)) as heard:
         for rank, said in heard:
             marks[rank] += [said] if said else []
             while min(map(len, marks)) > done:
@@ -286,7 +286,7 @@ def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting,
 def _line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
     name, own = next(iter(steps.items()))
     return (f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms replayed, in TorchRec "
-            f"{own.embedding.median_ms:.1f} ± {reality.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
+            f"{own.embedding.median_ms:.1f} ± {replay_metrics.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
 
 
 def _path(out: Path, kept: replays.ReplaySet) -> Path:
@@ -310,25 +310,25 @@ def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps]
 # --- the report --------------------------------------------------------------------------------------------------------------
 
 
-def stepped(trained: Sequence[Trained], replayed: Sequence[reality.Judged], part: str) -> list[reality.Judged]:
+def stepped(trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord], part: str) -> list[replay_metrics.ReplayRecord]:
     """What a part of each plan's steps took in TorchRec ("embedding" or "whole"), in the place of what was replayed."""
     steps = {(t.kept.problem.name, plan): getattr(own, part) for t in trained for plan, own in t.steps.items()}
-    return [replace(r, replayed_ms=step.median_ms, noise_ms=reality.noise_ms(step))
+    return [replace(r, replayed_ms=step.median_ms, noise_ms=replay_metrics.noise_ms(step))
             for r in replayed for step in [steps[r.problem, r.plan]]]
 
 
-def text(replayed: Sequence[reality.Judged], embedding: Sequence[reality.Judged], whole: Sequence[reality.Judged],
+def text(replayed: Sequence[replay_metrics.ReplayRecord], embedding: Sequence[replay_metrics.ReplayRecord], whole: Sequence[replay_metrics.ReplayRecord],
          head: str) -> str:
     """The report: Markdown with two tables and the plot that lies beside it."""
     ranks = []
     for words, rows in (("predicted, replayed", replayed), ("predicted, embedding part in TorchRec", embedding),
                         ("replayed, embedding part in TorchRec", foretold(embedding, replayed)),
                         ("predicted, whole step", whole), ("replayed, whole step", foretold(whole, replayed))):
-        found = reality.by_problem(rows)
-        ranks.append((words, *(_interval(reality.bootstrap(found[name]), form) if np.isfinite(found[name]).any() else "-"
+        found = replay_metrics.by_problem(rows)
+        ranks.append((words, *(_interval(replay_metrics.bootstrap(found[name]), form) if np.isfinite(found[name]).any() else "-"
                                for name, form in RANKING.items())))
-    predicted = reality.rivals([replace(r, replayed_ms=r.predicted_ms) for r in replayed])
-    by_part = [reality.rivals(rows) for rows in (replayed, embedding, whole)]
+    predicted = replay_metrics.rivals([replace(r, replayed_ms=r.predicted_ms) for r in replayed])
+    by_part = [replay_metrics.rivals(rows) for rows in (replayed, embedding, whole)]
     costs = [(name, f"{rival.cost.mean:.3f}", *(_interval(found[name].cost) for found in by_part),
               f"{len(by_part[1][name].losses)} of {rival.problems}") for name, rival in predicted.items()]
     return "\n\n".join([
@@ -338,20 +338,20 @@ def text(replayed: Sequence[reality.Judged], embedding: Sequence[reality.Judged]
                                "regret of the best by the first"), ranks),
         "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise of what is named "
         "second; where replays are named first their noise counts against them.",
-        f"## Cost over {reality.OURS}'s",
+        f"## Cost over {replay_metrics.OURS}'s",
         report.markdown_table(("plans of", "predicted", "replayed", "embedding part in TorchRec", "whole step", "its embedding "
-                               f"part shorter than {reality.OURS}'s beyond noise"), costs), "![steps](steps.png)\n"])
+                               f"part shorter than {replay_metrics.OURS}'s beyond noise"), costs), "![steps](steps.png)\n"])
 
 
-def foretold(rows: Sequence[reality.Judged], replayed: Sequence[reality.Judged]) -> list[reality.Judged]:
+def foretold(rows: Sequence[replay_metrics.ReplayRecord], replayed: Sequence[replay_metrics.ReplayRecord]) -> list[replay_metrics.ReplayRecord]:
     """Steps beside what was replayed, in the place of what was predicted."""
     ms = {(r.problem, r.plan): r.replayed_ms for r in replayed}
     return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in rows]
 
 
-def _head(trained: Sequence[Trained], rows: Sequence[reality.Judged], setting: Setting) -> str:
+def _head(trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord], setting: Setting) -> str:
     """rows: as of `foretold`."""
-    plans, ranks = reality.distinct(rows), len(trained[0].kept.problem.topology)
+    plans, ranks = replay_metrics.distinct(rows), len(trained[0].kept.problem.topology)
     ratio = np.array([r.replayed_ms / r.predicted_ms for r in plans])
     share = np.median([s.share for t in trained for s in t.steps.values()])
     noise = np.median([r.noise_ms / r.replayed_ms for r in plans])
@@ -362,11 +362,11 @@ def _head(trained: Sequence[Trained], rows: Sequence[reality.Judged], setting: S
             f"{np.quantile(ratio, 0.9):.2f} for eight in ten).")
 
 
-def _interval(found: reality.Interval, form: str = "{:.3f}") -> str:
+def _interval(found: replay_metrics.Interval, form: str = "{:.3f}") -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
-def plot(rows: Sequence[reality.Judged], by_part: dict[str, dict[str, reality.Rival]]) -> Figure:
+def plot(rows: Sequence[replay_metrics.ReplayRecord], by_part: dict[str, dict[str, replay_metrics.SharderComparison]]) -> Figure:
     """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's cost over ours."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -388,7 +388,7 @@ def plot(rows: Sequence[reality.Judged], by_part: dict[str, dict[str, reality.Ri
             right.plot(ends, [at, at], color=f"C{i}", linewidth=2)
             right.plot(cost.mean, at, "o", color=f"C{i}", label=None if k else part)
     right.axvline(1, color="0.4", linewidth=1)
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"cost over {reality.OURS}'s, mean over problems, 95% interval")
+    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"cost over {replay_metrics.OURS}'s, mean over problems, 95% interval")
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -401,7 +401,7 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
                 if r.algorithm in ALGORITHMS and r.plan in t.steps]
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
     by_replay, content = foretold(embedding, replayed), io.BytesIO()
-    plot(by_replay, {part: reality.rivals(rows) for part, rows in (
+    plot(by_replay, {part: replay_metrics.rivals(rows) for part, rows in (
         ("replayed", replayed), ("embedding part in TorchRec", embedding), ("whole step in TorchRec", whole))}).savefig(
             content, format="png", dpi=120)
     files.write_atomic(out / "steps.png", content.getvalue())

@@ -53,7 +53,7 @@ for line in sys.stdin:
             found = SHARDERS[name](problem, model, seed=0, budget=Budget(evals=evals)).provenance["predicted_ms"]
         except Exception as error:
             found = type(error).__name__
-    print(json.dumps([found, time.process_time() - began]), flush=True)
+    print("=" + json.dumps([found, time.process_time() - began]), flush=True)
 """
 
 
@@ -93,7 +93,8 @@ class Version:
         """The plan's cost in ms, or why there is none; and the processor's seconds."""
         self.process.stdin.write(json.dumps([str(path), name, evals]) + "\n")
         self.process.stdin.flush()
-        found, seconds = json.loads(self.process.stdout.readline())
+        said = next(line for line in self.process.stdout if line.startswith("="))  # solvers print, too
+        found, seconds = json.loads(said[1:])
         return found, seconds
 
 

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from shardcore.measure.gang import Lost
+from shardcore.measure.local_ranks import Lost
 from shardcore.types import ShardCoreError
 
 START_S = 300.0

@@ -13,7 +13,7 @@ import numpy as np
 from prefect import get_run_logger, task
 
 from shardcore import files
-from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
+from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
 from shardcore.draws import MOST_DRAWS
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
@@ -121,7 +121,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 @task(task_run_name="replay-plans")
 def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
     """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected cluster beside the
-    measurements' control group: figures as reality.figures, and in `out` what replays.keep keeps of each problem, replays.csv
+    measurements' control group: figures as replay_metrics.figures, and in `out` what replays.keep keeps of each problem, replays.csv
     and replays.png. What is kept is not run again while the plans are the same. {} where the parameters want none or the cluster
     cannot: a line says why."""
     logger = get_run_logger()
@@ -141,7 +141,7 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     rows = replay_records.judge(_replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model)
     files.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
     _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"))
-    return reality.figures(rows)
+    return replay_metrics.figures(rows)
 
 
 def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
@@ -181,7 +181,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
             def one(run: Run, where: Path = where, problem: Problem = problem, plans: replays.Made = plans,
                     found: dict[str, float] = found) -> None:
                 made_now = replays.keep(where, problem, plans, model.setting, steps, run)
-                found.update(reality.figures(replay_records.judge([made_now], model)))
+                found.update(replay_metrics.figures(replay_records.judge([made_now], model)))
                 kept.append(made_now)
 
             if not gang.run(problem.name, one):

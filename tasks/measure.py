@@ -22,7 +22,7 @@ from shardcore import files
 from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
-from shardcore.measure import collectives, gang, hardware, kernels
+from shardcore.measure import collectives, hardware, kernels, local_ranks
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
 from shardcore.samples import dataset
 from shardcore.types import (
@@ -104,7 +104,7 @@ class Exchange:
 
     def join(self, rank: int, ranks: int, address: str, device: str, config: collectives.CommConfig) -> None:
         torch.set_num_threads(1)
-        with gang.exchanging():
+        with local_ranks.exchanging():
             self._rank = collectives.Rank(rank, ranks, address, device, config)
 
     def measure(self, requests: Sequence[CommRequest]) -> list[collectives.RankTimes]:

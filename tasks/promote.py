@@ -13,7 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import files
-from shardcore.cost import accuracy, drift_correction, neural, reality, replay_records
+from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
 from shardcore.report import model_report
 from shardcore.samples import replays
 from shardcore.types import MOST_COUNT, ShardCoreError, require_within
@@ -88,13 +88,13 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     return end(version, f"version {version} is champion, {reason}")
 
 
-def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[reality.Judged]) -> None:
+def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]) -> None:
     """What replays say of a version's model: metrics reality_* and a plot in the run that made it; once for the same replays."""
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
-    client.log_batch(version.run_id, [Metric(f"reality_{k}", v, now_ms, 0) for k, v in reality.figures(rows).items()])
+    client.log_batch(version.run_id, [Metric(f"reality_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
     client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png")
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
@@ -121,6 +121,6 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
     old = score(accuracy.evaluate(old_model, *data))
     if new > old + config.may_lose:
         return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"
-    if lost := kept and reality.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):
+    if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{said} against {old:.2f}% of champion {before.version}"

@@ -18,7 +18,7 @@ from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore import files, schema
-from shardcore.cost import accuracy, drift_correction, fit, neural, steps, study
+from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors, study
 from shardcore.cost.metrics import coverage
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
@@ -108,9 +108,9 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
         _log_datasets(known.compute, versions)
         trained = fit.train(known.compute, known.comm, setting, config.fit, progress)
         _say_best(trained.curves)
-        fitted = steps.fit(trained.model, replayed)
+        fitted = step_factors.fit(trained.model, replayed)
         if replayed:
-            logger.info(steps.said(trained.model, fitted, len(replayed)))
+            logger.info(step_factors.said(trained.model, fitted, len(replayed)))
         joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
         model = dataclasses.replace(fitted, meta={**fitted.meta, "provenance": {
             "data_version": version, "git_commit": commit, "seed": config.seed, **joined}})

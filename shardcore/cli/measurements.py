@@ -87,7 +87,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
-    from shardcore.cost import accuracy, drift_correction, fit, neural, steps
+    from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors
     from shardcore.samples import dataset, replays
 
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
@@ -101,9 +101,9 @@ def train(args: argparse.Namespace) -> None:
     replayed = replays.steps(args.datasets, chosen[0])
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
-    model = steps.fit(trained.model, replayed)
+    model = step_factors.fit(trained.model, replayed)
     if replayed:
-        print(steps.said(trained.model, model, len(replayed)), file=sys.stderr)
+        print(step_factors.said(trained.model, model, len(replayed)), file=sys.stderr)
     neural.save(model, args.out)
     metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))

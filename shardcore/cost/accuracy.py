@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardcore.cost import exchange, features, nets
+from shardcore.cost import collective_model, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import CommSample, ComputeSample
@@ -53,9 +53,9 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
     """Accuracy on measurements: flat metrics, errors in percent; those of a kind without samples are left out.
 
     compute_* is of forward + backward of a group: errors, and compute_coverage_* the share that the interval of so many percent
-    holds, in percent too; of exchanges as exchange.errors.
+    holds, in percent too; of exchanges as collective_model.errors.
     """
-    compute, comm = ([s for s in samples if s.error is None] for samples in (compute, exchange.priced(comm)))
+    compute, comm = ([s for s in samples if s.error is None] for samples in (compute, collective_model.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         sums = _sums(model, compute)
@@ -68,4 +68,4 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
                     "compute_kendall_tau": kendall_tau(total, measured)}
         for percent in COVERAGES:
             metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
-    return metrics | exchange.errors(model.weights, comm)
+    return metrics | collective_model.errors(model.weights, comm)

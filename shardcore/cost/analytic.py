@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardcore.cost.exchange import groups_of
+from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.tables.access import access_share, lookups, unique_rows

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.cost import exchange, features
+from shardcore.cost import collective_model, features
 from shardcore.cost.accuracy import split_of
-from shardcore.cost.rates import fit_law
+from shardcore.cost.nnls import fit_law
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, CommSample, ComputeSample, Setting, ShardCoreError, Spread
 
@@ -74,7 +74,7 @@ def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
     def chosen(collective: str) -> list[CommSample]:
         mine = [s for s in comm if s.request.collective == collective]
         busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
-        timed = [s for s in exchange.priced(busy) if s.error is None]
+        timed = [s for s in collective_model.priced(busy) if s.error is None]
         return busy if not idle or len(timed) >= FEWEST_BUSY else idle
 
     kept = {s.id for c in COLLECTIVES for s in chosen(c)}

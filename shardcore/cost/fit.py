@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import band, exchange, features, nets, neural
+from shardcore.cost import collective_model, features, nets, neural, quantiles
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.rates import fit_law
+from shardcore.cost.nnls import fit_law
 from shardcore.types import MOST_COUNT, MOST_SEED, CommSample, ComputeSample, Setting, ShardCoreError, require_within
 
 Progress = Callable[[str, int, dict[str, float]], None]
@@ -88,7 +88,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
-    comm = exchange.priced(comm)
+    comm = collective_model.priced(comm)
     comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
@@ -97,7 +97,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
         progress(model, epoch, values)
 
     with _one_thread():
-        weights = {**_fit_compute(*_sides(compute), config, note, start), **exchange.fit(*_sides(comm), note)}
+        weights = {**_fit_compute(*_sides(compute), config, note, start), **collective_model.fit(*_sides(comm), note)}
     ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
@@ -150,7 +150,7 @@ def measured_ranges(compute: Sequence[ComputeSample], comm: Sequence[CommSample]
             values[name] += found
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
-        values["exchange_bytes"] += exchange.owned_bytes(sample).tolist()
+        values["exchange_bytes"] += collective_model.owned_bytes(sample).tolist()
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}
 
 
@@ -180,7 +180,7 @@ class _Groups:
 
 def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[ComputeSample], config: FitConfig, note: Progress,
                  start: NeuralModel | None) -> dict[str, np.ndarray]:
-    """The weights of nets.encode and nets.parts, and of its error band (band.py)."""
+    """The weights of nets.encode and nets.parts, and of its error band (quantiles.py)."""
     known, unseen = _Groups.of(train_side), _Groups.of(validation)
     fixed, raw = _initial(known, config) if start is None else _continued(known, start)
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
@@ -202,7 +202,7 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
             break
     with torch.no_grad():
         predicted = _predict(unseen, kept, tensors).sum(1).numpy()
-    return {**fixed, **{k: v.numpy() for k, v in _positive(kept).items()}, **band.fit(predicted, unseen.measured.sum(1))}
+    return {**fixed, **{k: v.numpy() for k, v in _positive(kept).items()}, **quantiles.fit(predicted, unseen.measured.sum(1))}
 
 
 _LOGS = ("launch", "contention.0.weight", "contention.1.weight")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, schema
-from shardcore.cost import band, exchange, features, nets
+from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.layouts import CHANNELS, LAYOUTS, Channel
@@ -49,11 +49,11 @@ class NeuralModel:
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[...] ms below which a measurement of the group lies with probability `level` (0.005 to 0.995)."""
-        return band.quantile(self.weights, self.head(sums), level)
+        return quantiles.quantile(self.weights, self.head(sums), level)
 
     def is_above_head(self, level: float) -> bool:
         """See model.ProbabilisticCostModel."""
-        return band.error(self.weights, level) >= 0
+        return quantiles.error(self.weights, level) >= 0
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] ms, low and high, between which a measurement of the group lies with probability `confidence`."""
@@ -64,7 +64,7 @@ class NeuralModel:
         """`head` (None), or `quantile` at a level, for one group at a time."""
         from shardcore.cost import compiled
 
-        w, error = self.weights, 0.0 if level is None else band.error(self.weights, level)
+        w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
         arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"], w["contention.0.weight"],
                   w["contention.0.bias"], w["contention.1.weight"])
@@ -93,11 +93,11 @@ class NeuralModel:
 
     def takes_all_alike(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
-        return not exchange.own_bytes_count(self.weights, topology)
+        return not collective_model.own_bytes_count(self.weights, topology)
 
     def even_is_least(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
-        return exchange.even_is_least(self.weights, topology)
+        return collective_model.even_is_least(self.weights, topology)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
@@ -107,7 +107,7 @@ class NeuralModel:
         A collective that was not measured is priced with the all-to-all's rates. Raises ShardCoreError where neither all-to-alls
         were measured nor the topology gives its links.
         """
-        measured = exchange.is_measured(self.weights, exchange.ALL_TO_ALL)
+        measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
         if len(topology) > 1 and topology.within_host_gbps is None and not measured:
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
@@ -123,8 +123,8 @@ class NeuralModel:
         """Transfers [..., D] in ms of each channel, forward and backward; compute_ms [..., D]."""
         skew_ms, found = np.ptp(compute_ms, axis=-1), {}
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
-            found[channel] = exchange.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms)
-            if "forward" in exchange.WAYS[channel.collective]:
+            found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms)
+            if "forward" in collective_model.WAYS[channel.collective]:
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)  # the next exchange begins together
         return found
 
@@ -146,7 +146,7 @@ def physical(model: NeuralModel) -> NeuralModel:
 # --- files -------------------------------------------------------------------------------------------------------------
 
 _NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITIONS),
-          "exchange_terms": list(exchange.EXCHANGE_TERMS)}
+          "exchange_terms": list(collective_model.EXCHANGE_TERMS)}
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:
@@ -270,8 +270,8 @@ def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[f
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     topology = workload.topology
     used = [c for c, sent in zip(CHANNELS, workload.traffic, strict=True)
-            if sent.any() and exchange.groups_of(c, topology)[0].shape[1] > 1]
-    links = [exchange.measured_links(model.weights, c) for c in used]
+            if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1]
+    links = [collective_model.measured_links(model.weights, c) for c in used]
     given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
              if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms") and getattr(topology, f.name) is not None]
     if given and len(topology) > 1:
@@ -280,10 +280,10 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
     if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:
         yield "devices share a host; links within hosts count as those measured between hosts"
-    for channel in (c for c in used if c != exchange.ALL_TO_ALL and not exchange.is_measured(model.weights, c)):
+    for channel in (c for c in used if c != collective_model.ALL_TO_ALL and not collective_model.is_measured(model.weights, c)):
         kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels)
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
-               f"{exchange.stands_for(model.weights, channel)}, not measured")
+               f"{collective_model.stands_for(model.weights, channel)}, not measured")
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
         yield f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the measured hardware"

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
-from shardcore.cost.reality import Judged, noise_ms
+from shardcore.cost.replay_metrics import ReplayRecord, noise_ms
 from shardcore.samples.replays import ReplaySet
 from shardcore.types import StepCost
 from shardcore.workload import lower
 
 
-def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[Judged]:
+def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]:
     """Every replay, at a slowdown of 1, beside what a model says of its plan."""
     rows = []
     for one in replayed:
         steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
         predicted = {name: price(step, model).total_ms for name, step in steps.items()}
         costs = {name: cost.at_usual_pace() for name, cost in one.costs.items()}
-        rows += [Judged(problem=one.problem.name, algorithm=algorithm, plan=name,
+        rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
                         predicted_ms=predicted[name], replayed_ms=costs[name].total_ms,
                         noise_ms=noise_ms(costs[name].step))
                  for algorithm, name in one.made]
@@ -39,6 +39,6 @@ def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     return {name: float(t / p) for name, p, t in zip(names, predicted, took, strict=True) if p > 0}
 
 
-def csv_rows(rows: Sequence[Judged]) -> list[dict[str, Any]]:
+def csv_rows(rows: Sequence[ReplayRecord]) -> list[dict[str, Any]]:
     return [{k: round(v, 5) if isinstance(v, float) else v for k, v in dataclasses.asdict(r).items()}
             for r in rows]

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
-from shardcore.cost.rates import fit_law
+from shardcore.cost.nnls import fit_law
 from shardcore.tables.held_out import kept_for_testing
 from shardcore.types import ComputeSample, Setting
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardcore.cost import band, exchange, features
+from shardcore.cost import collective_model, features, quantiles
 from shardcore.layouts import CHANNELS
 from shardcore.types import ShardCoreError
 
@@ -26,7 +26,7 @@ _MOST_LAYERS = 8
 
 def require(w: Mapping[str, np.ndarray]) -> None:
     """Raise ShardCoreError naming a weight that is missing, unknown, of another shape, or out of its range."""
-    k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(exchange.EXCHANGE_TERMS)
+    k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
     hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
     rules = {
         "rates": ((k, 2), _RATE), "launch": ((2,), _RATE), "load_typical": ((k,), _POSITIVE),
@@ -37,9 +37,9 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "band.log_ms": ((knots,), _ANY), "band.width": ((knots,), (1e-9, 1e6)), "band.level": ((levels,), (0.0, 1.0)),
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
-    in_step = (exchange.LEAST_IN_STEP, exchange.MOST_IN_STEP)
-    ran = [(channel, way) for channel in CHANNELS for way in exchange.WAYS[channel.collective]]
-    optional = {exchange.weight(*x): ((e,), _RATE) for x in ran} | {exchange.step_weight(*x): ((1,), in_step) for x in ran}
+    in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
+    ran = [(channel, way) for channel in CHANNELS for way in collective_model.WAYS[channel.collective]]
+    optional = {collective_model.weight(*x): ((e,), _RATE) for x in ran} | {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
@@ -50,13 +50,13 @@ def require(w: Mapping[str, np.ndarray]) -> None:
 
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
-    if level[0] > band.LEVELS[0] or level[-1] < band.LEVELS[-1]:
+    if level[0] > quantiles.LEVELS[0] or level[-1] < quantiles.LEVELS[-1]:
         raise ShardCoreError(f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to reach from "
-                             f"{band.LEVELS[0]} to {band.LEVELS[-1]}")
+                             f"{quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}")
     for name, found, least in (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9), ("band.error", error, 0.0)):
         if (np.diff(found) < least).any():
             raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
-    if not band.rises(log_ms, width, error):
+    if not quantiles.rises(log_ms, width, error):
         raise ShardCoreError("weights 'band.width' and 'band.error' mean quantiles that fall as costs grow")
     if np.abs(error).max() * width.max() > _BAND:
         raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_BAND:g}")

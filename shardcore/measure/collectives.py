@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.measure import gang
+from shardcore.measure import local_ranks
 from shardcore.measure.timing import spread
 from shardcore.samples import dataset
 from shardcore.types import MOST_REPEATS, WAITS_S, CommRequest, CommSample, Setting, ShardCoreError, require_within
@@ -93,7 +93,7 @@ def _measured(requests: Sequence[CommRequest], ranks: int, setting: Setting, con
         return
     seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
     order = 0
-    with closing(gang.run("exchange", _work, ranks, (ranks, requests, config, device), config.timeout_s)) as heard:
+    with closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device), config.timeout_s)) as heard:
         for rank, times in heard:
             seen[rank].append(times)
             if all(seen):
@@ -108,7 +108,7 @@ def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: 
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-    with gang.exchanging():
+    with local_ranks.exchanging():
         member = Rank(rank, ranks, init_method, device, config)
     for request in requests:
         [times] = member.measure([request])
@@ -189,7 +189,7 @@ class Rank:
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
     def measure(self, requests: Sequence[CommRequest]) -> list[RankTimes]:
-        """Times of each request; all ranks must be given the same ones. Raises gang.Lost where another rank breaks one."""
+        """Times of each request; all ranks must be given the same ones. Raises local_ranks.Lost where another rank breaks one."""
         if self.hosts > 1:  # their clocks drift apart
             self._offset_s = self._clock_offset_s()
         return [self._measure(r) for r in requests]
@@ -218,7 +218,7 @@ class Rank:
     def _timed(self, transfer: Transfer, start_ms: float, busy_ms: float) -> tuple[float, float]:
         """Start and end in s of rank 0's clock."""
         self._compute(busy_ms)
-        with gang.exchanging():
+        with local_ranks.exchanging():
             dist.barrier()
             due = time.perf_counter() + start_ms / 1e3
             while time.perf_counter() < due:  # a rank that still computes occupies its device: spin, do not sleep
@@ -231,7 +231,7 @@ class Rank:
 
     def _clock_offset_s(self) -> float:
         """To be added to this host's clock to have rank 0's: the best estimate of its ranks, and 0 on rank 0's own host."""
-        with gang.exchanging():
+        with local_ranks.exchanging():
             round_trip_s, offset_s = estimate_clock_offset(self.device)
             found = _gather((host_id(), round_trip_s, offset_s))
         return min((round_trip, offset) for host, round_trip, offset in found if host == host_id())[1]

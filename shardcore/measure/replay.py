@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.measure import exchanges, gang
+from shardcore.measure import exchanges, local_ranks
 from shardcore.measure.collectives import CommConfig, Rank, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
@@ -105,7 +105,7 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device)
     n_devices = len(workloads[0].ops)
-    last_said = dict(gang.run("replay", _work, n_devices, (workloads, setting, config, device, control), config.timeout_s))
+    last_said = dict(local_ranks.run("replay", _work, n_devices, (workloads, setting, config, device, control), config.timeout_s))
     return combine_all([last_said[rank] for rank in range(n_devices)], control)
 
 
@@ -165,7 +165,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         steps.append(_Step(bench, workload, rank, config))
         progress()
     caches = Caches(config.evict_bytes, device)
-    with gang.exchanging():
+    with local_ranks.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
@@ -203,7 +203,7 @@ class _Step:
 
     def once(self, batch: int) -> tuple[float, ...]:
         """One step from dense part to dense part, going on with batch number `batch`; the five marks of replay_rank."""
-        with gang.exchanging():
+        with local_ranks.exchanging():
             dist.barrier()
             begin = self._now()
             for kind, chain in self._chains.items():
@@ -214,7 +214,7 @@ class _Step:
         updated = self._now()
         self._outputs = self._forward(self._batches[batch])
         pooled = self._now()
-        with gang.exchanging():
+        with local_ranks.exchanging():
             outputs = {kind: output.detach() for kind, output in self._outputs.items()}
             for kind, chain in self._chains.items():
                 exchanges.forward(chain, outputs.get(kind))

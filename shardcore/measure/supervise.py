@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from shardcore.measure import gang
+from shardcore.measure import local_ranks
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.samples import dataset
 from shardcore.types import WAITS_S, ComputeRequest, ComputeSample, Setting, ShardCoreError, require_within
@@ -191,7 +191,7 @@ def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig
     those that finish within beat_s, requests and seconds to calibrate by with control_ms. Between answers it says every beat_s
     that it lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
-    gang.end_with_parent()
+    local_ranks.end_with_parent()
     torch.set_num_threads(1)  # a device of a CPU is one core
     try:
         bench = KernelBench(setting, device, config, control, control_ms)

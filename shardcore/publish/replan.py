@@ -44,7 +44,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     Raises Infeasible where no plan is found, and ShardCoreError where moves are limited and the old plan is
     none to start from.
     """
-    from shardcore.search.space import Reshard  # compiled code: loaded when a search runs
+    from shardcore.search.search_space import Reshard  # compiled code: loaded when a search runs
 
     space = config.space or old.provenance.get("space", "all")
     left = _left(old, problem)

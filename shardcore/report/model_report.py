@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.cost import exchange, neural, reality
+from shardcore.cost import collective_model, neural, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
@@ -153,7 +153,7 @@ def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) 
     return figure
 
 
-def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Figure:
+def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], title: str) -> Figure:
     """Plans of many problems, a colour for each algorithm and a line through those of a problem, on log axes
     with the line of equality and ±10%; bars are 95% intervals of what was replayed."""
     figure, (axes,) = _figure(title)
@@ -174,7 +174,7 @@ def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Fi
                       elinewidth=0.7, label=name)
     axes.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="predicted ms", xlim=line, ylim=line)
     _plain_ticks(axes)
-    found = reality.figures(rows)
+    found = replay_metrics.figures(rows)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
     axes.text(0.97, 0.03, f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute "
               f"error {found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%", transform=axes.transAxes,
@@ -183,7 +183,7 @@ def predicted_against_replayed(rows: Sequence[reality.Judged], title: str) -> Fi
     return figure
 
 
-def replayed_cost(rivals: Mapping[str, reality.Rival], ours: str, title: str) -> Figure:
+def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: str, title: str) -> Figure:
     """The mean replayed cost of each algorithm over ours, dearest above, with its 95% interval over
     problems."""
     figure, (axes,) = _figure(title)
@@ -301,9 +301,9 @@ def _trained_on(model: NeuralModel) -> str:
 
 
 def _in_steps(model: NeuralModel) -> str:
-    factors = [f"{channel.words} {way} {exchange.in_step(model.weights, channel, way):.2f}"
-               for channel in CHANNELS for way in exchange.WAYS[channel.collective]
-               if exchange.step_weight(channel, way) in model.weights]
+    factors = [f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
+               for channel in CHANNELS for way in collective_model.WAYS[channel.collective]
+               if collective_model.step_weight(channel, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
 
@@ -323,13 +323,13 @@ def _ranges(model: NeuralModel) -> str:
 
 
 def _proxies(model: NeuralModel) -> list[str]:
-    measured = [c for c in CHANNELS if exchange.is_measured(model.weights, c)]
-    links = [exchange.measured_links(model.weights, c) for c in measured]
+    measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
+    links = [collective_model.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
         *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, with "
-           f"the rates of {exchange.stands_for(model.weights, c)}", c not in measured)
-          for c in CHANNELS if c != exchange.ALL_TO_ALL),
+           f"the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
+          for c in CHANNELS if c != collective_model.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),
         ("links within a host, as those between hosts", {"between"} in links),
         ("links whose bandwidth a topology gives", True),

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from shardcore.layouts import device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
+from shardcore.search.free_memory import item_bytes, piece_bytes
 from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, surely_fits, too_tall, whole_impossible
 from shardcore.search.pieces import Item, division, items
-from shardcore.search.room import item_bytes, piece_bytes
 from shardcore.types import MIN_WIDTH, Constraints, Infeasible, Problem, Shard, Table
 
 MOST_DEVICES = 256

@@ -18,8 +18,8 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.pieces import items, to_plan
-from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Plan, Problem, Shard
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
@@ -76,7 +76,7 @@ def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Calla
     found = items(feasible_pieces(problem), problem)
     loaded = sorted((freedom(item, problem), -sum(map(load, item)), -item_bytes(item, problem), i)
                     for i, item in enumerate(found))
-    room, pieces, devices = Room(problem), [], []
+    room, pieces, devices = FreeMemory(problem), [], []
     for _, less_load, _, i in loaded:
         item, item_load = found[i], -less_load
         fits = room.fits(item[0])

@@ -23,15 +23,15 @@ from shardcore.memory import free_bytes
 from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
-from shardcore.search.ledger import Ledger
 from shardcore.search.packing import least_bytes
 from shardcore.search.pieces import placed, priced
+from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import MIN_WIDTH, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
 from shardcore.workload import traffic_of_widths
 
 if TYPE_CHECKING:  # numba takes a second to import, and is needed here alone
     from shardcore.search.anneal import SearchProblem, State
-    from shardcore.search.space import Reshard, Space
+    from shardcore.search.search_space import Reshard, SearchSpace
 
 SPACES = ("all", "columns", "halves")
 SPACE_OF = {"local": "all", "local_columns": "columns"}
@@ -91,7 +91,7 @@ def local_columns(problem: Problem, model: CostModel, *, seed: int = 0, budget: 
 class Start:
     """A plan in its space; fixed: what of that space it is improved in at first."""
 
-    space: Space
+    space: SearchSpace
     state: State
     fixed: SearchProblem
     ms: float = np.inf
@@ -105,13 +105,13 @@ class Search:
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         before_s = meter.seconds()
         from shardcore.search import anneal  # compiled, or read from disk, while the clock stands still
-        from shardcore.search import space as spaces
+        from shardcore.search import search_space as spaces
 
         meter.started_s += meter.seconds() - before_s
         self.anneal, self.spaces, self.meter = anneal, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
-        self._ledger: Ledger | None = None
+        self._cache: ShardCostCache | None = None
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
         self._annealing_s = 0.0
 
@@ -180,7 +180,7 @@ class Search:
     def _exact_ms(self, start: Start) -> float:
         """What the model itself says of the plan."""
         state, fixed, space = start.state, start.fixed, start.space
-        widths = {layout: MIN_WIDTH * state.width[:, k] for k, layout in enumerate(space.ledger.kinds)}
+        widths = {layout: MIN_WIDTH * state.width[:, k] for k, layout in enumerate(space.cache.kinds)}
         traffic = traffic_of_widths(widths, self.problem)
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
@@ -207,7 +207,7 @@ class Search:
         least = min(start.state.value[self.anneal.BEST] for start in fit)
         return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least]
 
-    def _divided(self, space: Space, y: int) -> list[Start | None]:
+    def _divided(self, space: SearchSpace, y: int) -> list[Start | None]:
         """Large tables shared by the groups of a layout; and all of them: no op of whole rows, no exchange of these."""
         whole = np.flatnonzero(space.fixed.may_share[y])
         single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
@@ -217,7 +217,7 @@ class Search:
         return [self._cheapest(space, [self._with(space, s, y) for s in large if len(s)]),
                 self._cheapest(space, [self._with(space, whole, y)])]
 
-    def _replicated(self, space: Space, y: int, fits: bool) -> list[Start | None]:
+    def _replicated(self, space: SearchSpace, y: int, fits: bool) -> list[Start | None]:
         """Those tables on all devices that are worth it; where nothing fits yet, those that take less so."""
         worth = self.spaces.worth_copying(space, self.model, y)
         some = {len(worth) // k for k in (1, 2, 4)} - {0}
@@ -228,17 +228,17 @@ class Search:
             found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)]))
         return found
 
-    def _by_columns(self, space: Space) -> list[Start | None]:
+    def _by_columns(self, space: SearchSpace) -> list[Start | None]:
         """Where memory is tight, what is cut for the cost may leave gaps that no part fits: then also parts of few bytes."""
         found = [self._cheapest(space, [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
-        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.ledger):
+        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.cache):
             found.append(self._cheapest(space, [(self._small(space, share), _pairs()) for share in _SMALL]))
         return found
 
-    def _shares(self, space: Space) -> Sequence[float]:
-        return _SPLITS[2:5:2] if self.spaces.is_large(space.ledger) else _SPLITS
+    def _shares(self, space: SearchSpace) -> Sequence[float]:
+        return _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
 
-    def _cheapest(self, space: Space, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
+    def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
         """The cheapest of some greedy plans, of strips in n [S] parts and those shared; from there on, what costs most on the
         device that is last is cut once more, as long as that helps (as EMBark's planner does). None where none fits."""
         best, least, begin = None, np.inf, None
@@ -248,7 +248,7 @@ class Search:
             if state is not None and state.value[self.anneal.BEST] < least:
                 best, least, begin = state, state.value[self.anneal.BEST], (n, shared)
         state, misses = best, 0
-        while state is not None and misses < _MISSES and not self.spaces.is_large(space.ledger):
+        while state is not None and misses < _MISSES and not self.spaces.is_large(space.cache):
             n, shared = begin
             worst = state.number[self.anneal.WORST]
             last = state.items[worst, :state.count[worst]]
@@ -264,7 +264,7 @@ class Search:
                 best, least, misses = state, state.value[self.anneal.BEST], 0
         return None if best is None else Start(space, best, space.as_it_is)
 
-    def _greedy(self, space: Space, n: np.ndarray, shared: np.ndarray) -> State | None:
+    def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
         """Strips in n [S] parts (0: none) placed by falling cost or, where that does not fit, by falling size; None where neither
         does, or where there is a plan already and no time for another one."""
         if not self._has_time():
@@ -285,10 +285,10 @@ class Search:
         """Whether the budget in seconds has time for one more greedy plan: for the first there is always time."""
         return self._greedy_s is None or self.meter.has_time(self._greedy_s)
 
-    def _state(self, space: Space) -> State:
+    def _state(self, space: SearchSpace) -> State:
         return self.anneal.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _with(self, space: Space, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
+    def _with(self, space: SearchSpace, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
         """Some strips shared by groups of a layout, the costliest first by the group that has least; the others cut where they
         cost more than a device's mean load."""
         groups = np.flatnonzero(space.fixed.group_layout == y)
@@ -299,7 +299,7 @@ class Search:
             load[of[i]] += cost[i]
         return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
-    def _small(self, space: Space, share: float) -> np.ndarray:
+    def _small(self, space: SearchSpace, share: float) -> np.ndarray:
         """[S] parts of each strip, none of which takes more than a share of a device's mean memory; 0 if everywhere."""
         fixed = space.fixed
         size = fixed.part_bytes[fixed.part[np.arange(len(fixed.size)), fixed.size]]
@@ -307,7 +307,7 @@ class Search:
         n[space.divided] = 0
         return n
 
-    def _cuts(self, space: Space, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
+    def _cuts(self, space: SearchSpace, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
         """[S] parts of each strip by columns, none of which costs more than a share of a device's mean load; 0 if everywhere."""
         fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
         n = np.ones(len(single), dtype=np.int64)
@@ -316,7 +316,7 @@ class Search:
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
         return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
 
-    def _parts(self, space: Space, n: np.ndarray) -> np.ndarray:
+    def _parts(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
         """[N, 2] strips and units of n [S] equal parts, by falling cost, what may go to few devices first."""
         fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
         i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
@@ -336,21 +336,21 @@ class Search:
         """A plan without data-parallel tables, in a space of its own: rows that are divided stay so."""
         parts = [(shard, d) for p in placements for d, shard in shards_on(p)]
         space = self._space([shard for shard, _ in parts], kind)
-        divided = {space.ledger.table(s).name for s in space.divided}
+        divided = {space.cache.table(s).name for s in space.divided}
         left = [(shard, d) for shard, d in parts if shard.table.name not in divided]
         return self._placed(space, left, _pairs(space.divided, space.dividing))
 
-    def _space(self, pieces: Sequence[Shard], kind: str) -> Space:
+    def _space(self, pieces: Sequence[Shard], kind: str) -> SearchSpace:
         whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
         return self.spaces.space(self._of_strips(whole), whole, kind == "all", kind == "halves", by_rows)
 
-    def _of_strips(self, pieces: Sequence[Shard]) -> Ledger:
-        """The last ledger, where it has the strips of these pieces: to encode its parts again would take longest of all."""
-        if self._ledger is None or not self._ledger.covers(pieces):
-            self._ledger = Ledger(self.problem, self.model, pieces)
-        return self._ledger
+    def _of_strips(self, pieces: Sequence[Shard]) -> ShardCostCache:
+        """The last cache, where it has the strips of these pieces: to encode its parts again would take longest of all."""
+        if self._cache is None or not self._cache.covers(pieces):
+            self._cache = ShardCostCache(self.problem, self.model, pieces)
+        return self._cache
 
-    def _placed(self, space: Space, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
+    def _placed(self, space: SearchSpace, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
         """Pieces on their devices, and the strips that groups share."""
         state = self._state(space)
         self.anneal.share(self.head, space.fixed, state, shared)

@@ -24,8 +24,8 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.ledger import Ledger, Piece
 from shardcore.search.pieces import items, placed, priced
+from shardcore.search.shard_cost_cache import Piece, ShardCostCache
 from shardcore.types import Plan, Problem, ShardCoreError
 
 State = tuple[Piece, ...]
@@ -77,44 +77,44 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
     problem.require_setting(model.setting)
     meter = (budget or Budget()).start()
     pieces = feasible_pieces(problem)
-    ledger = Ledger(problem, model, pieces)
+    cache = ShardCostCache(problem, model, pieces)
     before_s = meter.seconds()
-    [first] = _search(ledger, [tuple(sorted(ledger.pieces(pieces)))], config)
+    [first] = _search(cache, [tuple(sorted(cache.pieces(pieces)))], config)
     state_s = meter.seconds() - before_s
     meter.evals += len(config.caps)
-    of_packing, packing = (ledger, first) if first.devices else _packed(problem, model)
-    best = _beam(ledger, first, config, meter, state_s)
+    of_packing, packing = (cache, first) if first.devices else _packed(problem, model)
+    best = _beam(cache, first, config, meter, state_s)
     if not best.devices:
-        ledger, best = of_packing, _beam(of_packing, packing, config, meter, state_s)
+        cache, best = of_packing, _beam(of_packing, packing, config, meter, state_s)
     elif packing.ms < best.ms:
-        ledger, best = of_packing, packing
-    return priced(placed(ledger.items(best.pieces), best.devices, problem), problem, model, algorithm="neuroshard", seed=seed,
+        cache, best = of_packing, packing
+    return priced(placed(cache.items(best.pieces), best.devices, problem), problem, model, algorithm="neuroshard", seed=seed,
                   packed=best is packing and packing is not first, evals=meter.evals, config=asdict(config))
 
 
-def _packed(problem: Problem, model: CostModel) -> tuple[Ledger, _Found]:
-    """Some plan that fits, with its ledger, as row ranges may be others. Raises Infeasible where none is found."""
+def _packed(problem: Problem, model: CostModel) -> tuple[ShardCostCache, _Found]:
+    """Some plan that fits, with its cache, as row ranges may be others. Raises Infeasible where none is found."""
     packing = pack_or_raise(problem)
-    ledger, device_of = Ledger(problem, model, packing.pieces), dict(zip(packing.pieces, packing.devices, strict=True))
-    pairs = sorted((ledger.piece(item[0]), device_of[item[0]]) for item in items(packing.pieces, problem))
+    cache, device_of = ShardCostCache(problem, model, packing.pieces), dict(zip(packing.pieces, packing.devices, strict=True))
+    pairs = sorted((cache.piece(item[0]), device_of[item[0]]) for item in items(packing.pieces, problem))
     state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
-    return ledger, _Found(ledger.plan_ms(state, devices), state, devices)
+    return cache, _Found(cache.plan_ms(state, devices), state, devices)
 
 
-def _beam(ledger: Ledger, start: _Found, config: NeuroShardConfig, meter: Meter, state_s: float) -> _Found:
+def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter: Meter, state_s: float) -> _Found:
     """The best plan of the beam that begins with the state of `start`, or its own; state_s: what one state takes."""
-    rows = len(config.caps) * len(ledger.speed)
-    chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(ledger))))
+    rows = len(config.caps) * len(cache.speed)
+    chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
     best, beam = start, [start.pieces]
     for _ in range(config.steps):
-        states = list(dict.fromkeys(s for state in beam for s in _halvings(ledger, state, config.candidates)))
+        states = list(dict.fromkeys(s for state in beam for s in _halvings(cache, state, config.candidates)))
         found: list[_Found] = []
         while len(found) < len(states):
             n = meter.affordable(min(chunk, len(states) - len(found)), len(config.caps), state_s)
             if n == 0:
                 break
             before_s = meter.seconds()
-            found += _search(ledger, states[len(found):len(found) + n], config)
+            found += _search(cache, states[len(found):len(found) + n], config)
             meter.evals += n * len(config.caps)
             state_s = (meter.seconds() - before_s) / n
         beam = [f.pieces for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:config.beam]]
@@ -124,14 +124,14 @@ def _beam(ledger: Ledger, start: _Found, config: NeuroShardConfig, meter: Meter,
     return best
 
 
-def _halvings(ledger: Ledger, state: State, n: int) -> list[State]:
+def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
     """The states with one more cut: of each of the n largest and the n costliest pieces that can be cut."""
-    ledger.add(state)
-    pieces = [p for p in dict.fromkeys(state) if ledger.may_split(p)]
+    cache.add(state)
+    pieces = [p for p in dict.fromkeys(state) if cache.may_split(p)]
     if not pieces:
         return []
-    parts = ledger.parts(*np.array(pieces).T)
-    chosen = {*np.argsort(-ledger.bytes[parts], kind="stable")[:n], *np.argsort(-ledger.single_ms[parts], kind="stable")[:n]}
+    parts = cache.parts(*np.array(pieces).T)
+    chosen = {*np.argsort(-cache.bytes[parts], kind="stable")[:n], *np.argsort(-cache.single_ms[parts], kind="stable")[:n]}
     return [_halve(state, pieces[i]) for i in sorted(chosen)]
 
 
@@ -142,14 +142,14 @@ def _halve(state: State, piece: Piece) -> State:
     return tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)]))
 
 
-def _search(ledger: Ledger, states: Sequence[State], config: NeuroShardConfig) -> list[_Found]:
+def _search(cache: ShardCostCache, states: Sequence[State], config: NeuroShardConfig) -> list[_Found]:
     """The inner search from each of several states with the same number of pieces."""
     for state in states:
-        ledger.add(state)
+        cache.add(state)
     pieces = np.array(states)  # [C, P, 2]
-    parts = ledger.parts(pieces[..., 0], pieces[..., 1])
-    order = np.lexsort((-ledger.bytes[parts], -ledger.single_ms[parts], ledger.freedom[pieces[..., 0]]))  # [C, P]
-    total_ms, over_bytes, devices = greedy_grid(ledger, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps))
+    parts = cache.parts(pieces[..., 0], pieces[..., 1])
+    order = np.lexsort((-cache.bytes[parts], -cache.single_ms[parts], cache.freedom[pieces[..., 0]]))  # [C, P]
+    total_ms, over_bytes, devices = greedy_grid(cache, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps))
     found = []
     for c, state in enumerate(states):
         k = int(np.argmin(total_ms[c]))
@@ -161,39 +161,39 @@ def _search(ledger: Ledger, states: Sequence[State], config: NeuroShardConfig) -
     return found
 
 
-def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def greedy_grid(cache: ShardCostCache, pieces: np.ndarray, caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All greedy passes in lockstep. pieces [C, P, 2]: strip and units in the order of placing; caps [K]: on a device's columns,
     relative to the mean.
 
     Returns total_ms [C, K], inf where a piece found no device and went to the least used; over_bytes [C, K]: what devices then
     hold more than they may; and devices [C, K, P].
     """
-    (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(ledger.speed)
-    shape, n_kinds = (n_states, n_passes, n_devices), len(ledger.kinds)
+    (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(cache.speed)
+    shape, n_kinds = (n_states, n_passes, n_devices), len(cache.kinds)
     c, k = np.ogrid[:n_states, :n_passes]
-    free = np.array(free_bytes(ledger.problem))
-    parts = ledger.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
-    cap = ledger.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
-    held = np.zeros((n_states, n_passes, len(ledger), n_devices), dtype=np.int32)
+    free = np.array(free_bytes(cache.problem))
+    parts = cache.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
+    cap = cache.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
+    held = np.zeros((n_states, n_passes, len(cache), n_devices), dtype=np.int32)
     used, columns = np.zeros(shape, dtype=np.int64), np.zeros((*shape, n_kinds), dtype=np.int64)
-    sums, group_ms = np.zeros((*shape, n_kinds, ledger.codes.shape[1])), np.zeros((*shape, n_kinds))
-    pinned = ledger.freedom < n_devices
+    sums, group_ms = np.zeros((*shape, n_kinds, cache.codes.shape[1])), np.zeros((*shape, n_kinds))
+    pinned = cache.freedom < n_devices
     fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
 
     for p in range(n_pieces):
         strip, units = pieces[:, p, 0][:, None], pieces[:, p, 1][:, None]  # [C, 1]
         before = held[c, k, strip]  # [C, K, D]
-        was = ledger.parts(strip[..., None], before)
-        becomes = ledger.parts(strip[..., None], before + units[..., None])
-        extra = ledger.bytes[becomes] - ledger.bytes[was]
-        width, single_ms = ledger.width[parts[:, p, None]], ledger.single_ms[parts[:, p, None]][..., None] / ledger.speed
+        was = cache.parts(strip[..., None], before)
+        becomes = cache.parts(strip[..., None], before + units[..., None])
+        extra = cache.bytes[becomes] - cache.bytes[was]
+        width, single_ms = cache.width[parts[:, p, None]], cache.single_ms[parts[:, p, None]][..., None] / cache.speed
         narrow = (columns.sum(-1) + width[..., None] <= cap) | pinned[strip][..., None]
-        fits = (used + extra <= free) & narrow & ledger.allowed[strip]
-        d = _least(np.where(fits, group_ms.sum(-1) / ledger.speed + single_ms, np.inf), used)  # [C, K]
+        fits = (used + extra <= free) & narrow & cache.allowed[strip]
+        d = _least(np.where(fits, group_ms.sum(-1) / cache.speed + single_ms, np.inf), used)  # [C, K]
         fits_all &= fits.any(-1)
-        kind = np.broadcast_to(ledger.kind[strip], d.shape)
-        sums[c, k, d, kind] += ledger.codes[becomes[c, k, d]] - ledger.codes[was[c, k, d]]
-        group_ms[c, k, d, kind] = ledger.model.head(sums[c, k, d, kind].reshape(-1, sums.shape[-1])).reshape(d.shape)
+        kind = np.broadcast_to(cache.kind[strip], d.shape)
+        sums[c, k, d, kind] += cache.codes[becomes[c, k, d]] - cache.codes[was[c, k, d]]
+        group_ms[c, k, d, kind] = cache.model.head(sums[c, k, d, kind].reshape(-1, sums.shape[-1])).reshape(d.shape)
         used[c, k, d] += extra[c, k, d]
         columns[c, k, d, kind] += width
         held[c, k, strip, d] += units
@@ -201,7 +201,7 @@ def greedy_grid(ledger: Ledger, pieces: np.ndarray, caps: np.ndarray) -> tuple[n
 
     total_ms = np.full(fits_all.shape, np.inf)
     if fits_all.any():
-        total_ms[fits_all] = ledger.total_ms(group_ms[fits_all].sum(-1) / ledger.speed, columns[fits_all])
+        total_ms[fits_all] = cache.total_ms(group_ms[fits_all].sum(-1) / cache.speed, columns[fits_all])
     return total_ms, np.maximum(used - np.maximum(free, 0), 0).sum(-1), devices
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from shardcore.layouts import even_share, shards_on
 from shardcore.memory import OPTIMIZER_BYTES_PER_ROW, table_bytes
+from shardcore.search.free_memory import FreeMemory, freedom, item_bytes, piece_bytes
 from shardcore.search.pieces import division as divided
 from shardcore.search.pieces import halve_columns, items
-from shardcore.search.room import Room, freedom, item_bytes, piece_bytes
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
 
 NODES = 20_000
@@ -298,7 +298,7 @@ def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[li
 
 def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[Sequence[Table]]) -> Placed | None:
     """One group of tables after the other: those that must stay whole by best fit, then the others poured."""
-    room = Room(problem, free)
+    room = FreeMemory(problem, free)
     placed: Placed = []
     for tables in groups:
         fixed, _ = _whole(problem, _uncut(problem, tables), room.left.tolist(), nodes)
@@ -327,12 +327,12 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
     return placed
 
 
-def _gaps(room: Room) -> list[tuple[int, int]]:
+def _gaps(room: FreeMemory) -> list[tuple[int, int]]:
     """The bytes left and the device, rising."""
     return sorted(zip(room.left.tolist(), range(len(room.left)), strict=True))
 
 
-def _pour(whole: Shard, room: Room) -> Placed | None:
+def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
     """Put a table where it fits whole, best fit; else as many of its columns as the emptiest device takes, and the rest
     likewise."""
     waiting, placed = [whole], []
@@ -354,7 +354,7 @@ def _pour(whole: Shard, room: Room) -> Placed | None:
     return placed
 
 
-def _first_columns(shard: Shard, room: Room, device: int) -> tuple[Shard, Shard] | None:
+def _first_columns(shard: Shard, room: FreeMemory, device: int) -> tuple[Shard, Shard] | None:
     """The most columns that the device takes, and the rest; None where it takes none."""
     def part(units: int) -> Shard:
         return replace(shard, col_hi=shard.col_lo + units * MIN_WIDTH)

@@ -6,7 +6,7 @@ import math
 import pytest
 from laws import SETTING, by_hand, comm_samples, spread
 
-from shardcore.cost import accuracy, exchange
+from shardcore.cost import accuracy, collective_model
 from shardcore.types import ComputeRequest, ComputeSample, Shard, Table
 
 SHARD = Shard.whole(Table("t", 1000, 32, 1.0))
@@ -75,4 +75,4 @@ def test_metrics_by_hand():
     comm = comm_samples(3, payload="bf16")
     assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
     assert accuracy.evaluate(by_hand(), [], comm_samples(3)) == {
-        "n_compute": 0, "n_comm": 3, **exchange.errors(by_hand().weights, comm_samples(3))}
+        "n_compute": 0, "n_comm": 3, **collective_model.errors(by_hand().weights, comm_samples(3))}

@@ -9,7 +9,7 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, 
 from shapes import sends
 
 from shardcore import schema
-from shardcore.cost import accuracy, band, fit
+from shardcore.cost import accuracy, fit, quantiles
 from shardcore.tables.access import access_share
 from shardcore.types import (
     CommRequest,
@@ -56,7 +56,7 @@ def test_the_band_is_of_samples_left_out_of_training():
     compute = compute_samples(linear_law, 300, noise=0.1)
     model = fit.train(compute, [], SETTING, QUICK).model
     unseen = split(compute, "validation")
-    expected = band.fit(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
+    expected = quantiles.fit(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
     assert expected and all(model.weights[name] == pytest.approx(value) for name, value in expected.items())
 
 

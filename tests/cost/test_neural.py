@@ -11,7 +11,7 @@ from laws import SETTING, by_hand, pool
 from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row, sends
 
 from shardcore import files, schema
-from shardcore.cost import exchange, neural
+from shardcore.cost import collective_model, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
 from shardcore.layouts import CHANNELS
 from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
@@ -120,7 +120,7 @@ def test_several_plans_at_once(model):
 
 def rates(channel, **ways) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some EXCHANGE_TERMS."""
-    return {exchange.weight(channel, way): np.array([some.get(t, 0.0) for t in exchange.EXCHANGE_TERMS])
+    return {collective_model.weight(channel, way): np.array([some.get(t, 0.0) for t in collective_model.EXCHANGE_TERMS])
             for way, some in ways.items()}
 
 
@@ -173,7 +173,7 @@ def test_more_bytes_never_take_less(model):
 def test_links_that_the_topology_gives():
     hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
     links = Topology(hosts, within_host_gbps=100.0, between_hosts_gbps=10.0, latency_ms=0.5)
-    fitted = {exchange.weight(ALL_TO_ALL, way): np.full(len(exchange.EXCHANGE_TERMS), 7.0) for way in ("forward", "backward")}
+    fitted = {collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0) for way in ("forward", "backward")}
     model = neural.NeuralModel(SETTING, fitted, {})
     cost = model.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
     assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))

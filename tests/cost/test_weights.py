@@ -5,7 +5,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files
-from shardcore.cost import exchange, fit, neural, weights
+from shardcore.cost import collective_model, fit, neural, weights
 from shardcore.types import ShardCoreError
 
 
@@ -56,7 +56,7 @@ def test_a_number_out_of_its_range_is_named(trained, name, value, said):
     (lambda w: {**w, "band.log_ms": np.array([0.0, 1.0]), "band.width": np.array([5.0, 0.1])}, "quantiles that fall as costs"),
     (lambda w: {**w, "band.log_ms": np.array([0.0, 0.0]), "band.width": np.ones(2)}, "'band.log_ms' falls; it needs to rise"),
     (lambda w: {**w, "exchange_all_to_all_sideways": np.zeros(10)}, "'exchange_all_to_all_sideways' is not known"),
-    (lambda w: {**w, exchange.step_weight(exchange.ALL_TO_ALL, "forward"): np.zeros(1)}, "has 0; it needs 0.001 to"),
+    (lambda w: {**w, collective_model.step_weight(collective_model.ALL_TO_ALL, "forward"): np.zeros(1)}, "has 0; it needs 0.001 to"),
     (lambda w: {}, "is missing"),
 ])
 def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(trained, change, said):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.draws.collectives import comm_request
-from shardcore.measure import collectives, gang
+from shardcore.measure import collectives, local_ranks
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, CommRequest, Setting, ShardCoreError
 
@@ -20,7 +20,7 @@ STILL = (0.0, 0.0)
 
 def in_gang(work, ranks, *arguments):
     """What each rank said last."""
-    last = dict(gang.run("test", work, ranks, arguments, CONFIG.timeout_s))
+    last = dict(local_ranks.run("test", work, ranks, arguments, CONFIG.timeout_s))
     return [last[rank] for rank in range(ranks)]
 
 

@@ -15,7 +15,7 @@ from shardcore import files
 from shardcore.cli import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.measure import exchanges, gang
+from shardcore.measure import exchanges, local_ranks
 from shardcore.measure.collectives import CommConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
@@ -117,7 +117,7 @@ def three():
     problem = problem_of(TABLES, 3)
     workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(problem)]
     control = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
-    last = dict(gang.run("replay", _told, 3, (workloads, control), 60.0))
+    last = dict(local_ranks.run("replay", _told, 3, (workloads, control), 60.0))
     return workloads, control, [last[rank] for rank in range(3)]
 
 
@@ -192,7 +192,7 @@ def _over_hosts(rank, init_method, say, workload):
     def full(shape):
         return torch.zeros(tuple(shape))
 
-    with gang.exchanging():
+    with local_ranks.exchanging():
         member = Rank(rank, 4, init_method, "cpu", CommConfig(timeout_s=30.0))
         own = exchanges.groups(rank, workload.topology, exchanges.used_channels(workload))
         chain = exchanges.chains(workload, rank, full, own)["host_row"]
@@ -215,7 +215,7 @@ def test_rows_over_a_host_are_summed_there_and_cross_hosts():
     wide, slim = Table("wide", 10, 8, 1.0), Table("slim", 10, 4, 1.0)
     problem = Problem("hosts", (wide, slim), on_hosts("aabb"), 16)
     workload = lower(Plan((host_row(wide, (0, 1)), host_row(slim, (2, 3)))), problem)
-    last = dict(gang.run("replay", _over_hosts, 4, (workload,), 60.0))
+    last = dict(local_ranks.run("replay", _over_hosts, 4, (workload,), 60.0))
     of_host = [sum(_marked(r, (16, width)) for r in ranks) for ranks, width in (((0, 1), 8), ((2, 3), 4))]
     sent = [[[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)] for i in range(2)]
     for h in range(2):
@@ -332,7 +332,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
     forever = dataclasses.replace(CONFIG, repeats=10**6)
     rounds = 0
     with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
-        for rank, _ in gang.run(
+        for rank, _ in local_ranks.run(
             "replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None), 60.0
         ):
             rounds += rank == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples
 
-from shardcore.cost import fit, reality
+from shardcore.cost import fit, replay_metrics
 from shardcore.cost.study import LearningCurve
 from shardcore.report import model_report
 
@@ -26,8 +26,8 @@ STUDIED = model_report.Studied({"train": {"compute_mape": 4.0, "n_compute": 48.0
                                 "test": {"compute_mape": 5.25, "n_compute": 6.0, "compute_coverage_90": 88.0}}, 7.5, 3.125, CURVE)
 
 
-REPLAYS = [reality.Judged(f"p{i}", name, name, ms, ms * by, 0.1) for i, ms in enumerate((10.0, 30.0))
-           for name, by in ((reality.OURS, 1.0), ("random", 1.5), ("torchrec", 1.2))]
+REPLAYS = [replay_metrics.ReplayRecord(f"p{i}", name, name, ms, ms * by, 0.1) for i, ms in enumerate((10.0, 30.0))
+           for name, by in ((replay_metrics.OURS, 1.0), ("random", 1.5), ("torchrec", 1.2))]
 
 
 def texts(figure):
@@ -43,9 +43,9 @@ FIGURES = {
     "calibration": (lambda: model_report.calibration((50, 90), (40.0, 91.0), 30, "title"), "within chance, 30 groups"),
     "replays": (lambda: model_report.predicted_against_replayed(REPLAYS, "title"), "6 plans of 2 problems"),
     "replays of one plan": (lambda: model_report.predicted_against_replayed(REPLAYS[:1], "title"), "regret 0.0%"),
-    "rivals": (lambda: model_report.replayed_cost(reality.rivals(REPLAYS), reality.OURS, "title"),
+    "rivals": (lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), replay_metrics.OURS, "title"),
                "over local_columns's, mean over 2"),
-    "rivals on one problem": (lambda: model_report.replayed_cost(reality.rivals(REPLAYS[:3]), reality.OURS, "title"), "1.200"),
+    "rivals on one problem": (lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]), replay_metrics.OURS, "title"), "1.200"),
     "learning": (lambda: model_report.learning_curve(CURVE, 3.125, "title"), "a timing itself is off by 3.1%"),
     "learning, no floor": (lambda: model_report.learning_curve(CURVE, None, "title"), "Twice the groups (800 instead of 400)"),
     "training": (lambda: model_report.training_curves(

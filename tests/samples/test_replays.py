@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from shardcore.cost import reality, replay_records
+from shardcore.cost import replay_metrics, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.measure.replay import ReplayConfig
@@ -58,7 +58,7 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     for r in rows:  # quartiles 1.4 to 1.6 times what was predicted, of four repeats
         assert r.replayed_ms == pytest.approx(1.5 * r.predicted_ms)
         assert r.noise_ms == pytest.approx(1.96 * 1.2533 / 1.349 * 0.2 * r.predicted_ms / 2)
-    assert reality.figures(rows)["bias"] == pytest.approx(-100 / 3)
+    assert replay_metrics.figures(rows)["bias"] == pytest.approx(-100 / 3)
     ratios = replay_records.parts([kept], MODEL)
     assert "backward_compute_ms" in ratios and all(ratio == pytest.approx(1.5) for ratio in ratios.values())
 

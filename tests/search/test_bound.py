@@ -9,7 +9,7 @@ from shapes import on_hosts, sends
 
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.exchange import EXCHANGE_TERMS
+from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.layouts import LAYOUTS

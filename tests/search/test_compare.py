@@ -57,6 +57,6 @@ def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):
 
 def test_replayed_figures_compare_against_the_default_sharder():
     """cost/ sees no search, so it has the name again."""
-    from shardcore.cost import reality
+    from shardcore.cost import replay_metrics
 
-    assert reality.OURS == DEFAULT_SHARDER
+    assert replay_metrics.OURS == DEFAULT_SHARDER

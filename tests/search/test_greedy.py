@@ -14,10 +14,10 @@ from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_pieces
+from shardcore.search.free_memory import FreeMemory, piece_bytes
 from shardcore.search.greedy import looked_up
 from shardcore.search.packing import best_fit, pack
 from shardcore.search.pieces import column_runs, consolidate, halve_columns
-from shardcore.search.room import Room, piece_bytes
 from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, Table, Topology
 from shardcore.workload import require_cover
 
@@ -168,7 +168,7 @@ def test_best_fit_goes_back_where_the_first_choice_was_wrong():
 def test_columns_that_join_others_of_their_table_bring_no_optimizer_state():
     problem = problem_of([Table("t", 1000, 16, 1.0)], optimizer="rowwise_adagrad")
     left, right = halve_columns(Shard.whole(problem.tables[0]))
-    room = Room(problem)
+    room = FreeMemory(problem)
     room.put(left, 1)
     assert list(room.extra_bytes(right)) == [32_000 + 4_000 + 2 * BATCH * 32, 32_000 + 2 * BATCH * 32]
     room.put(right, 1)

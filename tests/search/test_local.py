@@ -13,9 +13,9 @@ from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import anneal as compiled
 from shardcore.search import budget as budget_module
-from shardcore.search import space as spaces
+from shardcore.search import search_space as spaces
 from shardcore.search.local import Search, local
-from shardcore.search.space import Reshard, exchange_rates
+from shardcore.search.search_space import Reshard, exchange_rates
 from shardcore.types import (
     Constraints,
     Device,

@@ -12,9 +12,9 @@ from shardcore.cost.model import group_costs, price
 from shardcore.layouts import CHANNELS, shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
-from shardcore.search.ledger import Ledger
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.pieces import consolidate, devices_of, division, halve_columns, placed
+from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
 from shardcore.workload import lower
 
@@ -71,12 +71,12 @@ def test_the_ledgers_total_is_the_price_of_the_plan(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6))
     shards = draw_cuts(rng, problem, rows)
-    ledger = Ledger(problem, MODEL, shards)
-    pieces = [ledger.piece(s) for s in shards]
+    cache = ShardCostCache(problem, MODEL, shards)
+    pieces = [cache.piece(s) for s in shards]
     devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
     expected = total_ms(shards, devices, problem)
-    assert ledger.plan_ms(pieces, devices) == pytest.approx(expected, rel=1e-9)
-    assert total_ms([s for item in ledger.items(pieces) for s in item], devices, problem) == pytest.approx(expected, rel=1e-9)
+    assert cache.plan_ms(pieces, devices) == pytest.approx(expected, rel=1e-9)
+    assert total_ms([s for item in cache.items(pieces) for s in item], devices, problem) == pytest.approx(expected, rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -85,13 +85,13 @@ def test_tables_kept_together_are_one_piece_that_costs_what_they_cost_fused(seed
     rng = np.random.default_rng(seed)
     constraints = Constraints(together=(("t1", "t4", "t5"), ("t0", "t3")), pinned=(("t4", (0, 2)), ("t2", (1,))))
     problem = replace(draw_problem(seed, n_tables=6, n_devices=3), constraints=constraints)
-    ledger = Ledger(problem, MODEL, [Shard.whole(t) for t in problem.tables])
-    pieces = ledger.pieces([Shard.whole(t) for t in problem.tables])
-    items = ledger.items(pieces)
+    cache = ShardCostCache(problem, MODEL, [Shard.whole(t) for t in problem.tables])
+    pieces = cache.pieces([Shard.whole(t) for t in problem.tables])
+    items = cache.items(pieces)
     assert {frozenset(s.table.name for s in item) for item in items} == {*map(frozenset, constraints.together), frozenset({"t2"})}
-    devices = [int(rng.choice(np.flatnonzero(ledger.allowed[strip]))) for strip, _ in pieces]
+    devices = [int(rng.choice(np.flatnonzero(cache.allowed[strip]))) for strip, _ in pieces]
     shards, where = zip(*((s, d) for item, d in zip(items, devices, strict=True) for s in item), strict=True)
-    assert ledger.plan_ms(pieces, devices) == pytest.approx(total_ms(shards, where, problem), rel=1e-9)  # price checks the pins
+    assert cache.plan_ms(pieces, devices) == pytest.approx(total_ms(shards, where, problem), rel=1e-9)  # price checks the pins
 
 
 @settings(max_examples=15, deadline=None)
@@ -101,18 +101,18 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     problem = draw_problem(seed, n_tables=6, memory=500_000, optimizer=optimizer)
     problem = on_two_hosts(problem) if rows else problem
     shards = draw_cuts(rng, problem, rows)
-    ledger = Ledger(problem, MODEL, shards)
-    pieces = [ledger.piece(s) for s in shards]
-    ledger.add(pieces)
+    cache = ShardCostCache(problem, MODEL, shards)
+    pieces = [cache.piece(s) for s in shards]
+    cache.add(pieces)
     orders = [rng.permutation(len(pieces)) for _ in range(3)]
     scales = np.array([1.0, 1.2, np.inf])
-    totals, over_bytes, devices = greedy_grid(ledger, np.array([[pieces[i] for i in order] for order in orders]), scales)
+    totals, over_bytes, devices = greedy_grid(cache, np.array([[pieces[i] for i in order] for order in orders]), scales)
     assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(pieces))
     for c, k in np.argwhere(np.isfinite(totals)):  # price also checks that what is called feasible fits
         assert totals[c, k] == pytest.approx(total_ms([shards[i] for i in orders[c]], devices[c, k], problem), rel=1e-9)
         columns = np.bincount(devices[c, k], weights=[shards[i].width for i in orders[c]], minlength=4)
         # Row ranges have a device each to go to, and pinned tables few, whatever the cap.
-        free = ledger.allowed.all()
+        free = cache.allowed.all()
         assert columns.max() <= scales[k] * columns.mean() + 1e-6 or np.isinf(scales[k]) or not free
 
 

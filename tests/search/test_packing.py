@@ -14,11 +14,11 @@ from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces
+from shardcore.search.free_memory import FreeMemory, item_bytes, piece_bytes
 from shardcore.search.local import local
 from shardcore.search.packing import best_fit, least_bytes, pack, surely_fits
 from shardcore.search.pieces import devices_of, division, layout_of_piece, placed
-from shardcore.search.room import Room, item_bytes, piece_bytes
-from shardcore.search.space import Reshard
+from shardcore.search.search_space import Reshard
 from shardcore.types import (
     OPTIMIZERS,
     Constraints,
@@ -80,7 +80,7 @@ def test_pinned_tables_are_poured_first_where_others_would_take_their_room():
 def test_a_bundle_takes_room_as_one():
     problem = problem_of(TABLES, [2 * EACH, 3 * EACH, 3 * EACH], together=(("t0", "t1", "t2"),),
                          pinned=(("t4", (1,)), ("t1", (1, 2))))
-    room, shards = Room(problem), list(map(Shard.whole, TABLES))
+    room, shards = FreeMemory(problem), list(map(Shard.whole, TABLES))
     assert piece_bytes(shards[0], problem) == EACH
     assert room.fits(shards[0]).tolist() == [False, True, True] and room.fits(shards[3]).all()
     room.put(shards[1], 1)
@@ -93,7 +93,7 @@ def test_a_bundle_takes_room_as_one():
 
 def test_what_follows_of_a_bundle_that_is_pinned_nowhere_fits_its_home_alone():
     problem = problem_of(TABLES, [2 * EACH, 3 * EACH, 3 * EACH], together=(("t0", "t1", "t2"),))
-    room, shards = Room(problem), list(map(Shard.whole, TABLES))
+    room, shards = FreeMemory(problem), list(map(Shard.whole, TABLES))
     assert item_bytes(shards[:3], problem) == 3 * EACH
     assert room.fits(shards[1]).tolist() == [False, True, True] and room.fits(shards[3]).all()
     room.put(shards[1], 2)
@@ -106,9 +106,9 @@ def test_there_is_room_to_the_byte():
     table, other = Table("t", 10**6, 4, 1.0), Table("u", 10**6, 4, 1.0)
     needed = 16 * 10**6 + 2 * BATCH * 16
     problem = problem_of([table, other], [needed - 1, needed, 2 * needed - 1])
-    room = Room(problem)
+    room = FreeMemory(problem)
     assert room.fits(Shard.whole(table)).tolist() == [False, True, True]
-    assert Room(problem, [needed + 1, 0]).fits(Shard.whole(table)).tolist() == [True, False]
+    assert FreeMemory(problem, [needed + 1, 0]).fits(Shard.whole(table)).tolist() == [True, False]
     room.put(Shard.whole(table), 2)
     assert room.fits(Shard.whole(other)).tolist() == [False, True, False] and room.left.tolist()[2] == needed - 1
     room.put(Shard.whole(other), 1)

@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from shardcore.measure.gang import Lost
+from shardcore.measure.local_ranks import Lost
 from shardcore.types import ShardCoreError
 from tasks import actors
 

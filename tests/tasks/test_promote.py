@@ -10,7 +10,7 @@ from prefect.logging import disable_run_logger
 from tracking import tracked
 
 from shardcore import files
-from shardcore.cost import exchange, fit, neural
+from shardcore.cost import collective_model, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
@@ -68,7 +68,7 @@ def measured_as_by(held_out, others):
         compute.append(dataclasses.replace(s, forward=spread(share * total), backward=spread((1 - share) * total)))
     for s in COMM:
         w = (held_out if split_of(s.id) == "test" else others).weights
-        ways = {way: tuple(spread(float(ms)) for ms in exchange.predicted(w, [s], way)[0]) for way in ("forward", "backward")}
+        ways = {way: tuple(spread(float(ms)) for ms in collective_model.predicted(w, [s], way)[0]) for way in ("forward", "backward")}
         comm.append(dataclasses.replace(s, **ways))
     return compute, comm
 

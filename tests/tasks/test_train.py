@@ -12,9 +12,9 @@ from prefect.logging import disable_run_logger
 from tracking import tracked
 
 from shardcore import files, schema
-from shardcore.cost import accuracy, exchange, fit, neural
+from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
-from shardcore.cost.steps import FEWEST_STEPS
+from shardcore.cost.step_factors import FEWEST_STEPS
 from shardcore.measure.replay import ReplayConfig
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
@@ -116,7 +116,7 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     found = neural.load("data/model")
     version = files.digest(replays.digests(Path("datasets/steps")))
     assert found.meta["steps"] == FEWEST_STEPS and found.meta["provenance"]["datasets"] == {"datasets/steps": version}
-    assert exchange.in_step(found.weights, exchange.ALL_TO_ALL, "forward") == pytest.approx(1.4, rel=1e-3)
+    assert collective_model.in_step(found.weights, collective_model.ALL_TO_ALL, "forward") == pytest.approx(1.4, rel=1e-3)
     said = "8: all-to-all forward 1.40, all-to-all backward 1.40"
     assert said in Path("data/card.md").read_text()
 

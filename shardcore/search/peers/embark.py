@@ -36,10 +36,10 @@ from shardcore.layouts import Layout, even_rows, ways
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.free_memory import FreeMemory, freedom
 from shardcore.search.greedy import looked_up
 from shardcore.search.peers.rates import exchange_ms, lookup_ms
 from shardcore.search.pieces import Item, division, items, placed, priced, to_plan
-from shardcore.search.room import Room, freedom
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 
 _MOST_PARTS = 1 << 20
@@ -180,7 +180,7 @@ class _Search:
         self.meter.evals += 1
         parts = items((part for t, grid in grids.items() for part in _parts(t, grid)), self.problem)
         costs = np.array([sum(map(self._cost, item)) for item in parts])
-        room, holds = Room(self.problem, self.free), {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
+        room, holds = FreeMemory(self.problem, self.free), {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
         looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
         chosen, devices = [], []
         for i in np.lexsort((-costs, [freedom(item, self.problem) for item in parts])):

@@ -27,9 +27,9 @@ from shardcore.cost.model import CostModel
 from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.peers.rates import exchange_ms
 from shardcore.search.pieces import Item, devices_of, halve_columns, items, placed, priced
-from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Plan, Problem, Shard, ShardCoreError
 
 GROUP = 8
@@ -137,7 +137,7 @@ class _Program:
 
     def start(self) -> np.ndarray | None:
         """[I] devices: items by falling load, each where the device is then done first; None where one finds no room."""
-        room, busy, devices = Room(self.problem), np.zeros(len(self.free)), np.zeros(len(self.items), dtype=int)
+        room, busy, devices = FreeMemory(self.problem), np.zeros(len(self.free)), np.zeros(len(self.items), dtype=int)
         for i in np.lexsort((-self.load.min(1), [freedom(item, self.problem) for item in self.items])):
             fits = room.fits(self.items[i][0])
             if not fits.any():
@@ -167,7 +167,7 @@ class _Program:
 
     def _fits(self, devices: np.ndarray) -> bool:
         """To the byte: HiGHS keeps constraints to a tolerance."""
-        room = Room(self.problem)
+        room = FreeMemory(self.problem)
         for i, d in enumerate(devices):
             for shard in self.items[i]:
                 room.put(shard, int(d))

@@ -42,10 +42,10 @@ from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.greedy import looked_up
 from shardcore.search.peers.rates import column_bytes, exchange_ms, lookup_ms
 from shardcore.search.pieces import Item, items, placed, priced, to_plan
-from shardcore.search.room import Room, freedom, item_bytes
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
@@ -182,7 +182,7 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     chosen = [t for t in problem.tables if t.name in problem.pinned or t.name in problem.bundle_of]
     speed = np.array([d.speed for d in problem.topology.devices])
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
-    room, busy, where = Room(problem), np.zeros(len(speed)), []
+    room, busy, where = FreeMemory(problem), np.zeros(len(speed)), []
 
     def load(item: Item) -> np.ndarray:
         return sum(map(looked_up, item)) * lookup / speed + sum(s.width for s in item) * exchange

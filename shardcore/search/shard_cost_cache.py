@@ -1,7 +1,7 @@
-"""Ledger: what parts of tables cost, looked up instead of computed again.
+"""ShardCostCache: what parts of tables cost, looked up instead of computed again.
 
 A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns; tables
-that are kept together are one strip of one unit. A *part* is what a device holds of a strip; part 0 is nothing. The ledger keeps
+that are kept together are one strip of one unit. A *part* is what a device holds of a strip; part 0 is nothing. The cache keeps
 the encoding, the bytes, the width and the single cost of every part in use, so that moving columns between devices is adding and
 subtracting rows of arrays.
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS
+from shardcore.search.free_memory import item_bytes
 from shardcore.search.pieces import Item, RowRange, column_runs, devices_of, items, layout_of_piece, row_range
-from shardcore.search.room import item_bytes
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 from shardcore.workload import traffic_of_widths
 
@@ -26,7 +26,7 @@ Piece = tuple[int, int]
 """Strip and units."""
 
 
-class Ledger:
+class ShardCostCache:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
     kinds [K]: of sharding, that its pieces have; the first is that of whole rows. speed [D]; allowed [S, D]: where a strip may

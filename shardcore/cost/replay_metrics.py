@@ -25,7 +25,7 @@ _DRAWS = 4000
 
 
 @dataclass(frozen=True)
-class Judged:
+class ReplayRecord:
     """A plan that an algorithm made for a problem, priced by a model and replayed. plan: its name, the same for equal plans of
     several algorithms. noise_ms: half the 95% interval of replayed_ms."""
 
@@ -47,7 +47,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Rival:
+class SharderComparison:
     """An algorithm against ours, over the problems that both have a plan for (several plans of one: their mean).
 
     cost: its replayed cost over ours. gap_closed: the share of what it takes more than the best plan replayed that ours does not
@@ -66,18 +66,18 @@ def noise_ms(step: Spread) -> float:
     return 1.96 * 1.2533 / 1.349 * (step.q3_ms - step.q1_ms) / step.repeats**0.5
 
 
-def distinct(rows: Sequence[Judged]) -> list[Judged]:
+def distinct(rows: Sequence[ReplayRecord]) -> list[ReplayRecord]:
     """Each plan of each problem once."""
     return list({(r.problem, r.plan): r for r in rows}.values())
 
 
-def errors(rows: Sequence[Judged]) -> tuple[float, float]:
+def errors(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
     """Mean absolute error of the predictions and their bias, in percent of what was replayed."""
     predicted, replayed = _arrays(rows)
     return mape(predicted, replayed), float(100 * np.mean(predicted / replayed - 1))
 
 
-def by_problem(rows: Sequence[Judged], ours: str = OURS) -> dict[str, np.ndarray]:
+def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
     """What a model is worth in choosing among the plans of each problem: figures [N], nan where a problem has too few plans.
 
     kendall_tau, spearman: rank correlation of predicted and replayed. tau_beyond_noise: of the pairs of plans that differ beyond
@@ -101,7 +101,7 @@ def by_problem(rows: Sequence[Judged], ours: str = OURS) -> dict[str, np.ndarray
     return {name: np.array(values) for name, values in found.items()}
 
 
-def rivals(rows: Sequence[Judged], ours: str = OURS) -> dict[str, Rival]:
+def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderComparison]:
     """Every algorithm against ours, by name; those that share no problem with it are left out."""
     problems = _grouped(rows)
     found = {}
@@ -118,7 +118,7 @@ def rivals(rows: Sequence[Judged], ours: str = OURS) -> dict[str, Rival]:
             their, our, best = np.array(costs).T
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
-            found[name] = Rival(len(costs), bootstrap(their / our), closed, losses)
+            found[name] = SharderComparison(len(costs), bootstrap(their / our), closed, losses)
     return found
 
 
@@ -134,7 +134,7 @@ def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
     return Interval(float(values.mean() / over.mean()), *map(float, np.percentile(means, [2.5, 97.5])))
 
 
-def figures(rows: Sequence[Judged]) -> dict[str, float]:
+def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     """Flat metrics: errors, bias, regrets and noise in percent, costs relative to ours; what nobody knows is left out."""
     found = {"problems": float(len(_grouped(rows))), "plans": float(len(distinct(rows))),
              "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)]))}
@@ -151,7 +151,7 @@ def figures(rows: Sequence[Judged]) -> dict[str, float]:
     return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
-def lost(challenger: Sequence[Judged], champion: Sequence[Judged]) -> str | None:
+def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
     """Why a challenger may not follow a champion, or None: over the same replays its regret is larger, or its tau_beyond_noise
     smaller, and the difference's 95% interval is on that side of 0 alone. Nobody is refused by fewer than FEWEST problems."""
     new, old = by_problem(challenger), by_problem(champion)
@@ -165,20 +165,20 @@ def lost(challenger: Sequence[Judged], champion: Sequence[Judged]) -> str | None
     return None
 
 
-def _tau_beyond_noise(plans: Sequence[Judged]) -> float:
+def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
     agree = [np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
              for i, a in enumerate(plans) for b in plans[:i]
              if abs(a.replayed_ms - b.replayed_ms) > np.hypot(a.noise_ms, b.noise_ms)]
     return float(np.mean(agree)) if agree else np.nan
 
 
-def _arrays(rows: Sequence[Judged]) -> tuple[np.ndarray, np.ndarray]:
+def _arrays(rows: Sequence[ReplayRecord]) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and replayed ms."""
     return np.array([r.predicted_ms for r in rows]), np.array([r.replayed_ms for r in rows])
 
 
-def _grouped(rows: Sequence[Judged]) -> dict[str, list[Judged]]:
-    found: dict[str, list[Judged]] = {}
+def _grouped(rows: Sequence[ReplayRecord]) -> dict[str, list[ReplayRecord]]:
+    found: dict[str, list[ReplayRecord]] = {}
     for row in rows:
         found.setdefault(row.problem, []).append(row)
     return found

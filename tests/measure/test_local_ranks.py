@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardcore.measure import gang
+from shardcore.measure import local_ranks
 from shardcore.types import ShardCoreError
 
 
@@ -31,7 +31,7 @@ def refuse(rank, init_method, say):
 def lose(rank, init_method, say):
     """Rank 0 loses rank 1, which goes on for a while: the others' complaint is not taken for the cause."""
     if rank == 0:
-        with gang.exchanging():
+        with local_ranks.exchanging():
             raise RuntimeError("connection closed")
     time.sleep(600)
 
@@ -54,7 +54,7 @@ def processes():
 
 
 def heard(work, ranks, *arguments, timeout_s=60.0):
-    return list(gang.run("toy", work, ranks, arguments, timeout_s))
+    return list(local_ranks.run("toy", work, ranks, arguments, timeout_s))
 
 
 def test_each_rank_is_heard_in_its_own_order():
@@ -78,7 +78,7 @@ def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout
 
 
 def test_who_stops_listening_leaves_no_process():
-    with closing(gang.run("toy", count, 2, (10**9,), 60)) as said:
+    with closing(local_ranks.run("toy", count, 2, (10**9,), 60)) as said:
         next(said)
         assert len(processes()) == 2
     assert not processes()
@@ -87,7 +87,7 @@ def test_who_stops_listening_leaves_no_process():
 def test_it_makes_no_files(tmp_path, monkeypatch):
     """Which a kill would leave."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with closing(gang.run("toy", count, 1, (10**9,), 60)) as said:
+    with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as said:
         next(said)
         assert not list(tmp_path.iterdir())
 
@@ -99,9 +99,9 @@ def wait_forever(rank, init_method, say):
 
 PARENT = """
 import time
-from test_gang import gang, wait_forever
+from test_local_ranks import local_ranks, wait_forever
 if __name__ == "__main__":
-    said = gang.run("toy", wait_forever, 2, (), 600)
+    said = local_ranks.run("toy", wait_forever, 2, (), 600)
     print(*(next(said)[1] for _ in range(2)), flush=True)
     time.sleep(600)
 """

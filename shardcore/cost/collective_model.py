@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.cost.metrics import mape
-from shardcore.cost.rates import fit_law
+from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
 from shardcore.types import OUTPUT_BYTES, CommSample, Topology
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardcore.cost.rates import fit_law
+from shardcore.cost.nnls import fit_law
 
 
 def test_law_with_no_negative_rates():

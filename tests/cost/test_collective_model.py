@@ -8,7 +8,7 @@ from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_la
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
-from shardcore.cost import accuracy, exchange, fit, neural
+from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.layouts import CHANNELS, LAYOUTS, Channel
 from shardcore.types import CommRequest, CommSample, Device, Plan, Problem, Table, Topology
 from shardcore.workload import lower
@@ -17,7 +17,7 @@ QUICK = fit.FitConfig(epochs=3)
 
 
 def fitted(*samples) -> neural.NeuralModel:
-    return neural.NeuralModel(SETTING, exchange.fit([x for s in samples for x in s], [], lambda *_: None), {"ranges": {}})
+    return neural.NeuralModel(SETTING, collective_model.fit([x for s in samples for x in s], [], lambda *_: None), {"ranges": {}})
 
 
 def on_hosts(*devices: int, **given) -> Topology:
@@ -34,9 +34,9 @@ def columns(widths) -> np.ndarray:
 
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
-    found = exchange.exchange_terms(Channel(collective), np.array(owned, dtype=float), np.array(hosts), skew_ms)
+    found = collective_model.exchange_terms(Channel(collective), np.array(owned, dtype=float), np.array(hosts), skew_ms)
     return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
-            for name, t in zip(exchange.EXCHANGE_TERMS, found, strict=True)}
+            for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True)}
 
 
 def test_terms_of_an_all_to_all_on_one_host_by_hand():
@@ -102,19 +102,19 @@ def test_terms_of_rings_by_hand():
 
 
 def test_a_late_start_is_that_of_the_first_exchange_measured():
-    at = exchange.EXCHANGE_TERMS.index("skew_ms")
-    for collective, ways in exchange.WAYS.items():
+    at = collective_model.EXCHANGE_TERMS.index("skew_ms")
+    for collective, ways in collective_model.WAYS.items():
         request = CommRequest((8, 8), 16, (2.0, 5.0), collective)
         forward = (spread(1.0),) * 2 if "forward" in ways else None
         sample = CommSample("id", SETTING, request, forward, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
         for way in ways:
-            found, measured = exchange.observed([sample] * 2, way)
+            found, measured = collective_model.observed([sample] * 2, way)
             assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4
             assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
 
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
-    rates, some = np.zeros(len(exchange.EXCHANGE_TERMS)), dict.fromkeys(exchange.EXCHANGE_TERMS, 0.0)
+    rates, some = np.zeros(len(collective_model.EXCHANGE_TERMS)), dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0)
     for name, rate, term in (
         ("once", 0.5, 1.0),
         ("skew_ms", 0.1, 3.0),
@@ -122,18 +122,18 @@ def test_a_transfer_takes_its_latency_and_the_slower_links():
         ("far_bytes", 1.0, 2.0),
         ("uplink_bytes", 0.5, 4.0),
     ):
-        rates[exchange.EXCHANGE_TERMS.index(name)], some[name] = rate, term
-    assert exchange.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(3.0, 4.0))
+        rates[collective_model.EXCHANGE_TERMS.index(name)], some[name] = rate, term
+    assert collective_model.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(3.0, 4.0))
     some["near_bytes"] = 9.0
-    assert exchange.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(18.0, 4.0))
+    assert collective_model.transfer_ms(list(some.values()), rates) == pytest.approx(0.8 + max(18.0, 4.0))
 
 
 def test_only_who_replicates_reduces():
     model = fitted(comm_samples(collective="all_reduce"), comm_samples())
     owned = np.array([4e6, 4e6, 0.0])
-    forward, backward = exchange.collective_ms(model.weights, ALL_REDUCE, owned, on_hosts(3))
+    forward, backward = collective_model.collective_ms(model.weights, ALL_REDUCE, owned, on_hosts(3))
     assert not forward.any() and (backward[:2] > 0).all() and backward[2] == 0
-    forward, backward = exchange.collective_ms(model.weights, ALL_TO_ALL, owned, on_hosts(3))
+    forward, backward = collective_model.collective_ms(model.weights, ALL_TO_ALL, owned, on_hosts(3))
     assert (forward > 0).all() and (backward > 0).all()
 
 
@@ -144,7 +144,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
                             ({"latency_ms": 0.0}, [0, 0, 0, 0, *rates[4:]]),
                             ({"within_host_gbps": 2.0}, [*rates[:4], *near, *rates[6:]]),
                             ({"between_hosts_gbps": 0.5}, [*rates[:6], *far]), ({}, rates)):
-        assert exchange.explicit_links(rates, on_hosts(1, 1, **given)) == pytest.approx(expected)
+        assert collective_model.explicit_links(rates, on_hosts(1, 1, **given)) == pytest.approx(expected)
     assert rates == pytest.approx(np.arange(1.0, 11.0))
 
 
@@ -155,7 +155,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     comm = comm_samples(60, ranks=(2,))
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert all((model.weights[exchange.weight(ALL_TO_ALL, way)] >= 0).all() for way in ("forward", "backward"))
+    assert all((model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all() for way in ("forward", "backward"))
 
 
 def test_only_exchanges_that_the_model_prices_count():
@@ -167,13 +167,13 @@ def test_only_exchanges_that_the_model_prices_count():
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
     assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
-    assert not exchange.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights, ALL_TO_ALL)
+    assert not collective_model.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights, ALL_TO_ALL)
 
 
 def test_each_collective_has_its_own_rates():
     rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
     model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
-    found = exchange.errors(model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
+    found = collective_model.errors(model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
     assert len(found) == 5 and max(found.values()) < 0.5
     owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
     scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
@@ -189,17 +189,17 @@ def test_each_collective_has_its_own_rates():
 
 
 def test_too_few_exchanges_of_a_collective_are_none():
-    few = comm_samples(exchange.FEWEST_SAMPLES - 1, collective="all_reduce")
+    few = comm_samples(collective_model.FEWEST_SAMPLES - 1, collective="all_reduce")
     model = fitted(comm_samples(), few)
-    assert exchange.is_measured(model.weights, ALL_TO_ALL) and not exchange.is_measured(model.weights, ALL_REDUCE)
-    assert exchange.errors(model.weights, few)["all_reduce_backward_mape"] > 1
+    assert collective_model.is_measured(model.weights, ALL_TO_ALL) and not collective_model.is_measured(model.weights, ALL_REDUCE)
+    assert collective_model.errors(model.weights, few)["all_reduce_backward_mape"] > 1
 
 
 def test_numbers_of_ranks_and_hosts_never_trained_on():
     cluster = links.Cluster()
     model = fitted(links.simulated(cluster, links.KNOWN, 30, seed=0))
     for shape in ((3, 1), (6, 3), (12, 1), (16, 4), (32, 4)):
-        found = exchange.errors(model.weights, links.simulated(cluster, [shape], 3, seed=1))
+        found = collective_model.errors(model.weights, links.simulated(cluster, [shape], 3, seed=1))
         assert len(found) == 5 and np.mean(list(found.values())) < 10, (shape, found)
 
 

@@ -1,9 +1,9 @@
-"""Space: what a local search may do with a problem's tables, as arrays.
+"""SearchSpace: what a local search may do with a problem's tables, as arrays.
 
-A strip of the ledger lives on devices that share its columns; or a group of devices shares all of it, in a kind of sharding whose
+A strip of the cache lives on devices that share its columns; or a group of devices shares all of it, in a kind of sharding whose
 groups have several: all of them, or those of a host.
 
-Shapes: N probes, S strips, D devices, F features; K kinds of what devices hold (ledger.kinds), Y layouts of what groups share, G
+Shapes: N probes, S strips, D devices, F features; K kinds of what devices hold (cache.kinds), Y layouts of what groups share, G
 groups.
 """
 
@@ -18,8 +18,8 @@ from shardcore.cost.model import CostModel
 from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Group, Layout, device_names, even_share, layout_of, shards_on
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.anneal import SearchProblem
-from shardcore.search.ledger import Ledger
 from shardcore.search.pieces import division, placed
+from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 from shardcore.workload import traffic_of_widths
 
@@ -115,12 +115,12 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class SearchSpace:
     """groups [G]: a kind and its devices, that may share whole tables. divided [N]: strips whose rows are always divided over
     all devices."""
 
     problem: Problem
-    ledger: Ledger
+    cache: ShardCostCache
     fixed: SearchProblem
     groups: tuple[tuple[Layout, Group], ...]
     divided: np.ndarray
@@ -147,21 +147,21 @@ class Space:
 
     def numbers(self, tables: Iterable[Table]) -> np.ndarray:
         """[N] the strips of whole tables, none of a group."""
-        of = {self.ledger.table(s).name: s for s in range(len(self.ledger))}
+        of = {self.cache.table(s).name: s for s in range(len(self.cache))}
         return np.array([of[t.name] for t in tables], dtype=np.int64)
 
     def strips(self, shards: Sequence[Shard]) -> np.ndarray:
         """[N, 2] strips and units of shards; of tables that are kept together all are among them, or none."""
-        return np.array(self.ledger.pieces(shards), dtype=np.int64).reshape(-1, 2)
+        return np.array(self.cache.pieces(shards), dtype=np.int64).reshape(-1, 2)
 
     def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
         """Of held [S, D] units, and of the strips that a group [S] shares."""
         strips, devices = np.nonzero(held)
         pieces = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        found = placed(self.ledger.items(pieces), devices.tolist(), self.problem)
+        found = placed(self.cache.items(pieces), devices.tolist(), self.problem)
         for s in np.flatnonzero(group >= 0):
             layout, on = self.groups[group[s]]
-            found.append(Placement(layout.name, Shard.whole(self.ledger.table(s)), on))
+            found.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
         return found
 
 
@@ -174,54 +174,54 @@ def without_ranges(pieces: Sequence[Shard], problem: Problem) -> tuple[list[Shar
     return [*(s for s in pieces if s.full_rows), *map(Shard.whole, tables)], tables
 
 
-def space(ledger: Ledger, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
-          by_rows: Sequence[Table] = ()) -> Space:
-    """The space of `pieces`, which are all strips of the ledger; whole tables among them may be everywhere if wanted, and some
+def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
+          by_rows: Sequence[Table] = ()) -> SearchSpace:
+    """The space of `pieces`, which are all strips of the cache; whole tables among them may be everywhere if wanted, and some
     always are, by rows."""
-    problem, model = ledger.problem, ledger.model
-    may_split = np.array([ledger.may_split((s, 2)) for s in range(len(ledger))], dtype=bool)
-    if is_large(ledger):
-        may_split &= _worth_cutting(ledger, pieces)
-    strips = np.repeat(np.arange(len(ledger)), ledger.size)
-    units = np.concatenate([np.arange(1, n + 1) for n in ledger.size])
-    used = may_split[strips] | (ledger.kind[strips] > 0) | (units == ledger.size[strips])
-    ledger.need(strips[used], units[used])
-    part = ledger.parts(np.arange(len(ledger))[:, None], np.arange(ledger.size.max() + 1))
+    problem, model = cache.problem, cache.model
+    may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
+    if is_large(cache):
+        may_split &= _worth_cutting(cache, pieces)
+    strips = np.repeat(np.arange(len(cache)), cache.size)
+    units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
+    used = may_split[strips] | (cache.kind[strips] > 0) | (units == cache.size[strips])
+    cache.need(strips[used], units[used])
+    part = cache.parts(np.arange(len(cache))[:, None], np.arange(cache.size.max() + 1))
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices = len(problem.topology)
     groups = tuple((layout, group) for layout in LAYOUTS.values() for group in layout.groups(problem.topology)
                    if len(group) > 1)
-    exchange = [exchange_rates(problem, model, layout) for layout in ledger.kinds]
-    number = {ledger.table(s).name: s for s in range(len(ledger))}
+    exchange = [exchange_rates(problem, model, layout) for layout in cache.kinds]
+    number = {cache.table(s).name: s for s in range(len(cache))}
     fixed = SearchProblem(
-        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(ledger.codes),
-        added_ms=added(ledger.codes, model), part_bytes=ledger.bytes, part_width=ledger.width,
-        kind=ledger.kind.astype(np.int64), size=ledger.size.astype(np.int64),
-        table=np.array([number[ledger.table(s).name] for s in range(len(ledger))]), may_split=may_split,
-        allowed=ledger.allowed[:0] if ledger.allowed.all() else ledger.allowed, free=np.array(free_bytes(problem), np.int64),
-        speed=ledger.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
+        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
+        added_ms=added(cache.codes, model), part_bytes=cache.bytes, part_width=cache.width,
+        kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
+        table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
+        allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed, free=np.array(free_bytes(problem), np.int64),
+        speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
-        **_shared(problem, model, ledger, groups, everywhere, {t.name for t in by_rows}),
+        **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}),
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64),
         parameters=model.compiled().parameters, halves=halves)
-    return Space(problem, ledger, fixed, groups, np.array([number[t.name] for t in by_rows], dtype=np.int64))
+    return SearchSpace(problem, cache, fixed, groups, np.array([number[t.name] for t in by_rows], dtype=np.int64))
 
 
-def is_large(ledger: Ledger) -> bool:
+def is_large(cache: ShardCostCache) -> bool:
     """Whether so much is to be priced that a search has to be choosy."""
-    return len(ledger) * len(ledger.speed) > LARGE
+    return len(cache) * len(cache.speed) > LARGE
 
 
-def _worth_cutting(ledger: Ledger, pieces: Sequence[Shard]) -> np.ndarray:
+def _worth_cutting(cache: ShardCostCache, pieces: Sequence[Shard]) -> np.ndarray:
     """[S] bool: strips that `pieces` cut already, and those that cost or take enough of a device's mean to be worth a cut. The
     others, whole, fill its gaps; their parts would take most of a large problem's time and memory."""
-    n, strips = len(ledger.speed), np.arange(len(ledger))
-    ledger.need(strips, ledger.size)
-    parts = ledger.parts(strips, ledger.size)
-    added_ms, n_bytes = added(ledger.codes[parts], ledger.model), ledger.bytes[parts].astype(float)
-    least_bytes = _WORTH * max(0.0, np.mean(free_bytes(ledger.problem)))
+    n, strips = len(cache.speed), np.arange(len(cache))
+    cache.need(strips, cache.size)
+    parts = cache.parts(strips, cache.size)
+    added_ms, n_bytes = added(cache.codes[parts], cache.model), cache.bytes[parts].astype(float)
+    least_bytes = _WORTH * max(0.0, np.mean(free_bytes(cache.problem)))
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
-    cut = np.array([s for s, units in ledger.pieces(pieces) if units < ledger.size[s]], dtype=np.int64)
+    cut = np.array([s for s, units in cache.pieces(pieces) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
     return worth
 
@@ -231,21 +231,21 @@ def added(codes: np.ndarray, model: CostModel) -> np.ndarray:
     return np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))
 
 
-def keeping(of: Space, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> Space:
+def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
     """The space in which only so much may move from held [S, D]; the `new` tables may go anywhere. Row ranges, which TorchRec
     runs on all devices alone, stay where they are."""
-    free, ledger = {t.name for t in new}, of.ledger
+    free, cache = {t.name for t in new}, of.cache
 
     def unit_bytes(strip: int) -> int:
-        return 0 if ledger.table(strip).name in free else sum(s.bytes for s in ledger.items([(strip, 1)])[0])
+        return 0 if cache.table(strip).name in free else sum(s.bytes for s in cache.items([(strip, 1)])[0])
 
     fixed, limits = of.fixed, {}
     if reshard.limited:
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
-        limits = {"kept": held.copy(), "weight": np.array([unit_bytes(s) for s in range(len(ledger))], np.int64),
+        limits = {"kept": held.copy(), "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
                   "most_moved": np.array(most, np.int64), "may_share": np.zeros_like(fixed.may_share)}
     if fixed.kind.any():
-        limits["allowed"] = ledger.allowed & (fixed.kind == 0)[:, None]
+        limits["allowed"] = cache.allowed & (fixed.kind == 0)[:, None]
     return replace(of, fixed=fixed._replace(**limits))
 
 
@@ -281,7 +281,7 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
 # --- tables that groups of devices share --------------------------------------------------------------------------------
 
 
-def _shared(problem: Problem, model: CostModel, ledger: Ledger, groups: Sequence[tuple[Layout, Group]], wanted: bool,
+def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], wanted: bool,
             divided: Collection[str]) -> dict[str, np.ndarray]:
     """What anneal.SearchProblem has of groups. Whole tables that lookups hit and no constraint concerns may be shared; by kinds
     that divide rows, where these are not ordered, all devices get some, and no strip is a row range (such ones would run in the
@@ -290,16 +290,16 @@ def _shared(problem: Problem, model: CostModel, ledger: Ledger, groups: Sequence
     of = np.full((len(layouts), len(topology)), -1)
     for g, (layout, group) in enumerate(groups):
         of[layouts.index(layout), list(group)] = g
-    shape = (len(layouts), len(ledger))
+    shape = (len(layouts), len(cache))
     found = {"group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64), "group_of": of,
-             "may_share": np.zeros(shape, dtype=bool), "shared_codes": np.zeros((*shape, ledger.codes.shape[1])),
+             "may_share": np.zeros(shape, dtype=bool), "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
              "shared_bytes": np.zeros(shape, np.int64), "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
     if not wanted and not divided:
         return found
-    whole = [Shard.whole(ledger.table(s)) for s in range(len(ledger))]
+    whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     bound = {*problem.pinned, *problem.whole, *divided}
-    free = np.array([wanted and ledger.kind[s] == 0 and w.width == MIN_WIDTH * ledger.size[s] and w.table.pooling > 0
+    free = np.array([wanted and cache.kind[s] == 0 and w.width == MIN_WIDTH * cache.size[s] and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):
         size = min(len(group) for of_group, group in groups if of_group is layout)
@@ -308,7 +308,7 @@ def _shared(problem: Problem, model: CostModel, ledger: Ledger, groups: Sequence
             share = [even_share(shard.rows, size) for shard in whole]
             shards = [replace(shard, row_hi=rows or shard.rows) for shard, rows in zip(whole, share, strict=True)]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
-            divides = np.array(fine, dtype=bool) & (not ledger.kind.any())
+            divides = np.array(fine, dtype=bool) & (not cache.kind.any())
         found["may_share"][y] = free & divides
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
@@ -342,7 +342,7 @@ def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndar
     return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)
 
 
-def worth_copying(space: Space, model: CostModel, y: int) -> np.ndarray:
+def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     """[N] the strips that had better be on all devices in layout y, were all other work divided evenly: by falling gain, as many
     as make the step cheapest and fit."""
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.cost import exchange
+from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.rates import fit_law
+from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.types import StepCost, Topology
 from shardcore.workload import Workload
@@ -34,20 +34,20 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     where they tell nothing, the model as it is. Steps run on one host: they tell nothing of collectives that were measured
     between hosts alone."""
     steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
-    if not exchange.is_measured(model.weights, exchange.ALL_TO_ALL):
+    if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     factors: dict[str, np.ndarray] = {}
     told = 0
     for way in ("forward", "backward"):
-        often = [c for c in _OF_WAY[way] if "within" in exchange.measured_links(model.weights, c)
+        often = [c for c in _OF_WAY[way] if "within" in collective_model.measured_links(model.weights, c)
                  and sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
         known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)}) and ran <= set(often)]
         if known:
             terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known), strict=True))
             fitted = zip(often, fit_law(terms, took), strict=True)
-            factors |= {exchange.step_weight(c, way): np.array([k]) for c, k in fitted
-                        if exchange.LEAST_IN_STEP <= k <= exchange.MOST_IN_STEP}
+            factors |= {collective_model.step_weight(c, way): np.array([k]) for c, k in fitted
+                        if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP}
             told = max(told, len(known))
     if not factors:
         return model
@@ -62,8 +62,8 @@ def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_OF_WAY = {way: [c for c in CHANNELS if way in exchange.WAYS[c.collective]] for way in ("forward", "backward")}
-_NAMES = {exchange.step_weight(c, way) for way, channels in _OF_WAY.items() for c in channels}
+_OF_WAY = {way: [c for c in CHANNELS if way in collective_model.WAYS[c.collective]] for way in ("forward", "backward")}
+_NAMES = {collective_model.step_weight(c, way) for way, channels in _OF_WAY.items() for c in channels}
 
 
 def _are_measured(topology: Topology) -> bool:

@@ -1,4 +1,4 @@
-"""Room: what is still free on each device while pieces are placed one by one.
+"""FreeMemory: what is still free on each device while pieces are placed one by one.
 
 Shapes: D devices.
 """
@@ -31,7 +31,7 @@ def freedom(item: Item, problem: Problem) -> int:
     return len(devices_of(item[0], problem))
 
 
-class Room:
+class FreeMemory:
     """left [D]: bytes free per device, starting from `free` (default: what the problem allows; entries beyond its devices stand
     for more of them, where no pinned table may go). A bundle's first table takes the bytes of all, the others none beside it."""
 

@@ -7,7 +7,7 @@ import pytest
 from laws import SETTING, comm_samples, pool
 from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row
 
-from shardcore.cost import exchange, neural, steps
+from shardcore.cost import collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.layouts import CHANNELS, Channel
@@ -18,18 +18,18 @@ from shardcore.workload import lower
 ANALYTIC = AnalyticModel(SETTING)
 FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
            (ALL_REDUCE, "backward"): 1.25}
-ALONE = {(c, way): 1.0 for c in CHANNELS for way in exchange.WAYS[c.collective]}
+ALONE = {(c, way): 1.0 for c in CHANNELS for way in collective_model.WAYS[c.collective]}
 
 
 @pytest.fixture(scope="module")
 def model(model):
     """With rates of all collectives."""
-    samples = [s for c in exchange.WAYS for s in comm_samples(collective=c)]
-    law = exchange.fit(samples, [], lambda *_: None)
+    samples = [s for c in collective_model.WAYS for s in comm_samples(collective=c)]
+    law = collective_model.fit(samples, [], lambda *_: None)
     return dataclasses.replace(model, weights={**model.weights, **law})
 
 
-def workloads(kind, n=steps.FEWEST_STEPS, topology=None):
+def workloads(kind, n=step_factors.FEWEST_STEPS, topology=None):
     """Random plans of which some tables are cut by rows, or replicated."""
     found, topology = [], topology or Topology((Device(1 << 30),) * 2)
     for seed in range(n):
@@ -55,13 +55,13 @@ def replayed(model, workload, factors=FACTORS, pace=1.0) -> StepCost:
 
 
 def found_factors(model):
-    return {(c, way): exchange.in_step(model.weights, c, way) for c, way in ALONE}
+    return {(c, way): collective_model.in_step(model.weights, c, way) for c, way in ALONE}
 
 
 @pytest.mark.parametrize("pace", [1.0, 1.3])
 def test_factors_are_found_whatever_the_pace_and_prices_have_them(model, pace):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
-    fitted = steps.fit(model, [(w, replayed(model, w, pace=pace)) for w in seen])
+    fitted = step_factors.fit(model, [(w, replayed(model, w, pace=pace)) for w in seen])
     lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}  # within a host, and across them
     assert found_factors(fitted) == pytest.approx(lent, rel=1e-3)
     assert fitted.meta["steps"] == len(seen)
@@ -69,24 +69,24 @@ def test_factors_are_found_whatever_the_pace_and_prices_have_them(model, pace):
     for way in ("forward_comm_ms", "backward_comm_ms"):
         assert getattr(said, way) == pytest.approx(getattr(took, way), rel=1e-3)
     samples = comm_samples()
-    assert exchange.errors(fitted.weights, samples) == exchange.errors(model.weights, samples)
+    assert collective_model.errors(fitted.weights, samples) == collective_model.errors(model.weights, samples)
 
 
 def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_change_nothing(model):
-    columns, rows = workloads("columns"), workloads("rows", n=steps.FEWEST_STEPS - 1)
-    fitted = steps.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
+    columns, rows = workloads("columns"), workloads("rows", n=step_factors.FEWEST_STEPS - 1)
+    fitted = step_factors.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
     assert found_factors(fitted) == pytest.approx({(c, way): 1.4 if way == "forward" else 1.0 for c, way in found_factors(model)},
                                                   rel=1e-3)
     assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
-        assert steps.fit(model, few) is model
+        assert step_factors.fit(model, few) is model
 
 
 def test_rows_over_a_host_have_factors_of_their_own_where_steps_tell_them(model):
     """Also of a machine that plays two hosts."""
     own = {**FACTORS, (WITHIN, "forward"): 1.8, (WITHIN, "backward"): 1.3, (ACROSS, "forward"): 1.1, (ACROSS, "backward"): 2.5}
     seen = [w for kind in ("columns", "host rows") for w in workloads(kind, n=12, topology=on_hosts("aabb"))]
-    fitted = steps.fit(model, [(w, replayed(model, w, own)) for w in seen])
+    fitted = step_factors.fit(model, [(w, replayed(model, w, own)) for w in seen])
     told = found_factors(fitted)
     assert {x: told[x] for x in own if x[0] in (WITHIN, ACROSS)} == pytest.approx(
         {x: own[x] for x in own if x[0] in (WITHIN, ACROSS)}, rel=1e-2)
@@ -94,12 +94,12 @@ def test_rows_over_a_host_have_factors_of_their_own_where_steps_tell_them(model)
 
 def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(model, tmp_path):
     told = [(w, replayed(model, w)) for w in workloads("columns")]
-    once = steps.fit(model, told)
-    assert found_factors(steps.fit(once, told)) == found_factors(once)
+    once = step_factors.fit(model, told)
+    assert found_factors(step_factors.fit(once, told)) == found_factors(once)
     neural.save(once, tmp_path)
     assert found_factors(neural.load(tmp_path)) == found_factors(once)
     given = Topology((Device(1 << 30),) * 2, within_host_gbps=10.0, latency_ms=0.1)
-    assert steps.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
+    assert step_factors.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
     linked, = workloads("columns", 1, given)
     assert price(linked, once) == price(linked, model)
 
@@ -107,14 +107,14 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
 def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model):
     weights = {name: v.copy() for name, v in model.weights.items()}
     for rates in (v for name, v in weights.items() if name.startswith("exchange_")):
-        rates[exchange.FAR], rates[exchange.NEAR] = rates[exchange.NEAR].sum(), 0
+        rates[collective_model.FAR], rates[collective_model.NEAR] = rates[collective_model.NEAR].sum(), 0
     between = dataclasses.replace(model, weights=weights)
-    assert exchange.measured_links(between.weights, ALL_TO_ALL) == {"between"}
-    fitted = steps.fit(between, [(w, replayed(between, w)) for w in workloads("columns")])
-    assert fitted is between and "tell nothing" in steps.said(between, fitted, 8)
+    assert collective_model.measured_links(between.weights, ALL_TO_ALL) == {"between"}
+    fitted = step_factors.fit(between, [(w, replayed(between, w)) for w in workloads("columns")])
+    assert fitted is between and "tell nothing" in step_factors.said(between, fitted, 8)
 
 
 def test_a_model_without_exchanges_learns_nothing_from_steps(model):
     told = [(w, replayed(model, w)) for w in workloads("columns")]
     bare = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if not k.startswith("exchange")})
-    assert steps.fit(bare, told) is bare
+    assert step_factors.fit(bare, told) is bare

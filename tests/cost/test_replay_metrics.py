@@ -6,14 +6,14 @@ import re
 import numpy as np
 import pytest
 
-from shardcore.cost import reality
-from shardcore.cost.reality import Judged
+from shardcore.cost import replay_metrics
+from shardcore.cost.replay_metrics import ReplayRecord
 from shardcore.types import Spread
 
 
 def problem(name, ms, predicted=None, noise_ms=0.0):
     """Rows of one problem from algorithm -> replayed ms; plans are named after algorithms."""
-    return [Judged(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
+    return [ReplayRecord(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
 
 
 TWO = [*problem("a", {"local_columns": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
@@ -23,7 +23,7 @@ TWO = [*problem("a", {"local_columns": 10.0, "random": 15.0, "torchrec": 12.0, "
 
 
 def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
-    found = reality.figures(TWO)
+    found = replay_metrics.figures(TWO)
     assert found["mape"] == pytest.approx((10 + 0 + 0 + 20 + 10 + 10 + 20 + 0) / 8)
     assert found["bias"] == pytest.approx((-10 - 20 - 10 + 10 + 20) / 8)
     assert (found["ours_mape"], found["ours_bias"]) == pytest.approx((10, -10))
@@ -32,65 +32,65 @@ def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
 
 
 def test_regret_and_rank_correlation_are_within_problems():
-    found = reality.by_problem(TWO)
+    found = replay_metrics.by_problem(TWO)
     assert found["regret"] == pytest.approx([0, 10]) and found["ours_regret"] == pytest.approx([0, 10])
     assert found["kendall_tau"] == pytest.approx([1, 2 / 3 * 1]) and found["spearman"] == pytest.approx([1, 0.8])
 
 
 def test_a_plan_that_several_algorithms_found_is_judged_once():
-    rows = [Judged("a", name, "same", 10.0, 20.0, 0.0) for name in ("local_columns", "neuroshard", "random")]
-    rows.append(Judged("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
-    assert len(reality.distinct(rows)) == 2
-    found = reality.figures(rows)
+    rows = [ReplayRecord("a", name, "same", 10.0, 20.0, 0.0) for name in ("local_columns", "neuroshard", "random")]
+    rows.append(ReplayRecord("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
+    assert len(replay_metrics.distinct(rows)) == 2
+    found = replay_metrics.figures(rows)
     assert found["mape"] == pytest.approx(25) and found["plans"] == 2 and found["neuroshard_relative_cost"] == 1
 
 
 def test_a_problem_with_one_plan_has_no_rank_correlation():
-    found = reality.by_problem([Judged("a", "local_columns", "p", 1.0, 2.0, 0.0)])
+    found = replay_metrics.by_problem([ReplayRecord("a", "local_columns", "p", 1.0, 2.0, 0.0)])
     assert math.isnan(found["kendall_tau"][0]) and math.isnan(found["spearman"][0]) and found["regret"] == [0]
-    assert "kendall_tau" not in reality.figures([Judged("a", "local_columns", "p", 1.0, 2.0, 0.0)])
+    assert "kendall_tau" not in replay_metrics.figures([ReplayRecord("a", "local_columns", "p", 1.0, 2.0, 0.0)])
 
 
 def test_pairs_within_noise_count_for_nothing():
     rows = problem("a", {"x": 10.0, "y": 10.5, "z": 20.0}, {"x": 10.5, "y": 10.0, "z": 20.0}, noise_ms=1.0)
-    found = reality.by_problem(rows)
+    found = replay_metrics.by_problem(rows)
     assert found["tau_beyond_noise"] == [1] and found["kendall_tau"] == pytest.approx([1 / 3])
 
 
 def test_rivals_cost_losses_and_the_gap_closed():
-    found = reality.rivals(TWO)
+    found = replay_metrics.rivals(TWO)
     assert found["torchrec"].cost.mean == pytest.approx((1.2 + 10 / 11) / 2)
     assert found["torchrec"].losses == pytest.approx({"b": 0.1})
     assert found["torchrec"].gap_closed.mean == pytest.approx((0.2 - 0.1) / 0.2)  # lacks 20% and 0%; ours 20% less, 10% more
     assert found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0)) and not found["dim_greedy"].losses
     assert found["local_columns"].cost.mean == 1 and found["local_columns"].gap_closed is None
-    noisy = reality.rivals([*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
+    noisy = replay_metrics.rivals([*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
     for noise, lost in (
         (0.70, {"a": pytest.approx(0.1)}),
         (0.72, {}),
     ):  # both are uncertain: √2 × 0.71 ms is what differs
         rows = [*problem("a", {"local_columns": 11.0, "torchrec": 10.0}, noise_ms=noise)]
-        assert reality.rivals(rows)["torchrec"].losses == lost
+        assert replay_metrics.rivals(rows)["torchrec"].losses == lost
 
 
 def test_several_plans_of_an_algorithm_count_as_their_mean():
-    rows = [Judged("a", "local_columns", "p", 1.0, 10.0, 0.0)]
-    rows += [Judged("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
-    assert reality.rivals(rows)["random"].cost.mean == 3
+    rows = [ReplayRecord("a", "local_columns", "p", 1.0, 10.0, 0.0)]
+    rows += [ReplayRecord("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
+    assert replay_metrics.rivals(rows)["random"].cost.mean == 3
 
 
 def test_the_interval_is_over_problems_and_covers_as_it_says():
     rng = np.random.default_rng(1)
-    found = [reality.bootstrap(rng.normal(5, 1, 30)) for _ in range(200)]
+    found = [replay_metrics.bootstrap(rng.normal(5, 1, 30)) for _ in range(200)]
     assert 0.88 < np.mean([x.low < 5 < x.high for x in found]) < 0.99
-    assert found[0] == reality.bootstrap(np.random.default_rng(1).normal(5, 1, 30))  # the same values, the same interval
+    assert found[0] == replay_metrics.bootstrap(np.random.default_rng(1).normal(5, 1, 30))  # the same values, the same interval
     one = np.array([1.0, np.nan, 2.0])
-    assert reality.bootstrap(one).mean == 1.5
+    assert replay_metrics.bootstrap(one).mean == 1.5
 
 
 def test_noise_by_hand():
-    assert reality.noise_ms(Spread(20.0, 19.0, 21.0, 16)) == pytest.approx(1.96 * 1.2533 / 1.349 * 2 / 4)
+    assert replay_metrics.noise_ms(Spread(20.0, 19.0, 21.0, 16)) == pytest.approx(1.96 * 1.2533 / 1.349 * 2 / 4)
 
 
 def test_noise_is_half_the_interval_of_the_median():
@@ -99,7 +99,7 @@ def test_noise_is_half_the_interval_of_the_median():
         ms = rng.normal(20, 1, 40)
         q1, median, q3 = np.percentile(ms, [25, 50, 75])
         medians.append(median)
-        noises.append(reality.noise_ms(Spread(median, q1, q3, 40)))
+        noises.append(replay_metrics.noise_ms(Spread(median, q1, q3, 40)))
     assert np.mean(np.abs(np.array(medians) - 20) < noises) == pytest.approx(0.95, abs=0.03)
 
 
@@ -117,13 +117,13 @@ def many(predicted, n=6):
     (FLAT, "Kendall tau of 0.667 against 1.000"),
 ], ids=["regret", "ranks"])
 def test_a_model_that_chooses_worse_is_refused_by_name(challenger, said):
-    assert re.match(said, reality.lost(many(challenger), many(PLANS)))
-    assert reality.lost(many(PLANS), many(challenger)) is None and reality.lost(many(PLANS), many(PLANS)) is None
+    assert re.match(said, replay_metrics.lost(many(challenger), many(PLANS)))
+    assert replay_metrics.lost(many(PLANS), many(challenger)) is None and replay_metrics.lost(many(PLANS), many(PLANS)) is None
 
 
 def test_few_problems_or_a_difference_by_chance_refuse_nobody():
-    assert reality.lost(many(BLIND, 4), many(PLANS, 4)) is None and reality.lost(
+    assert replay_metrics.lost(many(BLIND, 4), many(PLANS, 4)) is None and replay_metrics.lost(
         many(BLIND, 5), many(PLANS, 5)
     )
     mixed = [row for i in range(6) for row in problem(f"p{i}", PLANS, FLAT if i == 0 else PLANS)]
-    assert reality.lost(mixed, many(PLANS)) is None
+    assert replay_metrics.lost(mixed, many(PLANS)) is None
