@@ -1,14 +1,17 @@
-"""Does any file make a reader fail other than with one clear line? Damaged files of every format, read as users' commands do.
+"""Does any file make a reader fail other than with one clear line? Damaged files of every format, read as
+users' commands do.
 
-Each case takes a sound file, damages it (a value replaced by an odd one, a key lost or misspelt, bytes cut or flipped; digests
-are then made right again, for they are no secret), reads it and uses what was read. It may be
+Each case takes a sound file, damages it (a value replaced by an odd one, a key lost or misspelt, bytes cut or
+flipped; digests are then made right again, for they are no secret), reads it and uses what was read. It may
+be
 
   refused     a ShardCoreError of one printable line of at most 300 characters
   accepted    what was read can be priced, at a finite cost of 0 or more, or what else the format promises
   nonsense    accepted, but it cannot be used so
   exception   any other exception; hang: no end within 20 s; crash: the process ended
 
-The last four must not occur. A case is its format and its number: `--only FORMAT --first N --count 1` shows one again.
+The last four must not occur. A case is its format and its number: `--only FORMAT --first N --count 1` shows
+one again.
 
   python -m bench.fuzz --out FILE.jsonl --count 1500      so many of each format; what FILE has is not done again
 """
@@ -106,30 +109,37 @@ def make(folder: Path) -> None:
     dataset.write_compute(measurements, known[:6], dataset.write_pool(measurements, pool))
     dataset.write_comm(measurements, exchanges[:6])
 
-    problem = draw_problem(pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32))
-    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)), {"algorithm": "dealt"})
+    problem = draw_problem(pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6,
+                                                              max_dim=32))
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)),
+                {"algorithm": "dealt"})
     cost = price(lower(plan, problem), model)
     files.write_problem(folder / "problem.json", problem)
     files.write_plan(folder / "plan.json", plan, problem)
     version = store.add(folder / "plans", problem, plan, {"total_ms": cost.total_ms}, "<html></html>")
     store.record(folder / "plans", store.Decision(
-        problem.name, "first", "nothing was published", version, version, files.problem_digest(problem), cost.total_ms,
+        problem.name, "first", "nothing was published", version, version, files.problem_digest(problem),
+        cost.total_ms,
         provenance={"model": "m", "model_version": "1"}))
-    took = Replayed(**vars(cost), step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3), oversubscribed=False)
+    took = Replayed(**vars(cost), step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
+                    oversubscribed=False)
     replays.keep(folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took])
 
     shutil.copy(ROOT / "params.yaml", folder)
     out = {"path": "data/measurements", "hash": "md5", "md5": f"{'ab' * 16}.dir", "size": 10, "nfiles": 2}
     (folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": {
         "measure": {"cmd": "python -m flows.measure", "outs": [out]}}}))
-    _write(folder / "request.json", [{"shards": [{"table": files.table_to_json(t)} for t in problem.tables[:2]]},
+    _write(folder / "request.json", [{"shards": [{"table": files.table_to_json(t)}
+                                                 for t in problem.tables[:2]]},
                                      {"shards": [], "batch": 64}])
     law = {"heavy_hitters": [0.2, 0.1, 0.05], "zipf_q": 2.0, "zipf_s": 1.1}
     _write(folder / "fbgemm.json", {
-        "embedding_specs": [[20000, 8], [300, 12]], "feature_table_map": [0, 0, 1], "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
+        "embedding_specs": [[20000, 8], [300, 12]], "feature_table_map": [0, 0, 1],
+        "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
         "batch_params": {"Bs": [256, 256, 256]}, "indices_params_list": [law, law, law]})
     if HAS_TORCHREC:
-        torchrec_json.write_torchrec(folder / "torchrec.json", to_torchrec(plan, problem, "model.bags", "cpu"))
+        torchrec_json.write_torchrec(folder / "torchrec.json",
+                                     to_torchrec(plan, problem, "model.bags", "cpu"))
 
 
 def _write(path: Path, value: Any) -> None:
@@ -164,7 +174,8 @@ def use_problem(folder: Path, sound: Sound) -> None:
 
 def use_pool(folder: Path, sound: Sound) -> None:
     tables = files.read_pool(folder / "pool.json")
-    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost")
+    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
+             "cost")
 
 
 def use_plan(folder: Path, sound: Sound) -> None:
@@ -201,11 +212,13 @@ def use_measurements(folder: Path, sound: Sound) -> None:
     where = folder / "measurements"
     for setting in dataset.settings(where):
         samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
-        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.pace) for s in samples] or 0.0), "a timing is none")
+        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.pace) for s in samples] or 0.0),
+                 "a timing is none")
         if samples:
             _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
         for s in dataset.read_comm(where, setting):
-            _require(s.error or _is_cost([x.median_ms for x in s.backward], s.waiting_ms), "an exchange's time is none")
+            _require(s.error or _is_cost([x.median_ms for x in s.backward], s.waiting_ms), "an exchange's "
+                     "time is none")
     dataset.disturbed_ids(where, 0.02)
     dataset.merge_parts(where)
 
@@ -213,12 +226,14 @@ def use_measurements(folder: Path, sound: Sound) -> None:
 def use_torchrec(folder: Path, sound: Sound) -> None:
     plan = torchrec_json.read_torchrec(folder / "torchrec.json")
     torchrec_json.read_qcomms(folder / "torchrec.json")
-    _require(torchrec_json.from_json(torchrec_json.to_json(plan)) == plan, "written and read again it is another")
+    _require(torchrec_json.from_json(torchrec_json.to_json(plan)) == plan, "written and read again it is "
+             "another")
 
 
 def use_fbgemm(folder: Path, sound: Sound) -> None:
     tables = fbgemm_statistics.reported_tables(folder / "fbgemm.json")
-    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost")
+    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
+             "cost")
 
 
 def use_params(folder: Path, sound: Sound) -> None:
@@ -242,7 +257,8 @@ def use_request(folder: Path, sound: Sound) -> None:
     except MlflowException as error:
         _require(error.error_code == "INVALID_PARAMETER_VALUE", f"it is answered as {error.error_code}")
         raise ShardCoreError(error.message) from None
-    _require(_is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0), "an answer is no cost")
+    _require(_is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0),
+             "an answer is no cost")
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
@@ -254,8 +270,10 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 # --- damage ----------------------------------------------------------------------------------------------------------------
 
-ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 10**17, 2**53, 2**63,
-       -(2**63), 10**40, "", "x", "x" * 100_000, "../../x", "/etc/passwd", "..", ".", "report.md", "a\nb", "\x1b[31m", "\x00",
+ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"),
+       10**17, 2**53, 2**63,
+       -(2**63), 10**40, "", "x", "x" * 100_000, "../../x", "/etc/passwd", "..", ".", "report.md", "a\nb",
+       "\x1b[31m", "\x00",
        "\ud800", "名", "1", [], [[]], {}, {"a": {}}, [None], [1, "x"], ["x"] * 50, list(range(1000)), "deep")
 
 
@@ -269,7 +287,8 @@ def odd(rng: random.Random) -> Any:
 
 
 def place(value: Any, rng: random.Random) -> tuple[Any, Any] | None:
-    """An entry within a value: what holds it and its key. Each level is as likely, however many entries it has."""
+    """An entry within a value: what holds it and its key. Each level is as likely, however many entries it
+    has."""
     found = None
     while isinstance(value, dict | list) and value and (found is None or rng.random() < 0.65):
         key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
@@ -316,7 +335,8 @@ def cut(content: bytes, rng: random.Random) -> bytes:
     if what == 2:
         return content[:at] + content[at + rng.randrange(1, 200):]
     if what == 3:
-        return content[:at] + content[max(0, at - rng.randrange(1, 200)):at] * rng.choice([1, 3, 100]) + content[at:]
+        return content[:at] + content[max(0, at - rng.randrange(1, 200)):at] * rng.choice([1, 3,
+                                                                                           100]) + content[at:]
     if what == 4:
         return content[:at] + rng.randbytes(rng.choice([1, 4, 100])) + content[at:]
     return rng.choice([b"", b"\x00" * 100, b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"null", b"1" * 5000,
@@ -350,7 +370,8 @@ def damage_decision(folder: Path, rng: random.Random) -> None:
             path.rename(path.with_name(f"{name}.json"))
             (home / "current").write_text(f"{name}\n")
     elif what < 0.75:
-        (home / "current").write_bytes(rng.choice([b"../../x", b"", b"\xff\xfe", b"x" * 100_000, b"0" * 16, b"../decisions/x",
+        (home / "current").write_bytes(rng.choice([b"../../x", b"", b"\xff\xfe", b"x" * 100_000, b"0" * 16,
+                                                   b"../decisions/x",
                                                    cut((home / "current").read_bytes(), rng)]))
     elif what < 0.9:
         path = rng.choice(sorted((home / "versions").glob("*/*.json")))
@@ -364,7 +385,8 @@ def damage_part(folder: Path, rng: random.Random) -> None:
     """A part of a dataset, named after its content again; sometimes its pool, or a link."""
     what = rng.random()
     if what < 0.05:
-        (folder / "measurements" / rng.choice([f"compute-{'0' * 24}.parquet", "compute-x.parquet"])).symlink_to("nowhere")
+        (folder / "measurements" / rng.choice([f"compute-{'0' * 24}.parquet",
+                                               "compute-x.parquet"])).symlink_to("nowhere")
         return
     path = rng.choice(sorted((folder / "measurements").glob("*.parquet")))
     content = path.read_bytes()
@@ -387,7 +409,8 @@ def _damaged_table(table: pa.Table, rng: random.Random) -> bytes:
         elif what < 0.3:
             table = table.append_column(rng.choice(["x", field.name]), table.column(i))
         elif what < 0.4:
-            table = table.set_column(i, field.name, pa.array([rng.choice(["x", 1, 0.5, None, []])] * len(table)))
+            table = table.set_column(i, field.name, pa.array([rng.choice(["x", 1, 0.5, None, []])]
+                                                             * len(table)))
         else:
             rows = table.column(i).to_pylist()
             at = rng.randrange(len(rows))
@@ -409,7 +432,8 @@ def _damaged_cell(value: Any, rng: random.Random) -> Any:
     if isinstance(value, dict) and rng.random() < 0.9:
         key = rng.choice(list(value))
         return {**value, key: _damaged_cell(value[key], rng)}
-    return rng.choice([None, 0, -1, 1, 2**31 - 1, 2**62, float("nan"), float("inf"), -0.5, 1e300, "", "x", "../x", "t" * 10_000,
+    return rng.choice([None, 0, -1, 1, 2**31 - 1, 2**62, float("nan"), float("inf"), -0.5, 1e300, "", "x",
+                       "../x", "t" * 10_000,
                        []])
 
 
@@ -438,12 +462,14 @@ def _damaged_weights(content: bytes, rng: random.Random) -> bytes:
     elif what == 2:
         weights[name] = weights[name].astype(rng.choice([np.float32, np.int64, np.float16, np.uint8]))
     elif what == 3:
-        weights[name] = weights[name][..., :-1] if rng.random() < 0.5 else np.concatenate([weights[name], weights[name]])
+        weights[name] = weights[name][..., :-1] if rng.random() < 0.5 else np.concatenate([weights[name],
+                                                                                           weights[name]])
     elif what == 4:
         weights[name] = weights[name][None] if rng.random() < 0.5 else weights[name].ravel()
     else:
         flat = weights[name].reshape(-1)
-        flat[rng.randrange(flat.size)] = rng.choice([float("nan"), float("inf"), -1.0, -1e-9, 1e300, -1e300, 0.0, 1e9, 1e-300])
+        flat[rng.randrange(flat.size)] = rng.choice([float("nan"), float("inf"), -1.0, -1e-9, 1e300, -1e300,
+                                                     0.0, 1e9, 1e-300])
     return save({k: np.ascontiguousarray(v) for k, v in weights.items()})
 
 
@@ -456,8 +482,10 @@ def damage_yaml(path: Path, rng: random.Random) -> None:
         bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
             f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
         odd_text = rng.choice([
-            bomb, "<<<<<<< HEAD\na: 1\n=======\n", "&x [*x]\n", "? {a: 1}\n: 2\n", "a: !!python/object:os.system x\n",
-            "a: 2024-13-45\n", "<<: 3\n", "? [1]\n: 2\n", "1: 2\n", "a: 1e999\n", "--- 1\n--- 2\n", "a: 0x" + "f" * 400])
+            bomb, "<<<<<<< HEAD\na: 1\n=======\n", "&x [*x]\n", "? {a: 1}\n: 2\n", "a: "
+            "!!python/object:os.system x\n",
+            "a: 2024-13-45\n", "<<: 3\n", "? [1]\n: 2\n", "1: 2\n", "a: 1e999\n", "--- 1\n--- 2\n",
+            "a: 0x" + "f" * 400])
         path.write_text(odd_text if rng.random() < 0.7 else text.decode() + odd_text)
     else:
         with contextlib.suppress(yaml.YAMLError, UnicodeError, ValueError, RecursionError):
@@ -490,7 +518,8 @@ FORMATS = {
     "measurements": Format(("measurements",), damage_part, use_measurements),
     "torchrec": Format(("torchrec.json",), _json("torchrec.json", sealed), use_torchrec),
     "fbgemm": Format(("fbgemm.json",), _json("fbgemm.json"), use_fbgemm),
-    "params": Format(("params.yaml",), lambda folder, rng: damage_yaml(folder / "params.yaml", rng), use_params),
+    "params": Format(("params.yaml",), lambda folder, rng: damage_yaml(folder / "params.yaml", rng),
+                     use_params),
     "lock": Format(("dvc.lock",), lambda folder, rng: damage_yaml(folder / "dvc.lock", rng), use_lock),
     "request": Format(("request.json",), _json("request.json"), use_request),
 }
@@ -502,7 +531,8 @@ def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = Tru
     """One case: its outcome, and what was said."""
     one, rng = FORMATS[name], random.Random(f"{name} {number}")
     for part in one.parts:
-        (shutil.copytree if (sound.folder / part).is_dir() else shutil.copy)(sound.folder / part, folder / part)
+        (shutil.copytree if (sound.folder / part).is_dir() else shutil.copy)(sound.folder / part,
+                                                                             folder / part)
     if damage:
         one.damage(folder, rng)
     row = {"format": name, "number": number}
@@ -512,7 +542,8 @@ def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = Tru
         return row | {"outcome": "accepted", "said": ""}
     except ShardCoreError as error:
         plain = str(error).isprintable() and len(str(error)) <= MOST_CHARACTERS and str(error)
-        return row | {"outcome": "refused" if plain else "exception", "said": str(error).replace(str(folder), "")}
+        return row | {"outcome": "refused" if plain else "exception",
+                      "said": str(error).replace(str(folder), "")}
     except Nonsense as error:
         return row | {"outcome": "nonsense", "said": str(error)}
     except TimeoutError as error:
@@ -565,20 +596,24 @@ def run(name: str, numbers: Sequence[int], sound: Path) -> Iterator[dict[str, An
     """Judge cases in a process of their own, in another one after each that ends it."""
     left = list(numbers)
     while left:
-        command = [sys.executable, "-m", "bench.fuzz", "--work", str(sound), "--only", name, "--numbers", json.dumps(left)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        command = [sys.executable, "-m", "bench.fuzz", "--work", str(sound), "--only", name, "--numbers",
+                   json.dumps(left)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
         rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         yield from rows
         left = left[len(rows):]
         if left:
             said = (done.stderr.strip().splitlines() or [""])[-1][:200]
-            yield {"format": name, "number": left.pop(0), "outcome": "crash", "said": f"exit code {done.returncode}: {said}"}
+            yield {"format": name, "number": left.pop(0), "outcome": "crash", "said": f"exit code "
+                   f"{done.returncode}: {said}"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a line of JSON for each case; what is there is not done again")
+    parser.add_argument("--out", type=Path, help="a line of JSON for each case; what is there is not done "
+                        "again")
     parser.add_argument("--only", choices=FORMATS, help="one format (all)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each format (0)")
     parser.add_argument("--count", type=int, default=100, help="cases of each format (100)")
@@ -600,7 +635,8 @@ def main() -> int:
                     rows.append(row)
                     out.write(json.dumps(row) + "\n")
                     out.flush()
-                print(f"{name}: {min(i + 500, len(wanted))} of {len(wanted)}, {time.monotonic() - began:.0f} s", flush=True)
+                print(f"{name}: {min(i + 500, len(wanted))} of {len(wanted)}, {time.monotonic() - began:.0f} "
+                      "s", flush=True)
     counts = Counter((r["format"], r["outcome"]) for r in rows)
     table = [(name, *(counts[name, o] for o in OUTCOMES)) for name in FORMATS]
     total = ("all", *(sum(row[i + 1] for row in table) for i in range(len(OUTCOMES))))

@@ -1,17 +1,18 @@
-"""Plans of the search, of its peers and random ones, predicted and replayed on two processes: do predictions hold, does the
-search exploit the model's errors, and what is it worth?
+"""Plans of the search, of its peers and random ones, predicted and replayed on two processes: do predictions
+hold, does the search exploit the model's errors, and what is it worth?
 
     dvc repro train
     python -m bench.replays data/model --measurements data/measurements --problems 30 --out FOLDER
 
-MODEL must be of this machine and for two processes, and know what exchanges take in steps (measure.step_samples in
-params.yaml; more samples make better models). Problems are drawn from the calibrated pool: 8 to 24 tables of 1 to 512 MiB at
-dims up to 16. All plans of a problem are replayed in alternation. `local_columns` is the default; `torchrec` is
-TorchRec's planner swept and told the measured bandwidths (search/peers/torchrec.py), where it is installed; `best greedy` is the
-greedy order cheapest under MODEL.
+MODEL must be of this machine and for two processes, and know what exchanges take in steps
+(measure.step_samples in params.yaml; more samples make better models). Problems are drawn from the calibrated
+pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16. All plans of a problem are replayed in alternation.
+`local_columns` is the default; `torchrec` is TorchRec's planner swept and told the measured bandwidths
+(search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
 
-FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments goes on after the
-problems done; one with another MODEL or other arguments replays again where plans differ. What figures mean: cost/replay_metrics.py.
+FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments
+goes on after the problems done; one with another MODEL or other arguments replays again where plans differ.
+What figures mean: cost/replay_metrics.py.
 """
 
 from __future__ import annotations
@@ -54,16 +55,20 @@ def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]
     sure = at_confidence(model, 0.9)
     found = {"local": local(problem, model), "local, 90% confidence": local(problem, sure),
              "local_columns": local(problem, model, space="columns")}
-    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS) if n in SHARDERS}
-    found["best greedy"] = min((found[n] for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
+    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS)
+              if n in SHARDERS}
+    found["best greedy"] = min((found[n] for n in greedy.ORDERS),
+                               key=lambda p: price(lower(p, problem), model).total_ms)
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
 def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float], head: str) -> str:
     """The report: Markdown with two tables and the plots that lie beside it."""
     found = replay_metrics.by_problem(rows, replay_metrics.OURS)
-    kinds = [(name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)]
-    held = [(name, len(own), *(form.format(x) for form, x in zip(("{:.1f}%", "{:+.1f}%"), replay_metrics.errors(own), strict=True)))
+    kinds = [(name, [r for r in rows if r.algorithm == name])
+             for name in dict.fromkeys(r.algorithm for r in rows)]
+    held = [(name, len(own), *(form.format(x) for form, x in zip(("{:.1f}%", "{:+.1f}%"),
+                                                                 replay_metrics.errors(own), strict=True)))
             for name, own in [("all plans", replay_metrics.distinct(rows)), *kinds]]
     return "\n\n".join([
         "# Replays", head,
@@ -71,26 +76,30 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float]
         report.markdown_table(("plans of", "replays", "predicted against replayed", "bias"), held),
         "![predicted against replayed](predicted.png)",
         "Replayed over predicted, all steps together: " + ", ".join(
-            f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items()) + ".",
+            f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items())
+        + ".",
         "Among the plans of a problem (mean over problems, 95% interval): " + "; ".join(
             f"{words} {_interval(replay_metrics.bootstrap(found[name]), form)}" for name, words, form in (
                 ("kendall_tau", "Kendall's tau", "{:.3f}"), ("spearman", "Spearman's rho", "{:.3f}"),
                 ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
                 ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
                 ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"))) + ".",
-        f"## Replayed cost against {replay_metrics.OURS}'s", _rivals_table(replay_metrics.rivals(rows)), "![replayed cost](cost.png)",
-        f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two replays (95%: one in 40 is by "
-        f"chance); of them, those by more than {LOSS:.0%}.\n"])
+        f"## Replayed cost against {replay_metrics.OURS}'s", _rivals_table(replay_metrics.rivals(rows)),
+        "![replayed cost](cost.png)",
+        f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
+        f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n"])
 
 
 def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
     rows = []
     for name, r in rivals.items():
         worst = max(r.losses.values(), default=0.0)
-        rows.append((name, _interval(r.cost, "{:.3f}"), _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
+        rows.append((name, _interval(r.cost, "{:.3f}"), _interval(r.gap_closed, "{:.0%}") if r.gap_closed
+                     else "-",
                      f"{len(r.losses)} of {r.problems}", sum(loss > LOSS for loss in r.losses.values()),
                      f"{worst:.1%}" if worst else "-"))
-    return report.markdown_table(("plans of", f"replayed cost over {replay_metrics.OURS}'s", "its gap to the best, closed",
+    return report.markdown_table(("plans of", f"replayed cost over {replay_metrics.OURS}'s", "its gap to the "
+                                  "best, closed",
                                   "losses beyond noise", f"above {LOSS:.0%}", "worst"), rows)
 
 
@@ -103,7 +112,8 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
     rows = replay_records.judge(kept, model)
     files.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
     for name, figure in (("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
-                         ("cost", model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS, "Replayed cost"))):
+                         ("cost", model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS,
+                                                             "Replayed cost"))):
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
         files.write_atomic(folder / f"{name}.png", content.getvalue())
@@ -113,11 +123,12 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
-    parser.add_argument("--measurements", type=Path, metavar="DIR", help="the dataset of MODEL: its control group tells the "
-                        "machine's pace while it replays (without: as the clock shows it)")
+    parser.add_argument("--measurements", type=Path, metavar="DIR", help="the dataset of MODEL: its control "
+                        "group tells the machine's pace while it replays (without: as the clock shows it)")
     parser.add_argument("--problems", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
     parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
@@ -127,19 +138,23 @@ def main() -> None:
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
     control = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim)):
-        kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting, config,
-                                 lambda workloads: replay_all(workloads, model.setting, config, "cpu", control)))
+        kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting,
+                                 config,
+                                 lambda workloads: replay_all(workloads, model.setting, config, "cpu",
+                                                              control)))
         [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
-        print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} {mine.replayed_ms:.2f} ms "
-              f"replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted", file=sys.stderr, flush=True)
+        print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
+              f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted",
+              file=sys.stderr, flush=True)
     print(write(args.out, kept, model, _head(args, kept, model)))
 
 
 def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel) -> str:
     noise = np.median([r.noise_ms / r.replayed_ms for r in replay_records.judge(kept, model)])
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
-    return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} steps of each plan "
-            f"in alternation, seed {args.seed}, dims up to {args.max_dim}; a replay is known to ±{noise:.1%} (median, 95%).")
+    return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
+            f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}; a replay is "
+            f"known to ±{noise:.1%} (median, 95%).")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""Do plans train in TorchRec as predicted, and as replayed? Steps of the real client beside kept replays, on two processes.
+"""Do plans train in TorchRec as predicted, and as replayed? Steps of the real client beside kept replays, on
+two processes.
 
     python -m bench.replays MODEL --problems 30 --out FOLDER
     python -m bench.steps MODEL FOLDER --out STEPS
 
-Each problem's plans of ALGORITHMS train a small DLRM (an EmbeddingBagCollection of the problem's tables, a dense part over its
-pooled outputs) by TorchRec's DistributedModelParallel and TrainPipelineSparseDist on gloo processes, with the batches that the
-replay looked up. Plans take turns of TURN steps, in another order each round, and of a turn all steps but the first are timed:
+Each problem's plans of ALGORITHMS train a small DLRM (an EmbeddingBagCollection of the problem's tables, a
+dense part over its pooled outputs) by TorchRec's DistributedModelParallel and TrainPipelineSparseDist on gloo
+processes, with the batches that the replay looked up. Plans take turns of TURN steps, in another order each
+round, and of a turn all steps but the first are timed:
 
   embedding part   from the gradients of the pooled outputs, known on all ranks, to the weights' update, and from the next lookup
-                   to the pooled outputs: what a replay times, and what TorchRec does around it (ids arranged and checked, outputs
-                   split and joined, the all-reduce of the dense part beside it)
+                   to the pooled outputs: what a replay times, and what TorchRec does around it (ids arranged
+                   and checked, outputs split and joined, the all-reduce of the dense part beside it)
   whole step       from the dense part to the next one: exchange of the next ids, dense part, embedding part, optimizer
 
-Before each dense part caches are overwritten as before a replayed step, and ranks meet, outside of what is timed. Plans train
-over one piece of memory, as replays do, for allocating it takes longer than the steps; what plans learn, bench.torchrec checks.
+Before each dense part caches are overwritten as before a replayed step, and ranks meet, outside of what is
+timed. Plans train over one piece of memory, as replays do, for allocating it takes longer than the steps;
+what plans learn, bench.torchrec checks.
 
-STEPS gets report.md with a plot, steps.csv, and a file for each problem: a rerun with the same arguments goes on after those
-done, and after --minutes the report is of these. Times of both are the median over the timed steps, of the slowest rank.
+STEPS gets report.md with a plot, steps.csv, and a file for each problem: a rerun with the same arguments goes
+on after those done, and after --minutes the report is of these. Times of both are the median over the timed
+steps, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ TIMEOUT_S = 240.0
 LARGE = 1 << 12
 """Elements of zeros that only tables have."""
 LOOKUP, POOLED, DENSE_PART, GRADIENT, UPDATED = range(5)
-"""Marks of a step: lookup begun, pooled outputs received, dense part begun, the outputs' gradients known, weights updated."""
+"""Marks of a step: lookup begun, pooled outputs received, dense part begun, the outputs' gradients known,
+weights updated."""
 RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "spearman": "{:.3f}", "regret": "{:.1f}%"}
 """What of replay_metrics.by_problem is reported, and how."""
 
@@ -87,15 +92,18 @@ class Trained:
 
 
 class InArena(TorchFunctionMode):
-    """Within it, tensors of zeros as large as tables lie in an arena, one after the other, and keep what is there."""
+    """Within it, tensors of zeros as large as tables lie in an arena, one after the other, and keep what is
+    there."""
 
     def __init__(self, arena: torch.Tensor) -> None:
         super().__init__()
         self.arena, self.used = arena, 0
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and isinstance(args[0], int) and args[0] > LARGE and kwargs.get("dtype") == self.arena.dtype:
+        if func is torch.zeros and isinstance(args[0],
+                                              int) and args[0] > LARGE and kwargs.get("dtype") == self.arena.dtype:
             self.used += args[0]
             return self.arena[self.used - args[0]:self.used]
         own = func is torch.Tensor.uniform_ and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
@@ -104,8 +112,8 @@ class InArena(TorchFunctionMode):
 
 @dataclass(eq=False)
 class Trainer:
-    """A plan's model in TorchRec's pipeline, and when its steps passed their marks, in s of the host's clock: of each turn
-    [TURN, 5]."""
+    """A plan's model in TorchRec's pipeline, and when its steps passed their marks, in s of the host's clock:
+    of each turn [TURN, 5]."""
 
     pipeline: Any
     batches: Iterator[Any]
@@ -127,8 +135,10 @@ class Trainer:
         with InArena(arena):
             model = DistributedModelParallel(module, device=cpu, plan=exported,
                                              sharders=[EmbeddingBagCollectionSharder(fused_params=fused)])
-        copied = [f"embedding_bags.{name}." for name, s in exported.plan["tables"].items() if s.sharding_type == "data_parallel"]
-        dense = [p for name, p in model.named_parameters() if any(part in name for part in ("dense.", *copied))]
+        copied = [f"embedding_bags.{name}." for name, s in exported.plan["tables"].items()
+                  if s.sharding_type == "data_parallel"]
+        dense = [p for name, p in model.named_parameters() if any(part in name
+                                                                  for part in ("dense.", *copied))]
         optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
         trainer = cls(TrainPipelineSparseDist(model, optimizer, cpu), itertools.cycle(batches))
         trainer.pipeline.progress(trainer.batches)  # traces the model, so marks come after it
@@ -163,10 +173,13 @@ def _model(problem: Problem) -> torch.nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-                EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name],
-                                   data_type=DataType[t.precision.upper()], init_fn=lambda _: None) for t in problem.tables])
+                EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                   feature_names=[t.name],
+                                   data_type=DataType[t.precision.upper()], init_fn=lambda _: None)
+                for t in problem.tables])
             columns = DENSE + sum(t.dim for t in problem.tables)
-            self.dense = torch.nn.Sequential(torch.nn.Linear(columns, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1))
+            self.dense = torch.nn.Sequential(torch.nn.Linear(columns, HIDDEN), torch.nn.ReLU(),
+                                             torch.nn.Linear(HIDDEN, 1))
 
         def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
             pooled = self.tables(batch.sparse_features).values()
@@ -188,12 +201,14 @@ def _batch(problem: Problem, rank: int, seed: int) -> Any:
         mine = offsets[rank * local:(rank + 1) * local + 1]
         values.append(ids[mine[0]:mine[-1]])
         lengths.append(np.diff(mine))
-    features = KeyedJaggedTensor(keys=[t.name for t in problem.tables], values=torch.from_numpy(np.concatenate(values)),
+    features = KeyedJaggedTensor(keys=[t.name for t in problem.tables],
+                                 values=torch.from_numpy(np.concatenate(values)),
                                  lengths=torch.from_numpy(np.concatenate(lengths)).int())
     return Batch(torch.randn(local, DENSE), features, torch.rand(local).round())
 
 
-def _work(rank: int, init_method: str, say: Callable[[Any], None], given: Sequence[tuple[Problem, dict[str, Plan]]],
+def _work(rank: int, init_method: str, say: Callable[[Any], None],
+          given: Sequence[tuple[Problem, dict[str, Plan]]],
           setting: Setting, rounds: int, elements: int) -> None:
     """One process of the gang: of each problem in turn it says its marks, by plan."""
     warnings.simplefilter("ignore")
@@ -202,7 +217,8 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None], given: Sequen
                       LOCAL_WORLD_SIZE=str(len(given[0][0].topology)))
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    arena = torch.empty(elements, dtype={"fp32": torch.float32, "fp16": torch.float16}[setting.precision]).fill_(0.01)
+    arena = torch.empty(elements, dtype={"fp32": torch.float32,
+                                         "fp16": torch.float16}[setting.precision]).fill_(0.01)
     cache = torch.zeros(EVICT_BYTES // 4)
     say(None)
     with local_ranks.exchanging():
@@ -245,20 +261,25 @@ def _trains(plan: Plan, problem: Problem) -> bool:
     try:
         return bool(to_torchrec(plan, problem, "tables", "cpu"))
     except ShardCoreError as error:
-        print(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}", file=sys.stderr, flush=True)
+        print(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}", file=sys.stderr,
+              flush=True)
         return False
 
 
-def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, rounds: int, minutes: float) -> list[Trained]:
-    """The steps of as many problems as the time allows beside those that `out` has. Raises as local_ranks.run."""
+def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, rounds: int,
+        minutes: float) -> list[Trained]:
+    """The steps of as many problems as the time allows beside those that `out` has. Raises as
+    local_ranks.run."""
     found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
     waiting = [kept for kept in all_kept if kept.problem.name not in found]
     until = time.monotonic() + 60 * minutes
     with closing(_trained(waiting if minutes > 0 else [], setting, rounds)) as trained:
         for kept, steps in trained:
-            files.write_json(_path(out, kept), {**_asked(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}})
+            files.write_json(_path(out, kept), {**_asked(kept, rounds),
+                                                "plans": {n: asdict(s) for n, s in steps.items()}})
             found[kept.problem.name] = steps
-            print(f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}", file=sys.stderr, flush=True)
+            print(f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}", file=sys.stderr,
+                  flush=True)
             if time.monotonic() > until:
                 break
     return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
@@ -270,23 +291,27 @@ def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting,
     if not waiting:
         return
     given = [(kept.problem, plans_of(kept)) for kept in waiting]
-    largest = max(max(lower(plan, problem).memory_bytes) for problem, plans in given for plan in plans.values())
+    largest = max(max(lower(plan, problem).memory_bytes) for problem, plans in given
+                  for plan in plans.values())
     elements = largest // PRECISION_BYTES[setting.precision] + LARGE  # for alignment
     ranks = len(waiting[0].problem.topology)
     marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
     done = 0
-    with closing(local_ranks.run("steps", _work, ranks, (given, setting, rounds, elements), TIMEOUT_S)) as heard:
+    with closing(local_ranks.run("steps", _work, ranks, (given, setting, rounds, elements),
+                                 TIMEOUT_S)) as heard:
         for rank, said in heard:
             marks[rank] += [said] if said else []
             while min(map(len, marks)) > done:
-                yield waiting[done], {name: combine([m[done][name] for m in marks]) for name in marks[0][done]}
+                yield waiting[done], {name: combine([m[done][name] for m in marks])
+                                      for name in marks[0][done]}
                 done += 1
 
 
 def _line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
     name, own = next(iter(steps.items()))
-    return (f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms replayed, in TorchRec "
-            f"{own.embedding.median_ms:.1f} ± {replay_metrics.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
+    return (f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms "
+            f"replayed, in TorchRec {own.embedding.median_ms:.1f} ± "
+            f"{replay_metrics.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
 
 
 def _path(out: Path, kept: replays.ReplaySet) -> Path:
@@ -304,28 +329,36 @@ def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps]
     asked = _asked(kept, rounds)
     if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(plans_of(kept)):
         return None
-    return {name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"]) for name, s in written["plans"].items()}
+    return {name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
+            for name, s in written["plans"].items()}
 
 
 # --- the report --------------------------------------------------------------------------------------------------------------
 
 
-def stepped(trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord], part: str) -> list[replay_metrics.ReplayRecord]:
-    """What a part of each plan's steps took in TorchRec ("embedding" or "whole"), in the place of what was replayed."""
-    steps = {(t.kept.problem.name, plan): getattr(own, part) for t in trained for plan, own in t.steps.items()}
+def stepped(trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord],
+            part: str) -> list[replay_metrics.ReplayRecord]:
+    """What a part of each plan's steps took in TorchRec ("embedding" or "whole"), in the place of what was
+    replayed."""
+    steps = {(t.kept.problem.name, plan): getattr(own, part) for t in trained
+             for plan, own in t.steps.items()}
     return [replace(r, replayed_ms=step.median_ms, noise_ms=replay_metrics.noise_ms(step))
             for r in replayed for step in [steps[r.problem, r.plan]]]
 
 
-def text(replayed: Sequence[replay_metrics.ReplayRecord], embedding: Sequence[replay_metrics.ReplayRecord], whole: Sequence[replay_metrics.ReplayRecord],
+def text(replayed: Sequence[replay_metrics.ReplayRecord], embedding: Sequence[replay_metrics.ReplayRecord],
+         whole: Sequence[replay_metrics.ReplayRecord],
          head: str) -> str:
     """The report: Markdown with two tables and the plot that lies beside it."""
     ranks = []
-    for words, rows in (("predicted, replayed", replayed), ("predicted, embedding part in TorchRec", embedding),
+    for words, rows in (("predicted, replayed", replayed), ("predicted, embedding part in TorchRec",
+                                                            embedding),
                         ("replayed, embedding part in TorchRec", foretold(embedding, replayed)),
-                        ("predicted, whole step", whole), ("replayed, whole step", foretold(whole, replayed))):
+                        ("predicted, whole step", whole), ("replayed, whole step",
+                                                           foretold(whole, replayed))):
         found = replay_metrics.by_problem(rows)
-        ranks.append((words, *(_interval(replay_metrics.bootstrap(found[name]), form) if np.isfinite(found[name]).any() else "-"
+        ranks.append((words, *(_interval(replay_metrics.bootstrap(found[name]), form)
+                               if np.isfinite(found[name]).any() else "-"
                                for name, form in RANKING.items())))
     predicted = replay_metrics.rivals([replace(r, replayed_ms=r.predicted_ms) for r in replayed])
     by_part = [replay_metrics.rivals(rows) for rows in (replayed, embedding, whole)]
@@ -334,16 +367,20 @@ def text(replayed: Sequence[replay_metrics.ReplayRecord], embedding: Sequence[re
     return "\n\n".join([
         "# Steps in TorchRec", head,
         "## Are plans ranked in TorchRec as they are predicted, and as they are replayed?",
-        report.markdown_table(("one by the other", "Kendall's tau", "of pairs that differ beyond noise", "Spearman's rho",
+        report.markdown_table(("one by the other", "Kendall's tau", "of pairs that differ beyond noise",
+                               "Spearman's rho",
                                "regret of the best by the first"), ranks),
-        "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise of what is named "
-        "second; where replays are named first their noise counts against them.",
+        "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise "
+        "of what is named second; where replays are named first their noise counts against them.",
         f"## Cost over {replay_metrics.OURS}'s",
-        report.markdown_table(("plans of", "predicted", "replayed", "embedding part in TorchRec", "whole step", "its embedding "
-                               f"part shorter than {replay_metrics.OURS}'s beyond noise"), costs), "![steps](steps.png)\n"])
+        report.markdown_table(("plans of", "predicted", "replayed", "embedding part in TorchRec",
+                               "whole step", "its embedding "
+                               f"part shorter than {replay_metrics.OURS}'s beyond noise"), costs),
+        "![steps](steps.png)\n"])
 
 
-def foretold(rows: Sequence[replay_metrics.ReplayRecord], replayed: Sequence[replay_metrics.ReplayRecord]) -> list[replay_metrics.ReplayRecord]:
+def foretold(rows: Sequence[replay_metrics.ReplayRecord],
+             replayed: Sequence[replay_metrics.ReplayRecord]) -> list[replay_metrics.ReplayRecord]:
     """Steps beside what was replayed, in the place of what was predicted."""
     ms = {(r.problem, r.plan): r.replayed_ms for r in replayed}
     return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in rows]
@@ -356,18 +393,22 @@ def _head(trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord
     share = np.median([s.share for t in trained for s in t.steps.values()])
     noise = np.median([r.noise_ms / r.replayed_ms for r in plans])
     timed = next(iter(trained[0].steps.values())).embedding.repeats
-    return (f"{setting}; {len(trained)} problems, {len(plans)} plans on {ranks} gloo processes of one thread, {timed} steps of "
-            f"each, in turns; the embedding part is known to ±{noise:.1%} (median, 95%), is {share:.0%} of the step, and takes "
-            f"{np.median(ratio):.2f} times what the replay took (median over plans; {np.quantile(ratio, 0.1):.2f} to "
-            f"{np.quantile(ratio, 0.9):.2f} for eight in ten).")
+    return (f"{setting}; {len(trained)} problems, {len(plans)} plans on {ranks} gloo processes of one "
+            f"thread, {timed} steps of each, in turns; the embedding part is known to ±{noise:.1%} (median, "
+            f"95%), is {share:.0%} of the step, and takes {np.median(ratio):.2f} times what the replay took "
+            f"(median over plans; {np.quantile(ratio, 0.1):.2f} to {np.quantile(ratio, 0.9):.2f} for eight "
+            "in ten).")
 
 
 def _interval(found: replay_metrics.Interval, form: str = "{:.3f}") -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
-def plot(rows: Sequence[replay_metrics.ReplayRecord], by_part: dict[str, dict[str, replay_metrics.SharderComparison]]) -> Figure:
-    """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's cost over ours."""
+def plot(rows: Sequence[replay_metrics.ReplayRecord], by_part: dict[str,
+                                                                    dict[str,
+                                                                         replay_metrics.SharderComparison]]) -> Figure:
+    """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's
+    cost over ours."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for problem in dict.fromkeys(r.problem for r in rows):
@@ -376,7 +417,8 @@ def plot(rows: Sequence[replay_metrics.ReplayRecord], by_part: dict[str, dict[st
     for i, name in enumerate(ALGORITHMS):
         if own := [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == name]:
             x, y, noise = np.array(own).T
-            left.errorbar(x, y, np.minimum(noise, 0.9 * y), fmt="o", color=f"C{i}", markersize=4, elinewidth=0.7, label=name)
+            left.errorbar(x, y, np.minimum(noise, 0.9 * y), fmt="o", color=f"C{i}", markersize=4,
+                          elinewidth=0.7, label=name)
     left.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="embedding part of a TorchRec step, ms")
     for axis in (left.xaxis, left.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -388,7 +430,8 @@ def plot(rows: Sequence[replay_metrics.ReplayRecord], by_part: dict[str, dict[st
             right.plot(ends, [at, at], color=f"C{i}", linewidth=2)
             right.plot(cost.mean, at, "o", color=f"C{i}", label=None if k else part)
     right.axvline(1, color="0.4", linewidth=1)
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"cost over {replay_metrics.OURS}'s, mean over problems, 95% interval")
+    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"cost over {replay_metrics.OURS}'s, mean "
+              "over problems, 95% interval")
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -402,7 +445,8 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
     by_replay, content = foretold(embedding, replayed), io.BytesIO()
     plot(by_replay, {part: replay_metrics.rivals(rows) for part, rows in (
-        ("replayed", replayed), ("embedding part in TorchRec", embedding), ("whole step in TorchRec", whole))}).savefig(
+        ("replayed", replayed), ("embedding part in TorchRec", embedding),
+        ("whole step in TorchRec", whole))}).savefig(
             content, format="png", dpi=120)
     files.write_atomic(out / "steps.png", content.getvalue())
     files.write_csv(out / "steps.csv", [
@@ -416,21 +460,26 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the cost model")
     parser.add_argument("replays", type=Path, help="folder of bench.replays, of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
     parser.add_argument("--problems", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps each (7)")
-    parser.add_argument("--minutes", type=float, default=7.0, help="begin no problem after so many (7); 0: report what is done")
+    parser.add_argument("--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps "
+                        "each (7)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="begin no problem after so many (7); 0: "
+                        "report what is done")
     args = parser.parse_args()
     model = neural.load(args.model)
     kept = replays.read_all(args.replays, model.setting)[:args.problems]
     if not kept:
-        raise ShardCoreError(f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python -m bench.replays")
+        raise ShardCoreError(f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python "
+                             "-m bench.replays")
     twice = [name for name, n in Counter(one.problem.name for one in kept).items() if n > 1]
     if twice:
-        raise ShardCoreError(f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of bench.replays")
+        raise ShardCoreError(f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of "
+                             "bench.replays")
     trained = run(kept, model.setting, args.out, args.rounds, args.minutes)
     if not trained:
         raise ShardCoreError(f"no problem was done in {args.minutes:g} minutes; give more --minutes")

@@ -1,4 +1,5 @@
-"""How good the cost models are on held-out samples, the sharders on held-out problems, and both where plans run."""
+"""How good the cost models are on held-out samples, the sharders on held-out problems, and both where plans
+run."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from tasks.replay import EachProblem, Run, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
-"""Where TorchRec is installed its planner is a sharder too, but takes up to minutes a problem: bench/search.py has it."""
+"""Where TorchRec is installed its planner is a sharder too, but takes up to minutes a problem:
+bench/search.py has it."""
 ARENA_BYTES = 512 << 20
 """Weights of a rank that replays: what problems have of larger tables is left out there."""
 MOST_TABLES = 24
@@ -47,7 +49,8 @@ MOST_TABLES = 24
 @dataclass(frozen=True)
 class EvaluateConfig:
     """Held-out problems to compare the sharders on, drawn as in ProblemConfig; budget_evals: of the searches.
-    replay_problems: whose plans also run, on at most `devices` devices of a host (0: none); replay_repeats: steps of each."""
+    replay_problems: whose plans also run, on at most `devices` devices of a host (0: none); replay_repeats:
+    steps of each."""
 
     problems: int = 6
     seed: int = 1
@@ -70,8 +73,8 @@ class EvaluateConfig:
 
 @task(task_run_name="evaluate-model")
 def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
-    """Accuracy on the test split of the measurements, and of the datasets that were joined to them in training: the metrics, and
-    predictions.csv and predictions.png in `out`."""
+    """Accuracy on the test split of the measurements, and of the datasets that were joined to them in
+    training: the metrics, and predictions.csv and predictions.png in `out`."""
     model = neural.load(folder)
     known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
@@ -88,8 +91,9 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
 
 @task(task_run_name="compare-sharders")
 def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
-    """COMPARED sharders on the same held-out problems: sharders.csv in `out`, and per sharder the share of problems solved, the
-    cost relative to the best of the others and the seconds, over the problems that all solved."""
+    """COMPARED sharders on the same held-out problems: sharders.csv in `out`, and per sharder the share of
+    problems solved, the cost relative to the best of the others and the seconds, over the problems that all
+    solved."""
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()
     problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
@@ -120,10 +124,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 @task(task_run_name="replay-plans")
 def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
-    """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected cluster beside the
-    measurements' control group: figures as replay_metrics.figures, and in `out` what replays.keep keeps of each problem, replays.csv
-    and replays.png. What is kept is not run again while the plans are the same. {} where the parameters want none or the cluster
-    cannot: a line says why."""
+    """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected
+    cluster beside the measurements' control group: figures as replay_metrics.figures, and in `out` what
+    replays.keep keeps of each problem, replays.csv and replays.png. What is kept is not run again while the
+    plans are the same. {} where the parameters want none or the cluster cannot: a line says why."""
     logger = get_run_logger()
     if out.is_symlink():
         raise ShardCoreError(f"{out} is a symbolic link; replays are kept in a folder of their own")
@@ -194,8 +198,8 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
 
 
 def _remove(out: Path, but: Sequence[str]) -> None:
-    """Remove what was said of another model, and the replays that `out` keeps of problems, `but` some. What else is there stays:
-    `out` may lead to a folder of somebody's."""
+    """Remove what was said of another model, and the replays that `out` keeps of problems, `but` some. What
+    else is there stays: `out` may lead to a folder of somebody's."""
     for name in ("replays.csv", "replays.png"):
         (out / name).unlink(missing_ok=True)
     for path in out.iterdir():

@@ -23,13 +23,16 @@ def problem_path(problem, tmp_path):
 
 
 def whole(problem):
-    return Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)), {"algorithm": "by hand"})
+    return Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)),
+                {"algorithm": "by hand"})
 
 
 def test_problems_round_trip(problem, problem_path, tmp_path):
     assert files.read_problem(problem_path) == problem
-    unequal = Problem("u", problem.tables, Topology((Device(1 << 24), Device(1 << 25, 2.0, "b"), Device(1 << 25, 2.0, "b"),
-                      Device(1 << 24)), "nvidia-h200", 400.0, 50.0, 0.01), 256, "rowwise_adagrad", Constraints(7, ("hot",)))
+    unequal = Problem("u", problem.tables, Topology((Device(1 << 24), Device(1 << 25, 2.0, "b"),
+                                                     Device(1 << 25, 2.0, "b"),
+                      Device(1 << 24)), "nvidia-h200", 400.0, 50.0, 0.01), 256, "rowwise_adagrad",
+                      Constraints(7, ("hot",)))
     files.write_problem(tmp_path / "u.json", unequal)
     assert files.read_problem(tmp_path / "u.json") == unequal
     pinned = dataclasses.replace(unequal, constraints=Constraints(
@@ -64,7 +67,8 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
     (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "int"]),
     (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
     (lambda d: d["topology"]["devices"][0].update(count=0), ["count 0"]),
-    (lambda d: d["topology"]["devices"][0].update(count=10**9), ["count 1000000000", "65536 devices at most"]),
+    (lambda d: d["topology"]["devices"][0].update(count=10**9),
+     ["count 1000000000", "65536 devices at most"]),
     (lambda d: d["topology"]["devices"][0].update(memory_gb=3), ["unknown key 'memory_gb'", "memory_bytes"]),
     (lambda d: d.pop("topology"), ["topology"]),
     (lambda d: d.update(tables=7), ["tables"]),
@@ -91,7 +95,8 @@ def test_bad_problems_are_refused_by_name(problem_path, edit, named):
 
 
 def test_of_a_key_that_appears_twice_neither_counts(problem_path):
-    problem_path.write_text(problem_path.read_text().replace('"global_batch": 256', '"global_batch": 256, "global_batch": 512'))
+    problem_path.write_text(problem_path.read_text().replace('"global_batch": 256', '"global_batch": 256, '
+                                                             '"global_batch": 512'))
     with pytest.raises(ShardCoreError, match="'global_batch' appears twice"):
         files.read_problem(problem_path)
 
@@ -125,14 +130,16 @@ def test_plans_round_trip_and_know_their_problem(problem, tmp_path):
 def test_a_plan_of_each_kind_round_trips(problem, tmp_path):
     two = dataclasses.replace(problem, topology=on_hosts("xyxy", 16 << 20))
     cold, hot, wide, zipf, one, empty = two.tables
-    plan = Plan((host_row(cold, (1, 3), 0, 12), host_row(cold, (0, 2), 12, 16), row(hot, two.topology), column(wide, 0, 0, 24),
+    plan = Plan((host_row(cold, (1, 3), 0, 12), host_row(cold, (0, 2), 12, 16), row(hot, two.topology),
+                 column(wide, 0, 0, 24),
                  column(wide, 3, 24, 64), replica(zipf, two.topology), column(one, 1), column(empty, 1)))
     files.write_plan(tmp_path / "plan.json", plan, two)
     assert files.read_plan(tmp_path / "plan.json", two) == plan
 
 
 def test_files_have_a_line_for_each_record_and_no_slow_indents(problem, tmp_path, monkeypatch):
-    """With an indent, json encodes in Python: 100,000 placements took longer than their search may overrun."""
+    """With an indent, json encodes in Python: 100,000 placements took longer than their search may
+    overrun."""
     monkeypatch.setattr(json.encoder, "_make_iterencode", None)
     files.write_plan(tmp_path / "plan.json", whole(problem), problem)
     files.write_problem(tmp_path / "problem.json", problem)
@@ -147,7 +154,8 @@ def test_files_have_a_line_for_each_record_and_no_slow_indents(problem, tmp_path
 
 def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     files.write_plan(tmp_path / "plan.json", whole(problem), problem)
-    for other in (dataclasses.replace(problem, global_batch=512), dataclasses.replace(problem, constraints=Constraints(1))):
+    for other in (dataclasses.replace(problem, global_batch=512),
+                  dataclasses.replace(problem, constraints=Constraints(1))):
         assert files.problem_digest(other) != files.problem_digest(problem)
         with pytest.raises(ShardCoreError, match="is a plan for problem 'small' with digest"):
             files.read_plan(tmp_path / "plan.json", other)
@@ -162,9 +170,12 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
     (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
     (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
-    (lambda p: p[0].update(kind="twin"), "placement has kind 'twin'; known are column, row, host_row, data_parallel"),
-    (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a shard lives on devices 0, 1"),
-    (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of devices each"),
+    (lambda p: p[0].update(kind="twin"), "placement has kind 'twin'; known are column, row, host_row, "
+     "data_parallel"),
+    (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a shard "
+     "lives on devices 0, 1"),
+    (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of "
+     "devices each"),
 ])
 def test_a_plan_that_lower_would_refuse_is_not_read(problem, tmp_path, change, said):
     path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
@@ -196,7 +207,8 @@ def test_models_round_trip_and_a_touched_one_is_refused(tmp_path):
     np.testing.assert_array_equal(read["w"], tensors["w"])
     weights = tmp_path / files.MODEL_WEIGHTS
     content = weights.read_bytes()
-    for touched in (content[:-1], content[:-8] + np.float64(7.0).tobytes()):  # the second is whole safetensors
+    for touched in (content[:-1], content[:-8]
+                    + np.float64(7.0).tobytes()):  # the second is whole safetensors
         weights.write_bytes(touched)
         with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest in model.json"):
             files.read_model(tmp_path)
@@ -284,7 +296,8 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_table_needs_no_access_statistics_but_needs_to_be_an_object():
     with pytest.raises(ShardCoreError, match="needs to be a table"):
         files.table_from_json([], "x.json")
-    assert files.table_from_json({"name": "t", "rows": 3, "dim": 4, "pooling": 1}, "x.json") == Table("t", 3, 4, 1)
+    assert files.table_from_json({"name": "t", "rows": 3, "dim": 4, "pooling": 1},
+                                 "x.json") == Table("t", 3, 4, 1)
 
 
 def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):

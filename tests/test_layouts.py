@@ -22,7 +22,8 @@ def on(topology) -> Problem:
 
 
 @pytest.mark.parametrize("kind, one_host, two_hosts, mixed, unequal", [
-    ("column", [(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,)], [(0,), (1,), (2,)]),
+    ("column", [(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,)],
+     [(0,), (1,), (2,)]),
     ("row", [(0, 1, 2, 3)], [(0, 1, 2, 3)], [(0, 2, 1, 3)], [(0, 1, 2)]),
     ("host_row", [], [(0, 1), (2, 3)], [(0, 2), (1, 3)], []),
     ("data_parallel", [(0, 1, 2, 3)], [(0, 1, 2, 3)], [(0, 2, 1, 3)], [(0, 1, 2)]),
@@ -35,7 +36,8 @@ def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
 @pytest.mark.parametrize("kind, channels", [
     ("column", {ALL_TO_ALL: B * W * 4}),
     ("row", {REDUCE_SCATTER: B * W * 4}),
-    ("host_row", {WITHIN: B * W * 4, ACROSS: B // 2 * W * 4}),  # two devices a host: each has half of the batch then
+    ("host_row", {WITHIN: B * W * 4, ACROSS: B // 2 * W
+                  * 4}),  # two devices a host: each has half of the batch then
     ("data_parallel", {ALL_REDUCE: 5 * W * 4}),
 ])
 def test_what_a_device_with_5_rows_enters_into_each_channel(kind, channels):
@@ -44,7 +46,8 @@ def test_what_a_device_with_5_rows_enters_into_each_channel(kind, channels):
 
 def test_what_is_left_to_cross_hosts_follows_from_their_size():
     across = LAYOUTS["host_row"].channels[ACROSS]
-    assert [across(5, W, on(on_hosts(hosts))) for hosts in ("ab", "aabb", "aaaabbbb")] == [B * W * 4 / n for n in (1, 2, 4)]
+    assert [across(5, W, on(on_hosts(hosts))) for hosts in ("ab", "aabb",
+                                                            "aaaabbbb")] == [B * W * 4 / n for n in (1, 2, 4)]
 
 
 def test_what_each_kind_runs_over_and_keeps():
@@ -57,13 +60,15 @@ def test_what_each_kind_runs_over_and_keeps():
     names = [name for x in LAYOUTS.values() for name in x.torchrec]
     assert sorted(names) == ["column_wise", "data_parallel", "grid_shard", "row_wise", "table_column_wise",
                              "table_row_wise", "table_wise"]
-    assert [x.torchrec[0] for x in LAYOUTS.values()] == ["table_wise", "row_wise", "table_row_wise", "data_parallel"]
+    assert [x.torchrec[0] for x in LAYOUTS.values()] == ["table_wise", "row_wise", "table_row_wise",
+                                                         "data_parallel"]
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
     assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE)
     assert [c.words for c in layouts.CHANNELS] == [
-        "all-to-all", "reduce-scatter", "reduce-scatter within a host", "all-to-all across hosts", "all-reduce"]
+        "all-to-all", "reduce-scatter", "reduce-scatter within a host", "all-to-all across hosts",
+        "all-reduce"]
 
 
 def test_kinds_that_are_always_on_all_devices():
@@ -73,13 +78,15 @@ def test_kinds_that_are_always_on_all_devices():
 
 
 @pytest.mark.parametrize("placement", [
-    column(TABLE, 3), column(TABLE, 0, 4, 12), row(TABLE, MIXED), host_row(TABLE, (1, 3)), host_row(TABLE, (0, 2), 8, 16),
+    column(TABLE, 3), column(TABLE, 0, 4, 12), row(TABLE, MIXED), host_row(TABLE, (1, 3)),
+    host_row(TABLE, (0, 2), 8, 16),
     replica(TABLE, MIXED), replica(SMALL, MIXED)], ids=lambda p: p.kind)
 def test_shards_cover_each_cell_as_often_as_the_kind_says(placement):
     require_placement(placement, on(MIXED))
     found = list(shards_on(placement))
     assert [device for device, _ in found] == list(placement.devices)
-    cells = Counter((r, c) for _, s in found for r in range(s.row_lo, s.row_hi) for c in range(s.col_lo, s.col_hi))
+    cells = Counter((r, c) for _, s in found for r in range(s.row_lo, s.row_hi)
+                    for c in range(s.col_lo, s.col_hi))
     times = 4 if placement.kind == "data_parallel" else 1
     shard = placement.shard
     assert cells == {(r, c): times for r in range(shard.rows) for c in range(shard.col_lo, shard.col_hi)}
@@ -87,12 +94,16 @@ def test_shards_cover_each_cell_as_often_as_the_kind_says(placement):
 
 def test_row_ranges_are_dealt_out_in_the_order_of_ranks():
     """As TorchRec sends ids: id i to rank i // ceil(10 / 4), and ranks are host by host."""
-    assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(row(TABLE, MIXED))] == [(0, 0, 3), (2, 3, 6), (1, 6, 9), (3, 9, 10)]
-    assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(host_row(TABLE, (1, 3), 4, 8))] == [(1, 0, 5), (3, 5, 10)]
+    assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(row(TABLE,
+                                                              MIXED))] == [(0, 0, 3), (2, 3, 6), (1, 6, 9),
+                                                                           (3, 9, 10)]
+    assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(host_row(TABLE, (1, 3), 4, 8))] == [(1, 0, 5),
+                                                                                              (3, 5, 10)]
 
 
 @pytest.mark.parametrize("rows, n, expected", [
-    (10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]), (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]), (4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+    (10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]), (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    (4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
     (9, 4, None), (3, 4, None), (6, 4, None), (7, 4, [(0, 2), (2, 4), (4, 6), (6, 7)]), (1, 1, [(0, 1)])])
 def test_rows_in_even_ranges(rows, n, expected):
     """None: the last would have none, as 9 rows in ranges of ceil(9 / 4) = 3."""
@@ -112,19 +123,23 @@ def test_rows_in_even_ranges(rows, n, expected):
     (Placement("row", Shard.whole(TABLE), (0, 1, 2)), TWO,
      "by row on devices 0, 1, 2; .* lives on devices 0, 1, 2, 3, in this order"),
     (Placement("row", Shard.whole(TABLE), (0, 1, 2, 3)), MIXED, "lives on devices 0, 2, 1, 3, in this order"),
-    (Placement("row", Shard(TABLE, 0, 10, 0, 8), (0, 1, 2, 3)), TWO, "by row .*; it needs all rows and all columns of the table"),
-    (Placement("row", Shard(TABLE, 0, 9, 0, 16), (0, 1, 2, 3)), TWO, "by row .*; it needs all rows and all columns of the table"),
+    (Placement("row", Shard(TABLE, 0, 10, 0, 8), (0, 1, 2, 3)), TWO, "by row .*; it needs all rows and all "
+     "columns of the table"),
+    (Placement("row", Shard(TABLE, 0, 9, 0, 16), (0, 1, 2, 3)), TWO, "by row .*; it needs all rows and all "
+     "columns of the table"),
     (row(SMALL, TWO), TWO, "by row .*; 3 rows in even ranges would leave the last of 4 devices none"),
     (host_row(TABLE, (0, 1)), ONE_HOST, "by host_row on devices 0, 1; " + UNEQUAL),
     (host_row(TABLE, (0, 1)), on_hosts("aab"), "by host_row .*; " + UNEQUAL),
     (host_row(TABLE, (0, 2)), TWO, "by host_row on devices 0, 2; " + HOSTS),
     (host_row(TABLE, (1, 0)), TWO, HOSTS),
-    (Placement("host_row", Shard(TABLE, 0, 5, 0, 16), (0, 1)), TWO, "by host_row .*; it needs all rows of the table"),
+    (Placement("host_row", Shard(TABLE, 0, 5, 0, 16), (0, 1)), TWO, "by host_row .*; it needs all rows of "
+     "the table"),
     (host_row(Table("t", 1, 16, 1.0), (2, 3)), TWO,
      "by host_row .*; 1 rows in even ranges would leave the last of 2"),
     (Placement("data_parallel", Shard.whole(TABLE), (0, 1)), TWO,
      "by data_parallel on devices 0, 1; .* devices 0, 1, 2, 3, in this order"),
-    (Placement("data_parallel", Shard(TABLE, 0, 10, 0, 8), (0, 1, 2, 3)), TWO, "it needs all rows and all columns of the table"),
+    (Placement("data_parallel", Shard(TABLE, 0, 10, 0, 8), (0, 1, 2, 3)), TWO, "it needs all rows and all "
+     "columns of the table"),
 ])
 def test_a_placement_that_is_not_as_its_kind_is_refused(placement, topology, said):
     with pytest.raises(ShardCoreError, match=said):

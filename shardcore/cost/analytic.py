@@ -96,8 +96,8 @@ class AnalyticModel:
         return True
 
     def even_is_least(self, topology: Topology) -> bool:
-        """See model.BoundableCostModel. The transfer is convex in the bytes and alike for all devices; exchanging devices that have
-        as many on their host leaves it as it is."""
+        """See model.BoundableCostModel. The transfer is convex in the bytes and alike for all devices; exchanging devices that
+        have as many on their host leaves it as it is."""
         return topology.equal_hosts
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:

@@ -1,6 +1,8 @@
-"""CostModel: what a search needs of a model. QuantileCostModel: one at a wanted confidence. price: what one says of a Workload.
+"""CostModel: what a search needs of a model. QuantileCostModel: one at a wanted confidence. price: what one
+says of a Workload.
 
-Shapes: N shards, F features, G groups, C channels, D devices; ... any leading dimensions, for several plans at once.
+Shapes: N shards, F features, G groups, C channels, D devices; ... any leading dimensions, for several plans
+at once.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from shardcore.workload import Workload
 class CostModel(Protocol):
     """Costs of fused ops and collectives, in ms.
 
-    A group's cost is head(sum of its shards' encodings): a search adds and subtracts rows of F numbers instead of running
-    a network over all shards again. All are pure.
+    A group's cost is head(sum of its shards' encodings): a search adds and subtracts rows of F numbers
+    instead of running a network over all shards again. All are pure.
     """
 
     setting: Setting
@@ -28,25 +30,29 @@ class CostModel(Protocol):
         """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms, forward + backward, of groups from their summed encodings [G, F]; 0 for an empty group (a row of 0)."""
+        """[G] ms, forward + backward, of groups from their summed encodings [G, F]; 0 for an empty group (a
+        row of 0)."""
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] the share of forward in a group's ms. A model that does not tell says 0: the backward kernel is the costlier."""
+        """[G] the share of forward in a group's ms. A model that does not tell says 0: the backward kernel is
+        the costlier."""
 
     def compiled(self) -> Compiled:
         """`head` for one group at a time, compiled: for searches that price millions of groups."""
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs of the collectives of traffic [C, ..., D] bytes (layouts.CHANNELS), given each device's compute ms [..., D] (the
-        skew with which devices arrive)."""
+        """Costs of the collectives of traffic [C, ..., D] bytes (layouts.CHANNELS), given each device's
+        compute ms [..., D] (the skew with which devices arrive)."""
 
     @property
     def lower(self) -> BoundableCostModel | None:
-        """A model that never costs more, of which lower bounds can be proved: most often itself; None: nothing can be."""
+        """A model that never costs more, of which lower bounds can be proved: most often itself; None:
+        nothing can be."""
 
 
 class Compiled(NamedTuple):
-    """head(sums [F], parameters [P]) -> ms of one group, of numba's type float64(float64[::1], float64[::1])."""
+    """head(sums [F], parameters [P]) -> ms of one group, of numba's type float64(float64[::1], float64[::1]).
+    """
 
     head: Callable[[np.ndarray, np.ndarray], float]
     parameters: np.ndarray
@@ -54,8 +60,8 @@ class Compiled(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommCost:
-    """Arrays [..., D] in ms: transfer forward and backward, and what a device waits for the last one before the forward
-    exchange."""
+    """Arrays [..., D] in ms: transfer forward and backward, and what a device waits for the last one before
+    the forward exchange."""
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
@@ -80,29 +86,31 @@ class ProbabilisticCostModel(CostModel, Protocol):
 
 
 class BoundableCostModel(CostModel, Protocol):
-    """A CostModel that says enough of itself to prove a lower bound. Nothing gets cheaper as something grows, and fusing ops
-    saves their launches at most: head(sum of groups) - launch_ms >= sum of (head(group) - launch_ms), for non-empty groups."""
+    """A CostModel that says enough of itself to prove a lower bound. Nothing gets cheaper as something grows,
+    and fusing ops saves their launches at most: head(sum of groups) - launch_ms >= sum of (head(group) -
+    launch_ms), for non-empty groups."""
 
     @property
     def launch_ms(self) -> float: ...
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[F] ms, 0 or more: head(sums) >= launch_ms + rates · sums wherever sums >= least [F]; they do not fall as it grows."""
+        """[F] ms, 0 or more: head(sums) >= launch_ms + rates · sums wherever sums >= least [F]; they do not
+        fall as it grows."""
 
     def takes_all_alike(self, topology: Topology) -> bool:
         """Whether a backward exchange takes all devices the same time."""
 
     def even_is_least(self, topology: Topology) -> bool:
-        """Whether no division of a collective's bytes over the devices makes the exchanges of a step cheaper than the even one:
-        forward of the last device, and backward of the devices' mean by speed."""
+        """Whether no division of a collective's bytes over the devices makes the exchanges of a step cheaper
+        than the even one: forward of the last device, and backward of the devices' mean by speed."""
 
 
 @dataclass(frozen=True, eq=False)
 class QuantileCostModel:
     """A CostModel whose ops cost what `model` says they stay below with probability `confidence`.
 
-    A search that sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked) for a confidence not within the
-    levels that the model knows."""
+    A search that sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked)
+    for a confidence not within the levels that the model knows."""
 
     model: ProbabilisticCostModel
     confidence: float
@@ -149,7 +157,8 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
 
 
 def price(workload: Workload, model: CostModel) -> StepCost:
-    """What `model` predicts that one step of `workload` costs. Compute is divided by a device's speed factor."""
+    """What `model` predicts that one step of `workload` costs. Compute is divided by a device's speed factor.
+    """
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
     known: dict[int, tuple[float, float]] = {}  # replicas are on all devices, and many: their op is priced once

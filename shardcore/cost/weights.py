@@ -1,7 +1,9 @@
-"""What a model's weights have to be, so that what a model predicts is finite, 0 or more, and grows with what it prices.
+"""What a model's weights have to be, so that what a model predicts is finite, 0 or more, and grows with what
+it prices.
 
-A file of weights is safe to load, but may hold anything: a negative launch predicts negative times, and a search would look
-for more of them. Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L levels.
+A file of weights is safe to load, but may hold anything: a negative launch predicts negative times, and a
+search would look for more of them. Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L
+levels.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
 _ANY = (-1e6, 1e6)
 _CONTENTION, _BAND = 50.0, 300.0
-"""Largest exponents of the contention's and the quantiles' factors. Their product is finite, and far beyond any measurement."""
+"""Largest exponents of the contention's and the quantiles' factors. Their product is finite, and far beyond
+any measurement."""
 _MOST_LAYERS = 8
 """Of the network: of more, products of weights within _ANY are infinite."""
 
 
 def require(w: Mapping[str, np.ndarray]) -> None:
-    """Raise ShardCoreError naming a weight that is missing, unknown, of another shape, or out of its range."""
+    """Raise ShardCoreError naming a weight that is missing, unknown, of another shape, or out of its range.
+    """
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
     hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
     rules = {
@@ -34,12 +38,14 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "condition_sd": ((c,), (1e-9, 1e6)),
         "contention.0.weight": ((k, hidden), (0.0, 1e6)), "contention.0.bias": ((hidden,), _ANY),
         "contention.1.weight": ((hidden, 2), (0.0, _CONTENTION / hidden)),
-        "band.log_ms": ((knots,), _ANY), "band.width": ((knots,), (1e-9, 1e6)), "band.level": ((levels,), (0.0, 1.0)),
+        "band.log_ms": ((knots,), _ANY), "band.width": ((knots,), (1e-9, 1e6)),
+        "band.level": ((levels,), (0.0, 1.0)),
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
     ran = [(channel, way) for channel in CHANNELS for way in collective_model.WAYS[channel.collective]]
-    optional = {collective_model.weight(*x): ((e,), _RATE) for x in ran} | {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
+    optional = {collective_model.weight(*x): ((e,), _RATE)
+                for x in ran} | {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():
@@ -51,9 +57,10 @@ def require(w: Mapping[str, np.ndarray]) -> None:
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
     if level[0] > quantiles.LEVELS[0] or level[-1] < quantiles.LEVELS[-1]:
-        raise ShardCoreError(f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to reach from "
-                             f"{quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}")
-    for name, found, least in (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9), ("band.error", error, 0.0)):
+        raise ShardCoreError(f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to "
+                             f"reach from {quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}")
+    for name, found, least in (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9),
+                               ("band.error", error, 0.0)):
         if (np.diff(found) < least).any():
             raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
     if not quantiles.rises(log_ms, width, error):
@@ -62,9 +69,11 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
         raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_BAND:g}")
 
 
-def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[float, float]]]:
+def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str,
+                                                               tuple[tuple[int, ...], tuple[float, float]]]:
     """Of layers, each as wide as the one before gives, the last one 2."""
-    rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*", name))), default=0)
+    rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*",
+                                                                                 name))), default=0)
     if last >= _MOST_LAYERS:
         raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
     for i in range(last + 1):
@@ -84,7 +93,9 @@ def _require(w: Mapping[str, np.ndarray], name: str, shape: Sequence[int], ends:
         raise ShardCoreError(f"weight {name!r} is missing")
     found = w[name]
     if found.shape != tuple(shape) or found.dtype != np.float64:
-        raise ShardCoreError(f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float64 {list(shape)}")
+        raise ShardCoreError(f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float64 "
+                             f"{list(shape)}")
     wrong = ~((found >= ends[0]) & (found <= ends[1]))  # of NaN, too
     if wrong.any():
-        raise ShardCoreError(f"weight {name!r} has {float(found[wrong][0]):g}; it needs {ends[0]:g} to {ends[1]:g}")
+        raise ShardCoreError(f"weight {name!r} has {float(found[wrong][0]):g}; it needs {ends[0]:g} to "
+                             f"{ends[1]:g}")

@@ -1,17 +1,22 @@
-"""A lower bound on what any plan of a problem costs under a model, where the model allows a proof; and an estimate of one.
+"""A lower bound on what any plan of a problem costs under a model, where the model allows a proof; and an
+estimate of one.
 
-A step takes max over devices of (compute + backward exchange), and then the longest forward exchange. Each way to cut a table
-adds some work to the devices and some bytes to the exchanges, and both add up over tables. So no plan is cheaper than the
-tables' least work, divided by the devices' speeds, with the exchanges that even bytes take; the least way to cut a table by
-columns or rows is a shortest path over widths. Nor is it cheaper than any of its parts. So the bound is the least ms in
-which the least work can be done with parts that take no longer each.
+A step takes max over devices of (compute + backward exchange), and then the longest forward exchange. Each
+way to cut a table adds some work to the devices and some bytes to the exchanges, and both add up over tables.
+So no plan is cheaper than the tables' least work, divided by the devices' speeds, with the exchanges that
+even bytes take; the least way to cut a table by columns or rows is a shortest path over widths. Nor is it
+cheaper than any of its parts. So the bound is the least ms in which the least work can be done with parts
+that take no longer each.
 
-The proof counts as work of a part what it costs alone, less the launch that fusing saves (cost.model.BoundableCostModel); for
-plans of one kind of part, what it costs at least in an op of the mean load, for some device has that. The estimate counts what all tables cost
-as one op, its sums divided evenly over the devices: more where shards contend, and no bound, for a device may hold tables that
-contend less than the mean. Memory does not count, nor constraints but those that keep tables whole, together or on some devices.
+The proof counts as work of a part what it costs alone, less the launch that fusing saves
+(cost.model.BoundableCostModel); for plans of one kind of part, what it costs at least in an op of the mean
+load, for some device has that. The estimate counts what all tables cost as one op, its sums divided evenly
+over the devices: more where shards contend, and no bound, for a device may hold tables that contend less than
+the mean. Memory does not count, nor constraints but those that keep tables whole, together or on some
+devices.
 
-Shapes: T tables, N parts, F features, D devices, K kinds of part: that of whole rows, and those that groups of devices share.
+Shapes: T tables, N parts, F features, D devices, K kinds of part: that of whole rows, and those that groups
+of devices share.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ _PRECISION = 1e-3
 
 @dataclass(frozen=True)
 class Bound:
-    """No plan of `space` costs less than proved_ms (None: nothing is proved), and about estimate_ms is what those get to that
-    divide all work evenly. limit: what is in the way of cheaper ones."""
+    """No plan of `space` costs less than proved_ms (None: nothing is proved), and about estimate_ms is what
+    those get to that divide all work evenly. limit: what is in the way of cheaper ones."""
 
     proved_ms: float | None
     estimate_ms: float
@@ -44,8 +49,8 @@ class Bound:
 
 
 def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None) -> Bound:
-    """Among plans that cut tables by columns, or have groups of devices share them in some kinds (None: all such kinds). Raises
-    SettingMismatch."""
+    """Among plans that cut tables by columns, or have groups of devices share them in some kinds (None: all
+    such kinds). Raises SettingMismatch."""
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
     parts, lower, proved_ms = _Parts(problem, model, kinds), model.lower, None
@@ -136,8 +141,8 @@ class _Parts:
         return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
 
     def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K] ms that the channels of each kind take at least, if any of its groups is used; and [K] ms that a byte in the first
-        of them adds, with what it brings in the others, when all devices have as many."""
+        """[K] ms that the channels of each kind take at least, if any of its groups is used; and [K] ms that
+        a byte in the first of them adds, with what it brings in the others, when all devices have as many."""
         n = len(self.speed)
         if n == 1:
             return np.zeros(1), np.zeros(1)
@@ -152,15 +157,15 @@ class _Parts:
         return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
 
     def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
-        """The least price at which parts of these kinds make up all tables, from prices [N] with copies, and how often each part
-        is then taken [N]; inf and None: none do."""
+        """The least price at which parts of these kinds make up all tables, from prices [N] with copies, and
+        how often each part is then taken [N]; inf and None: none do."""
         sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
         best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
         return least, sum(way(best == i) for i, way in enumerate(ways)) if np.isfinite(least) else None
 
     def within(self, some: np.ndarray) -> np.ndarray:
-        """Of some parts [N] bool those that can be in a plan: not of a table and kind whose large parts, of which its devices
-        cannot do without one, are not among them."""
+        """Of some parts [N] bool those that can be in a plan: not of a table and kind whose large parts, of
+        which its devices cannot do without one, are not among them."""
         possible = np.zeros(self.size.shape, dtype=bool)
         chosen = some & self.large
         possible[self.table[chosen], self.kind[chosen]] = True
@@ -179,7 +184,8 @@ def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
 
 
 def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | None:
-    """The least that any of n devices has of a table; None where they cannot share it so. whole: it must stay so."""
+    """The least that any of n devices has of a table; None where they cannot share it so. whole: it must stay
+    so."""
     if not layout.divides_rows:
         return Shard.whole(table)
     each = None if table.ordered or whole else even_share(table.rows, n)
@@ -187,8 +193,8 @@ def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | N
 
 
 def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
-    """The least price [T] at which parts make up `size` units of each table, and a function from chosen tables [T] bool to how
-    often each part [N] is then taken."""
+    """The least price [T] at which parts make up `size` units of each table, and a function from chosen
+    tables [T] bool to how often each part [N] is then taken."""
     rows = np.arange(len(at))
     of = np.where(at >= 0, price[at], np.inf)
     best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
@@ -217,8 +223,8 @@ _EVENLY = "the work of all tables, divided evenly"
 
 
 def _proved(parts: _Parts) -> Price:
-    """The least work, divided by all speeds; what a group shares brings a launch on each of its devices, columns on one at
-    least."""
+    """The least work, divided by all speeds; what a group shares brings a launch on each of its devices,
+    columns on one at least."""
     launch_ms, total_speed = parts.model.launch_ms, parts.speed.sum()
     work = parts.copies * np.maximum(0.0, parts.alone_ms - launch_ms) / total_speed + parts.exchange_ms
 
@@ -234,8 +240,8 @@ def _proved(parts: _Parts) -> Price:
 
 
 def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
-    """The same for plans of one kind, so one op on each device, from the load that some device has at least: the mean by speed.
-    With a load go drivers, and with those the rates at which the load was counted."""
+    """The same for plans of one kind, so one op on each device, from the load that some device has at least:
+    the mean by speed. With a load go drivers, and with those the rates at which the load was counted."""
     model, some, total_speed = parts.model, some & (parts.kind == kind), parts.speed.sum()
     rates = model.rates(parts.codes[parts.whole].sum(0) / len(parts.speed))
     for _ in range(4):
@@ -252,8 +258,8 @@ def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
 
 
 def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
-    """[F] what a device at least has of each feature, at most one part of each table, when the loads [N] of its parts make up
-    `wanted`: taken from the tables that have least of it for their load."""
+    """[F] what a device at least has of each feature, at most one part of each table, when the loads [N] of
+    its parts make up `wanted`: taken from the tables that have least of it for their load."""
     some = some & (load > 0)
     room, each = np.zeros(len(parts.size)), np.full((len(parts.size), parts.codes.shape[1]), np.inf)
     np.maximum.at(room, parts.table[some], load[some])
@@ -268,8 +274,8 @@ def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: floa
 
 
 def _estimated(parts: _Parts) -> Price:
-    """What groups share as one op of each kind, alike on all devices, the columns as one divided over the devices by their
-    speed; the way to cut tables follows from how steep the head is there."""
+    """What groups share as one op of each kind, alike on all devices, the columns as one divided over the
+    devices by their speed; the way to cut tables follows from how steep the head is there."""
     n, total_speed = len(parts.speed), parts.speed.sum()
     shares = (parts.speed / total_speed)[:, None]
 
@@ -291,9 +297,9 @@ def _estimated(parts: _Parts) -> Price:
 
 
 def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
-    """The least ms, over mixes of kinds, at which plans can be whose parts take no longer alone; and what is in the way of less.
-    Each mix stands for itself, for each kind brings launches and latencies of its own. alike: the device with any one part has
-    the exchanges to wait for like all others."""
+    """The least ms, over mixes of kinds, at which plans can be whose parts take no longer alone; and what is
+    in the way of less. Each mix stands for itself, for each kind brings launches and latencies of its own.
+    alike: the device with any one part has the exchanges to wait for like all others."""
     together_ms, together = _together(parts)
     found: list[tuple[float, str, list[int], float]] = []
     for mix in parts.mixes:
@@ -317,7 +323,8 @@ def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function crosses its argument, from below: falling(low) > low, falling(high) <= high."""
+    """Where a falling function crosses its argument, from below: falling(low) > low, falling(high) <= high.
+    """
     while high > low * (1 + _PRECISION):
         middle = float(np.sqrt(low * high))
         low, high = (low, middle) if falling(middle) <= middle else (middle, high)

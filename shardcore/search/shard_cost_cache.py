@@ -1,9 +1,9 @@
 """ShardCostCache: what parts of tables cost, looked up instead of computed again.
 
-A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of its columns; tables
-that are kept together are one strip of one unit. A *part* is what a device holds of a strip; part 0 is nothing. The cache keeps
-the encoding, the bytes, the width and the single cost of every part in use, so that moving columns between devices is adding and
-subtracting rows of arrays.
+A search works on numbers: a piece is (strip, units). A strip is a row range of a table, a unit MIN_WIDTH of
+its columns; tables that are kept together are one strip of one unit. A *part* is what a device holds of a
+strip; part 0 is nothing. The cache keeps the encoding, the bytes, the width and the single cost of every part
+in use, so that moving columns between devices is adding and subtracting rows of arrays.
 
 Shapes: S strips, R parts, F features, D devices, K kinds; ... leading dimensions.
 """
@@ -29,10 +29,10 @@ Piece = tuple[int, int]
 class ShardCostCache:
     """Parts of the strips that `pieces` cover, under one problem and model.
 
-    kinds [K]: of sharding, that its pieces have; the first is that of whole rows. speed [D]; allowed [S, D]: where a strip may
-    be; freedom [S]: on how many devices; kind, size [S]: number of its kind, and units in all.
-    codes [R, F]; bytes [R]; width [R]: in multiples of MIN_WIDTH columns; single_ms [R]: the cost of a part alone at speed 1. Parts are made
-    by `add` and `need`.
+    kinds [K]: of sharding, that its pieces have; the first is that of whole rows. speed [D]; allowed [S, D]:
+    where a strip may be; freedom [S]: on how many devices; kind, size [S]: number of its kind, and units in
+    all. codes [R, F]; bytes [R]; width [R]: in multiples of MIN_WIDTH columns; single_ms [R]: the cost of a
+    part alone at speed 1. Parts are made by `add` and `need`.
     """
 
     def __init__(self, problem: Problem, model: CostModel, pieces: Iterable[Shard]) -> None:
@@ -80,7 +80,8 @@ class ShardCostCache:
         return [self.piece(item[0]) for item in items(shards, self.problem)]
 
     def items(self, pieces: Sequence[Piece]) -> list[Item]:
-        """The pieces as rectangles, columns dealt out in the order given. They must not take more than a strip has."""
+        """The pieces as rectangles, columns dealt out in the order given. They must not take more than a
+        strip has."""
         taken, found = [0] * len(self._strips), []
         for strip, units in pieces:
             found.append(self._item(strip, taken[strip], taken[strip] + units))
@@ -104,7 +105,8 @@ class ShardCostCache:
         return units > 1 and not self.kind[strip] and self.table(strip).name not in self.problem.whole
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Make the parts that the pieces of one plan can come to on a device: the sums of any of a strip's units."""
+        """Make the parts that the pieces of one plan can come to on a device: the sums of any of a strip's
+        units."""
         sums: dict[int, set[int]] = {}
         for strip, units in pieces:
             held = sums.setdefault(strip, {0})
@@ -132,11 +134,13 @@ class ShardCostCache:
             self._parts[s, u] = first + i
 
     def parts(self, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[...] the parts of so many units of strips; both [...] (broadcast). The parts must have been added."""
+        """[...] the parts of so many units of strips; both [...] (broadcast). The parts must have been added.
+        """
         return self._parts[strips, units]
 
     def total_ms(self, compute_ms: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[...] ms of steps with compute [..., D] in ms, and per device and kind so many units of columns [..., D, K].
+        """[...] ms of steps with compute [..., D] in ms, and per device and kind so many units of columns
+        [..., D, K].
 
         What price(lower(plan, problem), model).total_ms is for the same plan.
         """

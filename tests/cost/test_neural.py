@@ -1,4 +1,5 @@
-"""What a search relies on: monotone, 0 for nothing, order-free, any number of devices, files that are what was saved."""
+"""What a search relies on: monotone, 0 for nothing, order-free, any number of devices, files that are what
+was saved."""
 
 import hashlib
 import json
@@ -120,7 +121,8 @@ def test_several_plans_at_once(model):
 
 def rates(channel, **ways) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some EXCHANGE_TERMS."""
-    return {collective_model.weight(channel, way): np.array([some.get(t, 0.0) for t in collective_model.EXCHANGE_TERMS])
+    return {collective_model.weight(channel, way): np.array([some.get(t, 0.0)
+                                                             for t in collective_model.EXCHANGE_TERMS])
             for way, some in ways.items()}
 
 
@@ -173,9 +175,11 @@ def test_more_bytes_never_take_less(model):
 def test_links_that_the_topology_gives():
     hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
     links = Topology(hosts, within_host_gbps=100.0, between_hosts_gbps=10.0, latency_ms=0.5)
-    fitted = {collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0) for way in ("forward", "backward")}
+    fitted = {collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0)
+              for way in ("forward", "backward")}
     model = neural.NeuralModel(SETTING, fitted, {})
-    cost = model.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
+    cost = model.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4),
+                      links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
     assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))
     reduced = model.comm(sends(all_reduce=np.full(4, 4e6)), np.zeros(4), links)
     assert reduced.backward_ms == pytest.approx(np.full(4, 0.5 + 6 / 10))  # 2 · 3/4 of 4 MB at 10 GB/s
@@ -186,10 +190,13 @@ def test_links_that_the_topology_gives():
 
 
 def test_rows_over_a_host_by_hand():
-    """A batch of 256 and 8 columns: 8,192 bytes enter the reduce-scatter of host a, half as many its devices' all-to-alls."""
+    """A batch of 256 and 8 columns: 8,192 bytes enter the reduce-scatter of host a, half as many its devices'
+    all-to-alls."""
     where, table = on_hosts("aabb"), Table("t", 100, 8, 2.0)
-    weights = {**rates(REDUCE_SCATTER, forward={"once": 1.0, "near_busiest_bytes": 1e-3}, backward={"once": 2.0}),
-               **rates(ALL_TO_ALL, forward={"once": 0.5, "far_bytes": 1e-3}, backward={"once": 0.25, "uplink_bytes": 1e-3})}
+    weights = {**rates(REDUCE_SCATTER, forward={"once": 1.0, "near_busiest_bytes": 1e-3},
+                       backward={"once": 2.0}),
+               **rates(ALL_TO_ALL, forward={"once": 0.5, "far_bytes": 1e-3},
+                       backward={"once": 0.25, "uplink_bytes": 1e-3})}
     problem = Problem("p", (table,), where, 256)
     work = lower(Plan((host_row(table, (0, 1)),)), problem)
     cost = price(work, by_hand(**weights))
@@ -205,7 +212,8 @@ def test_rows_over_a_host_by_hand():
 
 
 def test_rows_over_hosts_unlike_each_other_are_never_exchanged(model):
-    assert not model.comm(sends(reduce_scatter_host=np.full(3, 1e6)), np.zeros(3), on_hosts("aab")).forward_ms.any()
+    assert not model.comm(sends(reduce_scatter_host=np.full(3, 1e6)), np.zeros(3),
+                          on_hosts("aab")).forward_ms.any()
 
 
 # --- files
@@ -329,7 +337,8 @@ def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:
 
 def test_nothing_to_say_within_the_range(model):
     tables = tuple(pool()[:8])
-    assert beyond(model, tables, 4, [Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(tables)]) == []
+    assert beyond(model, tables, 4, [Placement("column", Shard.whole(t), (i % 4,))
+                                     for i, t in enumerate(tables)]) == []
 
 
 def test_what_lies_beyond_the_range_is_named(model):

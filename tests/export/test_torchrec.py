@@ -38,12 +38,14 @@ def test_random_plans_come_back():
 def test_columns_and_whole_tables_are_one_op():
     given = training.problem(1, 4)
     t = {x.name: x for x in given.tables}
-    plan = Plan((column(t["a"], 3), replica(t["b"], given.topology), column(t["left.c"], 2, 0, 4), column(t["left.c"], 0, 4, 32),
+    plan = Plan((column(t["a"], 3), replica(t["b"], given.topology), column(t["left.c"], 2, 0, 4),
+                 column(t["left.c"], 0, 4, 32),
                  column(t["d"], 1), column(t["inner.right.c"], 0), column(t["e"], 1)))
     theirs = to_torchrec(plan, given, training.Model()).plan
     assert {n: s.sharding_type for n, s in theirs["left"].items()} == {
         "a": "column_wise", "b": "data_parallel", "c": "column_wise", "d": "column_wise"}
-    assert {n: s.sharding_type for n, s in theirs["inner.right"].items()} == {"c": "table_wise", "e": "table_wise"}
+    assert {n: s.sharding_type for n, s in theirs["inner.right"].items()} == {"c": "table_wise",
+                                                                              "e": "table_wise"}
     assert {s.compute_kernel for m in theirs.values() for n, s in m.items() if n != "b"} == {"fused"}
     assert theirs["left"]["b"].compute_kernel == "dense"
     parts = [(s.placement.rank(), s.shard_offsets, s.shard_sizes, str(s.placement))
@@ -60,7 +62,8 @@ def test_rows_over_a_host_are_one_op_with_those_of_cut_tables():
     theirs = to_torchrec(plan, given, training.Model()).plan["left"]
     assert {n: s.sharding_type for n, s in theirs.items()} == {
         "a": "grid_shard", "b": "grid_shard", "c": "table_wise", "d": "table_wise"}
-    assert set(from_torchrec(to_torchrec(plan, given, training.Model()), given, training.Model()).placements) == set(plan.placements)
+    assert set(from_torchrec(to_torchrec(plan, given, training.Model()), given,
+                             training.Model()).placements) == set(plan.placements)
 
 
 def test_names_of_tables():
@@ -77,7 +80,8 @@ def test_ranks_are_host_by_host():
     found = sharded([host_row(TABLE, (1, 3))], HOSTS)
     assert found.sharding_type == "table_row_wise" and ranges(found) == [(2, 0, 12), (3, 12, 24)]
     found = sharded([row(TABLE, HOSTS)], HOSTS)
-    assert found.sharding_type == "row_wise" and ranges(found) == [(0, 0, 6), (1, 6, 12), (2, 12, 18), (3, 18, 24)]
+    assert found.sharding_type == "row_wise" and ranges(found) == [(0, 0, 6), (1, 6, 12), (2, 12, 18),
+                                                                   (3, 18, 24)]
     assert sharded([replica(TABLE, HOSTS)], HOSTS) == sharded([replica(TABLE, FOUR)], FOUR)
 
 
@@ -92,13 +96,16 @@ def test_grid_has_one_part_per_device():
     parts = [host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (1, 3), 4, 8), host_row(TABLE, (0, 2), 8, 16)]
     found = sharded(parts, HOSTS)
     assert found.sharding_type == "grid_shard"
-    assert [(rank, s.col_lo, s.col_hi) for rank, s in found.parts] == [(0, 0, 12), (1, 0, 12), (2, 12, 16), (3, 12, 16)]
+    assert [(rank, s.col_lo, s.col_hi) for rank, s in found.parts] == [(0, 0, 12), (1, 0, 12), (2, 12, 16),
+                                                                       (3, 12, 16)]
     assert ranges(found) == [(0, 0, 12), (1, 12, 24), (2, 0, 12), (3, 12, 24)]
-    assert sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)], HOSTS).sharding_type == "table_row_wise"
+    assert sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)],
+                   HOSTS).sharding_type == "table_row_wise"
 
 
 @pytest.mark.parametrize("placement, theirs", [
-    (lambda t, on: [column(t, 2)], "table_wise"), (lambda t, on: [column(t, 0, 0, 4), column(t, 3, 4, 16)], "column_wise"),
+    (lambda t, on: [column(t, 2)], "table_wise"), (lambda t, on: [column(t, 0, 0, 4), column(t, 3, 4, 16)],
+                                                   "column_wise"),
     (lambda t, on: [row(t, on)], "row_wise"), (lambda t, on: [host_row(t, (2, 3))], "table_row_wise"),
     (lambda t, on: [host_row(t, (0, 1), 0, 4), host_row(t, (2, 3), 4, 16)], "grid_shard"),
     (lambda t, on: [replica(t, on)], "data_parallel")])
@@ -114,7 +121,8 @@ def test_each_kind_goes_to_torchrec_and_comes_back(placement, theirs):
 def test_rows_over_a_host_are_on_its_ranks():
     given = training.problem(2, 2)
     a, *others = given.tables
-    exported = to_torchrec(Plan((host_row(a, (2, 3)), *(column(t, 1) for t in others))), given, training.Model())
+    exported = to_torchrec(Plan((host_row(a, (2, 3)), *(column(t, 1) for t in others))), given,
+                           training.Model())
     found = exported.plan["left"]["a"]
     assert found.ranks == [2, 3] and found.compute_kernel == "fused"
     assert [(str(s.placement), s.shard_offsets, s.shard_sizes) for s in found.sharding_spec.shards] == [
@@ -122,7 +130,8 @@ def test_rows_over_a_host_are_on_its_ranks():
 
 
 def test_a_table_of_two_kinds_is_refused():
-    with pytest.raises(ShardCoreError, match="table 't' by column and host_row; TorchRec shards a table by one of them"):
+    with pytest.raises(ShardCoreError, match="table 't' by column and host_row; TorchRec shards a table by "
+                       "one of them"):
         sharded([host_row(TABLE, (0, 2), 0, 8), column(TABLE, 1, 8, 16)], HOSTS)
 
 
@@ -131,7 +140,8 @@ def test_refuses_sequences_that_torchrec_cannot():
     others = [column(t, 0) for t in given.tables if t.name != "s"]
     s = next(t for t in given.tables if t.name == "s")
     for parts, device, said in (
-            ([host_row(s, (0, 1))], "cuda", "over one host"), ([replica(s, given.topology)], "cpu", "on a CPU TorchRec cannot")):
+            ([host_row(s, (0, 1))], "cuda", "over one host"),
+            ([replica(s, given.topology)], "cpu", "on a CPU TorchRec cannot")):
         with pytest.raises(ShardCoreError, match=f"'s' of the EmbeddingCollection 'sequence' *.*{said}"):
             to_torchrec(Plan((*others, *parts)), given, MODULE, device)
     assert to_torchrec(Plan((*others, replica(s, given.topology))), given, MODULE, "cuda")
@@ -143,7 +153,8 @@ def test_refuses_another_model():
     with pytest.raises(ShardCoreError, match="the problem lacks 's'"):
         to_torchrec(plan, given, MODULE)
     other = replace(given, tables=(replace(given.tables[0], rows=25), *given.tables[1:]))
-    with pytest.raises(ShardCoreError, match=r"'a' has \(rows, dim\) \(25, 16\) in problem 'model' and \(24, 16\) in the model"):
+    with pytest.raises(ShardCoreError, match=r"'a' has \(rows, dim\) \(25, 16\) in problem 'model' and \(24, "
+                       r"16\) in the model"):
         to_torchrec(Plan(tuple(column(t, 0) for t in other.tables)), other, training.Model())
     theirs = to_torchrec(plan, given, training.Model())
     del theirs.plan["left"]["a"]
@@ -159,8 +170,10 @@ def test_settings_of_a_plan_are_kept(tmp_path):
     plan = Plan(tuple(column(t, 0) for t in given.tables))
     theirs = to_torchrec(plan, given, training.Model())
     theirs.plan["left"]["a"] = replace(
-        theirs.plan["left"]["a"], compute_kernel="fused_uvm_caching", bounds_check_mode=BoundsCheckMode.IGNORE,
-        output_dtype=DataType.BF16, cache_params=CacheParams(CacheAlgorithm.LFU, 0.2, precision=DataType.FP16),
+        theirs.plan["left"]["a"], compute_kernel="fused_uvm_caching",
+        bounds_check_mode=BoundsCheckMode.IGNORE,
+        output_dtype=DataType.BF16, cache_params=CacheParams(CacheAlgorithm.LFU, 0.2,
+                                                             precision=DataType.FP16),
         key_value_params=KeyValueParams(ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))))
     write_torchrec(tmp_path / "plan.json", theirs)
     assert read_torchrec(tmp_path / "plan.json") == theirs
@@ -183,9 +196,11 @@ ODD = [
 
 def test_files_are_checked(tmp_path):
     given, path = training.problem(1, 2), tmp_path / "plan.json"
-    write_torchrec(path, to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
+    write_torchrec(path, to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given,
+                                     training.Model()))
     whole = path.read_text()
-    for text, said in ((whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"), (whole[:-40], "not whole JSON"),
+    for text, said in ((whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"),
+                       (whole[:-40], "not whole JSON"),
                        (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
                        (whole.replace('"version": 2', '"version": 9'), "version 9")):
         path.write_text(text)
@@ -200,7 +215,8 @@ def test_files_are_checked(tmp_path):
 
 def test_command_writes_what_a_job_reads(tmp_path, capsys):
     given = replace(training.problem(1, 4), tables=training.problem(1, 4).tables[:2])
-    plan = Plan((column(given.tables[0], 1, 0, 4), column(given.tables[0], 0, 4, 16), column(given.tables[1], 3)))
+    plan = Plan((column(given.tables[0], 1, 0, 4), column(given.tables[0], 0, 4, 16),
+                 column(given.tables[1], 3)))
     paths = [str(tmp_path / name) for name in ("problem.json", "plan.json", "torchrec.json")]
     files.write_problem(paths[0], given)
     files.write_plan(paths[1], plan, given)

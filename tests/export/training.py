@@ -1,6 +1,7 @@
-"""Random plans that TorchRec trains: drawn, taken there and back, and trained with DistributedModelParallel on gloo processes, to
-compare with an unsharded run, and ops with `lower`. For the tests and for bench/torchrec.py. Processes are forked from a server
-that has imported TorchRec once, and nothing else of whoever asks: no threads of his, no locks.
+"""Random plans that TorchRec trains: drawn, taken there and back, and trained with DistributedModelParallel
+on gloo processes, to compare with an unsharded run, and ops with `lower`. For the tests and for
+bench/torchrec.py. Processes are forked from a server that has imported TorchRec once, and nothing else of
+whoever asks: no threads of his, no locks.
 """
 
 from __future__ import annotations
@@ -54,16 +55,19 @@ class Model(nn.Module):
         self.inner = nn.ModuleDict({"right": bags(RIGHT)})
         self.sequence = EmbeddingCollection(device=torch.device(device), tables=[
             EmbeddingConfig(name="s", num_embeddings=30, embedding_dim=8, feature_names=["f5"]),
-            EmbeddingConfig(name="t", num_embeddings=21, embedding_dim=8, feature_names=["f6"])]) if sequence else None
+            EmbeddingConfig(name="t", num_embeddings=21, embedding_dim=8,
+                            feature_names=["f6"])]) if sequence else None
 
     def forward(self, features):
-        pooled = [x for ebc in (self.left, self.inner["right"]) for _, x in sorted(ebc(features).to_dict().items())]
+        pooled = [x for ebc in (self.left, self.inner["right"])
+                  for _, x in sorted(ebc(features).to_dict().items())]
         rows = [self.sequence(features)[f].values() for f in ("f5", "f6")] if self.sequence else []
         return torch.cat(pooled, 1), rows
 
 
 def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered: bool = False) -> Problem:
-    shapes = {"a": LEFT["a"], "b": LEFT["b"], "left.c": LEFT["c"], "d": LEFT["d"], "inner.right.c": RIGHT["c"], "e": RIGHT["e"]}
+    shapes = {"a": LEFT["a"], "b": LEFT["b"], "left.c": LEFT["c"], "d": LEFT["d"],
+              "inner.right.c": RIGHT["c"], "e": RIGHT["e"]}
     tables = [Table(n, r, d, 2.0 * len(f), ordered=ordered) for n, (r, d, f) in shapes.items()]
     if sequence:
         tables += [Table("s", 30, 8, 2.0), Table("t", 21, 8, 2.0)]
@@ -115,7 +119,8 @@ def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[str, int]]]:
 
 
 def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator) -> str:
-    """What of a plan is lost on its way to TorchRec and its file, with random settings of its tables, and back; "" is nothing."""
+    """What of a plan is lost on its way to TorchRec and its file, with random settings of its tables, and
+    back; "" is nothing."""
     theirs = to_torchrec(plan, given, module)
     for sharded in theirs.plan.values():
         for name, sharding in sharded.items():
@@ -123,7 +128,8 @@ def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator
                 sharded[name] = replace(sharding, **_settings(rng))
     ours = from_torchrec(theirs, given, module)
     n = len(given.topology)
-    checks = {"what a device holds": held(ours, n) == held(plan, n), "the file": from_json(to_json(theirs)) == theirs,
+    checks = {"what a device holds": held(ours, n) == held(plan, n),
+              "the file": from_json(to_json(theirs)) == theirs,
               "consolidation": ours.placements == consolidate(ours.placements),
               "TorchRec's plan": to_torchrec(ours, given, module) == theirs,
               "our plan": from_torchrec(to_torchrec(ours, given, module), given, module) == ours}
@@ -145,9 +151,10 @@ def _settings(rng: np.random.Generator) -> dict[str, Any]:
 # --- training ----------------------------------------------------------------------------------------------------------------
 
 
-def train(given: Problem, plans: Mapping[int, Plan], sequence: bool = False, limit_s: float = 120) -> dict[int, str]:
-    """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is its seed. It ends with
-    the first that fails, or for which a process dies."""
+def train(given: Problem, plans: Mapping[int, Plan], sequence: bool = False,
+          limit_s: float = 120) -> dict[int, str]:
+    """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is
+    its seed. It ends with the first that fails, or for which a process dies."""
     n = len(given.topology)
     with tempfile.TemporaryDirectory() as folder:
         codes = in_processes(n, _work, (given, plans, sequence, folder), limit_s)
@@ -162,7 +169,8 @@ def train(given: Problem, plans: Mapping[int, Plan], sequence: bool = False, lim
 
 
 def in_processes(n: int, work: Callable[..., None], args: Sequence[Any], limit_s: float) -> list[int]:
-    """Run work(rank, *args) in n processes; their exit codes. Those that take longer than the limit, together, are killed."""
+    """Run work(rank, *args) in n processes; their exit codes. Those that take longer than the limit,
+    together, are killed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"])
     workers = [context.Process(target=work, args=(rank, *args)) for rank in range(n)]
@@ -178,15 +186,18 @@ def in_processes(n: int, work: Callable[..., None], args: Sequence[Any], limit_s
 
 
 def run_script(n: int, path: Path, *args: str, limit_s: float = 120) -> tuple[list[int], str]:
-    """A script in n processes as torchrun starts them, less torchrun itself; exit codes, and what they printed."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # its port is open, so nobody takes it
+    """A script in n processes as torchrun starts them, less torchrun itself; exit codes, and what they
+    printed."""
+    store = dist.TCPStore("localhost", 0, is_master=True,
+                          wait_for_workers=False)  # its port is open, so nobody takes it
     with tempfile.TemporaryDirectory() as folder:
         codes = in_processes(n, _script, (n, store.port, path, args, folder), limit_s)
         return codes, "".join(p.read_text() for p in sorted(Path(folder).iterdir()))
 
 
 def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n), MASTER_ADDR="localhost",
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n),
+                      MASTER_ADDR="localhost",
                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     sys.argv[:] = [str(path), *args]
     sys.stdout = sys.stderr = open(f"{folder}/{rank}", "w", buffering=1)
@@ -197,7 +208,8 @@ def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
+                      LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     for i, plan in plans.items():
@@ -214,7 +226,8 @@ def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, 
 def kinds_of(plan: Plan, given: Problem, sequence: bool = False) -> dict[str, str]:
     """The sharding type of each table, by path."""
     exported = to_torchrec(plan, given, Model(sequence=sequence), "cpu")
-    return {f"{path}.{name}": f"{s.sharding_type} {s.ranks}" for path, m in exported.plan.items() for name, s in m.items()}
+    return {f"{path}.{name}": f"{s.sharding_type} {s.ranks}" for path, m in exported.plan.items()
+            for name, s in m.items()}
 
 
 def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -> str:
@@ -227,21 +240,25 @@ def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -
     torch.manual_seed(seed)
     whole = Model("cpu", sequence)
     exported = to_torchrec(plan, given, whole, "cpu")
-    model = DistributedModelParallel(Model("cpu", sequence), device=torch.device("cpu"), plan=exported, sharders=[
+    model = DistributedModelParallel(Model("cpu", sequence), device=torch.device("cpu"), plan=exported,
+                                     sharders=[
         EmbeddingBagCollectionSharder(fused_params=fused),
         EmbeddingCollectionSharder(fused_params=fused)])
     if wrong := _other_ops(model.module, exported, given, rank):
         return wrong
     for mine, theirs in _pairs(model, whole):
         mine.copy_(theirs)
-    everywhere = [f"{path}.{'embeddings' if path == 'sequence' else 'embedding_bags'}.{name}." for path, module in
+    everywhere = [f"{path}.{'embeddings' if path == 'sequence' else 'embedding_bags'}.{name}."
+                  for path, module in
                   exported.plan.items() for name, s in module.items() if s.sharding_type == "data_parallel"]
-    dense = [p for name, p in model.named_parameters() if name.removeprefix("module.").startswith(tuple(everywhere))]
+    dense = [p for name, p in model.named_parameters()
+             if name.removeprefix("module.").startswith(tuple(everywhere))]
     optimizers = [torch.optim.SGD(p, lr=LEARNING_RATE) for p in (dense, list(whole.parameters())) if p]
     for step in range(STEPS):
         batches = [_batch(seed * 1000 + step * 10 + r) for r in range(n)]
         (pooled, rows), reference = model(batches[rank]), [whole(b) for b in batches]
-        apart = max((x - y).abs().max().item() for x, y in zip([pooled, *rows], [reference[rank][0], *reference[rank][1]],
+        apart = max((x - y).abs().max().item() for x, y in zip([pooled, *rows],
+                                                               [reference[rank][0], *reference[rank][1]],
                                                                strict=True) if x.numel())
         if apart > 1e-5:
             return f"step {step}, outputs differ by {apart:.1e}"
@@ -305,4 +322,5 @@ def _batch(seed: int):
     keys, rows = [f"f{i}" for i in range(7)], [24, 50, 33, 10, 17, 30, 21]
     lengths = rng.integers(0, 4, (len(keys), BATCH))
     values = np.concatenate([rng.integers(0, r, n) for r, n in zip(rows, lengths.sum(1), strict=True)])
-    return KeyedJaggedTensor(keys=keys, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.ravel()))
+    return KeyedJaggedTensor(keys=keys, values=torch.from_numpy(values),
+                             lengths=torch.from_numpy(lengths.ravel()))

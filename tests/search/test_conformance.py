@@ -1,4 +1,5 @@
-"""The conformance suite itself: it covers all sharders, notices broken ones, and compares where they find a plan at all."""
+"""The conformance suite itself: it covers all sharders, notices broken ones, and compares where they find a
+plan at all."""
 
 import importlib
 from dataclasses import replace
@@ -58,11 +59,13 @@ def all_on_the_first_device(plan: Plan) -> Plan:
     return Plan(consolidate(replace(p, devices=(0,)) for p in plan.placements))
 
 
-@pytest.mark.parametrize("spoil", [without_a_table, with_a_table_twice, with_the_halves_of_a_table_on_one_device,
+@pytest.mark.parametrize("spoil", [without_a_table, with_a_table_twice,
+                                   with_the_halves_of_a_table_on_one_device,
                                    on_a_device_that_is_not_there, all_on_the_first_device])
 def test_the_suite_catches_a_broken_sharder(spoil, monkeypatch):
     def broken(problem, model, *, seed=0, budget=None):
-        return replace(spoil(sound(problem, model, seed=seed)), provenance={"algorithm": "broken", "seed": seed})
+        return replace(spoil(sound(problem, model, seed=seed)),
+                       provenance={"algorithm": "broken", "seed": seed})
 
     sound = SHARDERS["size_greedy"]
     monkeypatch.setitem(SHARDERS, "broken", broken)
@@ -81,23 +84,28 @@ def test_the_suites_own_counts_are_exact_for_large_tables(table):
     assert times_placed(table, [above]) == {0, 1}
     problem = Problem("one", (table,), Topology((Device(2**30),) * 2), BATCH, "rowwise_adagrad")
     n_cells, outputs = table.rows * table.dim, 2 * table.dim * 4
-    assert held_bytes(Plan((column(table, 1),)), problem) == [0, 4 * n_cells + 4 * table.rows + BATCH * outputs]
-    assert held_bytes(Plan((replica(table, problem.topology),)), problem) == [8 * n_cells + 4 * table.rows + BATCH // 2 * outputs] * 2
+    assert held_bytes(Plan((column(table, 1),)), problem) == [0,
+                                                              4 * n_cells + 4 * table.rows + BATCH * outputs]
+    assert held_bytes(Plan((replica(table, problem.topology),)),
+                      problem) == [8 * n_cells + 4 * table.rows + BATCH // 2 * outputs] * 2
 
 
 def test_the_suites_own_parts_are_those_of_the_layouts():
     where = on_hosts("xyxy")
-    for placement in (column(HUGE, 2, 4, 8), row(HUGE, where), host_row(HUGE, (1, 3), 0, 32), replica(HUGE, where)):
+    for placement in (column(HUGE, 2, 4, 8), row(HUGE, where), host_row(HUGE, (1, 3), 0, 32),
+                      replica(HUGE, where)):
         assert parts_of(placement) == list(shards_on(placement))
 
 
 TRIES_MORE_CUTS = {"local", "local_columns"}
-"""The local search begins with greedy plans of many cuts, of which one may fit where `packing`, with which all others end, finds
-nothing. (Copies of tables, which packing does not know either, are what `local`, embark and torchrec may find.)"""
+"""The local search begins with greedy plans of many cuts, of which one may fit where `packing`, with which
+all others end, finds nothing. (Copies of tables, which packing does not know either, are what `local`, embark
+and torchrec may find.)"""
 
 
 def tight(seed: int) -> Problem:
-    """Tables that take 85% to 102% of unequal devices; some stay whole, some are pinned to one or two devices."""
+    """Tables that take 85% to 102% of unequal devices; some stay whole, some are pinned to one or two
+    devices."""
     rng = np.random.default_rng(seed)
     n_devices, optimizer = int(rng.choice([2, 3, 4])), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
     tables = draw_tables(rng, int(rng.integers(3, 13)))
@@ -105,8 +113,10 @@ def tight(seed: int) -> Problem:
     needed = sum(table_bytes(t, optimizer) for t in tables)
     devices = tuple(Device(max(1, int(needed * s)), float(rng.choice([0.5, 1, 2]))) for s in shares)
     unsplit = tuple(t.name for t in tables if rng.random() < 0.2)
-    pinned = tuple((t.name, tuple(rng.integers(n_devices, size=2).tolist())) for t in tables if rng.random() < 0.15)
-    return Problem(f"tight-{seed}", tables, Topology(devices), BATCH, optimizer, Constraints(0, unsplit, pinned))
+    pinned = tuple((t.name, tuple(rng.integers(n_devices, size=2).tolist())) for t in tables
+                   if rng.random() < 0.15)
+    return Problem(f"tight-{seed}", tables, Topology(devices), BATCH, optimizer,
+                   Constraints(0, unsplit, pinned))
 
 
 def test_none_is_infeasible_where_another_finds_a_plan():
@@ -114,9 +124,11 @@ def test_none_is_infeasible_where_another_finds_a_plan():
     with_a_plan, only_exceptions = 0, 0
     for seed in range(24):
         problem = tight(seed)
-        found = {name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1)) for name in SHARDERS}
+        found = {name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1))
+                 for name in SHARDERS}
         solved = {name for name, outcome in found.items() if outcome.plan}
         assert solved in (set(), TRIES_MORE_CUTS, set(SHARDERS)), (problem.name, solved)
         assert all("does not fit" in outcome.error for outcome in found.values() if not outcome.plan)
-        with_a_plan, only_exceptions = with_a_plan + bool(solved), only_exceptions + (solved == TRIES_MORE_CUTS)
+        with_a_plan, only_exceptions = with_a_plan + bool(solved), only_exceptions + (solved
+                                                                                      == TRIES_MORE_CUTS)
     assert with_a_plan >= 14 and only_exceptions <= 2, (with_a_plan, only_exceptions)

@@ -33,7 +33,8 @@ def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypat
 
 
 def sharding(kind: str, *parts):
-    """TorchRec's ParameterSharding: parts are (row, column, rows, columns, rank); None for no sharding_spec."""
+    """TorchRec's ParameterSharding: parts are (row, column, rows, columns, rank); None for no
+    sharding_spec."""
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
     from torchrec.distributed.types import ParameterSharding
@@ -57,10 +58,13 @@ HOSTS, ONE_HOST, UNEQUAL = on_hosts("xyxy"), on_hosts("aaa"), on_hosts("xyx")
     (ONE_HOST, lambda: sharding("row_wise", (0, 0, 334, 64, 0), (334, 0, 334, 64, 1), (668, 0, 332, 64, 2)),
      [row(WIDE, ONE_HOST)]),
     (HOSTS, lambda: sharding("row_wise", *((250 * i, 0, 250, 64, i) for i in range(4))), [row(WIDE, HOSTS)]),
-    (HOSTS, lambda: sharding("table_row_wise", (0, 0, 500, 64, 2), (500, 0, 500, 64, 3)), [host_row(WIDE, (1, 3))]),
-    (HOSTS, lambda: sharding("grid_shard", (0, 0, 500, 32, 0), (500, 0, 500, 32, 1), (0, 32, 500, 32, 2), (500, 32, 500, 32, 3)),
+    (HOSTS, lambda: sharding("table_row_wise", (0, 0, 500, 64, 2), (500, 0, 500, 64, 3)),
+     [host_row(WIDE, (1, 3))]),
+    (HOSTS, lambda: sharding("grid_shard", (0, 0, 500, 32, 0), (500, 0, 500, 32, 1), (0, 32, 500, 32, 2),
+                             (500, 32, 500, 32, 3)),
      [host_row(WIDE, (0, 2), 0, 32), host_row(WIDE, (1, 3), 32, 64)]),
-    (ONE_HOST, lambda: sharding("table_row_wise", (0, 0, 334, 64, 0), (334, 0, 334, 64, 1), (668, 0, 332, 64, 2)),
+    (ONE_HOST, lambda: sharding("table_row_wise", (0, 0, 334, 64, 0), (334, 0, 334, 64, 1),
+                                (668, 0, 332, 64, 2)),
      [row(WIDE, ONE_HOST)]),  # the only host
     (HOSTS, lambda: sharding("data_parallel"), [replica(WIDE, HOSTS)]),
     (on_hosts("a"), lambda: sharding("data_parallel"), [column(WIDE, 0)]),
@@ -79,13 +83,15 @@ def test_a_plan_of_theirs_becomes_ours(on, theirs, ours):
     (HOSTS, lambda: sharding("table_wise", (0, 0, 500, 64, 2))),
 ])
 def test_rows_that_torchrec_does_not_divide_so_are_refused(on, theirs):
-    with pytest.raises(ShardCoreError, match="the plan has rows .* of table 't' on ranks; TorchRec runs .* with even ranges only"):
+    with pytest.raises(ShardCoreError, match="the plan has rows .* of table 't' on ranks; TorchRec runs .* "
+                       "with even ranges only"):
         placements_of({"t": theirs()}, {"t": WIDE}, on)
 
 
 @installed
 def test_a_sharding_type_that_is_no_kinds_is_refused():
-    with pytest.raises(ShardCoreError, match="the plan shards table 't' row_column_wise; known are table_wise, column_wise"):
+    with pytest.raises(ShardCoreError, match="the plan shards table 't' row_column_wise; known are "
+                       "table_wise, column_wise"):
         placements_of({"t": sharding("row_column_wise", (0, 0, 1000, 64, 0))}, {"t": WIDE}, HOSTS)
 
 
@@ -93,7 +99,8 @@ def test_a_sharding_type_that_is_no_kinds_is_refused():
 @pytest.mark.parametrize("theirs, words", [
     (lambda: {"x": sharding("table_wise", (0, 0, 1000, 64, 0))}, "tables.*'x'.*'t'"),
     (lambda: {}, "'t'"),
-    (lambda: {"t": sharding("table_wise", (0, 0, 1000, 64, 3))}, "table 't' on rank 3; there are ranks 0 to 2"),
+    (lambda: {"t": sharding("table_wise", (0, 0, 1000, 64, 3))},
+     "table 't' on rank 3; there are ranks 0 to 2"),
     (lambda: {"t": sharding("row_wise")}, "'t' row_wise without a sharding_spec"),
     (lambda: {"t": sharding("table_wise", (0, 0, 1001, 64, 0))}, r"rows \[\(0, 1001\)\] of table 't'"),
 ])
@@ -105,7 +112,9 @@ def test_a_plan_that_does_not_fit_the_tables_is_refused(theirs, words):
 @installed
 def test_it_cuts_columns_where_min_partition_lets_it():
     problem = problem_of(WIDE, devices=(Device(MIB),) * 2, within_host_gbps=100.0)
-    widths = {m: sorted(p.shard.width for p in peer.torchrec(problem, MODEL, config=TorchRecConfig((m,), (False,))).placements)
+    widths = {m: sorted(p.shard.width for p in peer.torchrec(problem, MODEL,
+                                                             config=TorchRecConfig((m,),
+                                                                                   (False,))).placements)
               for m in (None, 32)}
     assert widths == {None: [64], 32: [32, 32]}
 
@@ -113,7 +122,8 @@ def test_it_cuts_columns_where_min_partition_lets_it():
 @installed
 def test_hosts_that_are_not_in_order_and_all_types():
     devices = tuple(Device(MIB, host=h) for h in ("x", "y", "x", "y"))
-    problem = problem_of(WIDE, TINY, *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)), devices=devices, between_hosts_gbps=1.0)
+    problem = problem_of(WIDE, TINY, *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)), devices=devices,
+                         between_hosts_gbps=1.0)
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,)))
     lower(plan, problem)
     assert not plan.provenance["packed"]
@@ -129,10 +139,12 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     topology = theirs.topology(theirs.bandwidths)
     assert [d.storage.hbm for d in topology.devices] == [MIB, MIB + 2, MIB + 1, MIB + 3]
     assert topology.intra_host_bw == 3e6  # bytes per ms
-    options = theirs.enumerator(topology, theirs.constraints(False, None)).enumerate(theirs.module, theirs.sharders)
+    options = theirs.enumerator(topology, theirs.constraints(False,
+                                                             None)).enumerate(theirs.module, theirs.sharders)
     whole = [o for o in options if o.sharding_type == "table_wise"]
     ours_ms = MODEL.head(MODEL.encode(list(map(Shard.whole, tables))).sum(0, keepdims=True))[0]
-    assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole for s in o.shards) == pytest.approx(ours_ms)
+    assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole
+               for s in o.shards) == pytest.approx(ours_ms)
     bytes_of = {o.name: o.shards[0].storage.hbm for o in whole}
     assert bytes_of == {f"t{i}": 4 * t.rows * t.dim + 2 * BATCH * 4 * t.dim for i, t in enumerate(tables)}
 
@@ -154,7 +166,8 @@ def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
     problem = problem_of(deep, flat, TINY, devices=(Device(MIB // 2), Device(MIB // 3)) * 4)
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
     lower(plan, problem)
-    assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)] and not plan.provenance["packed"]
+    assert [p for p in plan.placements if p.shard.table == deep] == [row(deep,
+                                                                         problem.topology)] and not plan.provenance["packed"]
 
 
 @installed
