@@ -185,7 +185,7 @@ def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s)
                             stderr=subprocess.STDOUT, text=True)
     lines = iter(flow.stdout.readline, "")
     assert any(line == "killed\n" for line in lines)
-    flow.wait(15)  # what is promised
+    flow.wait(60)  # 15 s are promised; and a machine may be four times as slow
     [said] = [line for line in lines if line.startswith("error: ")]
     assert said.startswith("error: this run's Ray has lost its ") and needed in said and "a rerun goes on from there" in said
 
