@@ -26,6 +26,7 @@ RUN = "SHARDCORE_OWNED"
 """The run's folder, in the environment of all that it starts."""
 SERVES = "SHARDCORE_SERVES"
 """Set for what others of the run need to end well."""
+GOES_ON = "what was finished is kept, and a rerun goes on from there"
 _LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
 """How long processes may take to end when they are asked to, servers too, and when they are killed."""
 _EVERY_S = 0.05
@@ -57,6 +58,8 @@ def owned() -> Iterator[None]:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         tempfile.tempdir = None
+        with suppress(BrokenPipeError):
+            os.write(write, b"ended")
         os.close(write)
         if guardian.wait():  # somebody ended it
             _sweep(folder)
@@ -95,7 +98,8 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="shardcore-", dir=sys.argv[1])
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
-        sys.stdin.buffer.read()
+        if not sys.stdin.buffer.read():  # it was killed, or its native code ended it: Ray's may, with no word of ours
+            print(f"error: this run was ended before its end; {GOES_ON}", file=sys.stderr, flush=True)
     _sweep(folder)
 
 

@@ -71,7 +71,7 @@ def _ending_with_it() -> Iterator[Callable[[], None]]:
 
     def lost() -> str:
         ended = [name for name, process in found.items() if not _lives(process)]
-        return f"this run's Ray has lost its {' and its '.join(ended)}; {services.GOES_ON}" if ended else ""
+        return f"this run's Ray has lost its {' and its '.join(ended)}; {owned.GOES_ON}" if ended else ""
 
     def watch() -> None:
         while not over.wait(_LOOK_EVERY_S) and not lost():

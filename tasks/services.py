@@ -32,7 +32,6 @@ _PATIENCE_S = 5.0
 _LOOK_EVERY_S = 0.5
 _LAST_WORDS_S = 4.0
 """How long an interrupted command may go on before it is ended."""
-GOES_ON = "what was finished is kept, and a rerun goes on from there"
 
 
 def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
@@ -169,7 +168,7 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
             flow()
         program.ended()
     except KeyboardInterrupt:
-        program.failed(f"stopped; {GOES_ON}")
+        program.failed(f"stopped; {owned.GOES_ON}")
         raise SystemExit(130) from None
     except Exception as error:
         program.failed(f"error: {_said(error)}")
@@ -181,7 +180,7 @@ def _said(error: Exception) -> str:
     if isinstance(error, (ShardCoreError, OSError)):
         return str(error)
     if isinstance(error, httpx.HTTPError):
-        return f"{away(error)}; {GOES_ON}"
+        return f"{away(error)}; {owned.GOES_ON}"
     traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -216,7 +215,7 @@ def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
     try:
         while (code := process.poll()) is None:
             if server and server.poll() is not None:
-                raise ShardCoreError(f"the Prefect server of this run {_end_of(server)}; {GOES_ON}")
+                raise ShardCoreError(f"the Prefect server of this run {_end_of(server)}; {owned.GOES_ON}")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_EVERY_S)
     except KeyboardInterrupt:
@@ -224,7 +223,7 @@ def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
             process.wait(_LAST_WORDS_S)
         raise
     if code < 0:
-        raise ShardCoreError(f"{' '.join(command)} {_end_of(process)}; {GOES_ON}")
+        raise ShardCoreError(f"{' '.join(command)} {_end_of(process)}; {owned.GOES_ON}")
     return code
 
 

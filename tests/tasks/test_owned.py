@@ -49,7 +49,7 @@ def is_alive(pid):
 def run(starts=SLEEPERS, ends="time.sleep(600)"):
     """A run, its folder, and the ids of what it started."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(starts=starts, ends=ends)], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     folder, *started = process.stdout.readline().split()
     return process, Path(folder), started
 
@@ -61,11 +61,14 @@ def test_what_a_killed_run_started_ends_and_its_folder_goes(number):
     process.send_signal(number)
     until(lambda: not folder.exists())
     assert not any(map(is_alive, started)) and process.wait(60) != 0
+    assert process.stderr.read().endswith("error: this run was ended before its end; " + owned.GOES_ON + "\n") == (
+        number != signal.SIGINT)  # which Python hears, and tells of itself
 
 
 def test_a_run_that_ends_by_itself_leaves_nothing_when_it_has():
     process, folder, started = run(ends="pass")
     assert process.wait(60) == 0 and not folder.exists() and not any(map(is_alive, started))
+    assert process.stderr.read() == ""
 
 
 def test_servers_end_after_those_that_tell_them_how_they_ended(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -186,8 +187,9 @@ def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s)
     lines = iter(flow.stdout.readline, "")
     assert any(line == "killed\n" for line in lines)
     flow.wait(60)  # 15 s are promised; and a machine may be four times as slow
-    [said] = [line for line in lines if line.startswith("error: ")]
-    assert said.startswith("error: this run's Ray has lost its ") and needed in said and "a rerun goes on from there" in said
+    said = [line for line in lines if line.startswith("error: ")]
+    ours = rf"error: this run('s Ray has lost its .*{needed}.*| was ended before its end); .*a rerun goes on from there\n"
+    assert said and all(re.fullmatch(ours, line) for line in said), said  # the latter where Ray's native code ends the process
 
 
 def test_the_token_of_a_local_ray_is_its_owner_s_only(tmp_path, monkeypatch):
