@@ -182,16 +182,27 @@ class Project:
         return mlflow.MlflowClient(tracking_uri=self.env["MLFLOW_TRACKING_URI"], registry_uri=self.env["MLFLOW_TRACKING_URI"])
 
 
+def _copy_compiled(folder: Path) -> None:
+    """What numba made, or each project compiles for half a minute. Numba names its folders after those of the sources."""
+    from numba.core.caching import UserProvidedCacheLocator as Locator
+
+    from shardcore.compiling import cache_folder
+
+    made = cache_folder()
+    for package in {path.parent for path in (ROOT / "shardcore").glob("**/*.py")}:
+        source = made / Locator.get_suitable_cache_subpath(str(package / "x.py"))
+        target = Locator.get_suitable_cache_subpath(str(folder / package.relative_to(ROOT) / "x.py"))
+        if source.exists():
+            shutil.copytree(source, folder / "shardcore/__pycache__" / made.name / target)
+
+
 def copy_project(folder: Path, api: str, home: Path) -> Project:
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for name in listed.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for compiled in (ROOT / "shardcore").glob("**/__pycache__/*.nb?"):  # what numba made, or each project compiles for itself
-        target = folder / compiled.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copy2(compiled, target)
+    _copy_compiled(folder)
     (folder / "datasets").mkdir()
     for path in (folder / "problems").glob("*.json"):
         path.unlink()
