@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardcore import report
+from shardcore.compiling import copy_compiled
 
 ROOT = Path(__file__).parents[1]
 LISTED = Path(__file__).parent / "defects"
@@ -189,11 +190,11 @@ def importers(file: str, top: str) -> list[str]:
 def copy_project(folder: Path) -> None:
     """What git knows of the project, and what numba compiled."""
     named = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
-    compiled = [str(p.relative_to(ROOT)) for p in (ROOT / "shardcore").glob("**/__pycache__/*.nb?")]
-    for name in [*named, *compiled]:
+    for name in named:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    copy_compiled(ROOT / "shardcore", folder / "shardcore")
     commit = ["-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "copy"]
     for command in (["init", "-q"], ["add", "-A"], commit):
         subprocess.run(["git", *command], cwd=folder, check=True)

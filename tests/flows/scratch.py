@@ -17,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+from shardcore.compiling import copy_compiled
 from shardcore.samples import dataset
 from tasks import services
 
@@ -182,27 +183,13 @@ class Project:
         return mlflow.MlflowClient(tracking_uri=self.env["MLFLOW_TRACKING_URI"], registry_uri=self.env["MLFLOW_TRACKING_URI"])
 
 
-def _copy_compiled(folder: Path) -> None:
-    """What numba made, or each project compiles for half a minute. Numba names its folders after those of the sources."""
-    from numba.core.caching import UserProvidedCacheLocator as Locator
-
-    from shardcore.compiling import cache_folder
-
-    made = cache_folder()
-    for package in {path.parent for path in (ROOT / "shardcore").glob("**/*.py")}:
-        source = made / Locator.get_suitable_cache_subpath(str(package / "x.py"))
-        target = Locator.get_suitable_cache_subpath(str(folder / package.relative_to(ROOT) / "x.py"))
-        if source.exists():
-            shutil.copytree(source, folder / "shardcore/__pycache__" / made.name / target)
-
-
 def copy_project(folder: Path, api: str, home: Path) -> Project:
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for name in listed.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    _copy_compiled(folder)
+    copy_compiled(ROOT / "shardcore", folder / "shardcore")  # or each project compiles for half a minute
     (folder / "datasets").mkdir()
     for path in (folder / "problems").glob("*.json"):
         path.unlink()

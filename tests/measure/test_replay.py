@@ -73,9 +73,10 @@ def mixed_plan(problem) -> Plan:
 # --- a gang of three ----------------------------------------------------------------------------------------
 
 
-def lopsided(problem):
-    """All on the first device."""
-    return lower(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables)), problem)
+def lopsided(devices):
+    """All on the first device: tens of ms of work, more than a scheduler's slices."""
+    heavy = Table("heavy", 20_000, 64, 2_000.0, Zipf(0.5))
+    return lower(Plan((Placement("column", Shard.whole(heavy), (0,)),)), problem_of((heavy,), devices))
 
 
 def _told(rank, init_method, say, workloads, control):
@@ -115,7 +116,7 @@ def three():
     """Workloads of three devices, their control group, and what each rank of a gang that replays them
     says."""
     problem = problem_of(TABLES, 3)
-    workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(problem)]
+    workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(3)]
     control = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
     last = dict(local_ranks.run("replay", _told, 3, (workloads, control), 60.0))
     return workloads, control, [last[rank] for rank in range(3)]
