@@ -32,7 +32,7 @@ from shardcore.types import MIN_WIDTH, Device, Placement, Problem, Shard, Table,
 from shardcore.workload import entering_bytes, traffic_of_widths
 
 KINDS = tuple(LAYOUTS.values())
-SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "local_columns", "local")
+SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "anneal_columns", "anneal")
 
 
 def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Problem:

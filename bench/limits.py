@@ -39,11 +39,11 @@ ALLOWED = (0.2, 2.0)
 """What a search may take more than its budget: a share of it, and seconds."""
 PARTS = {
     "read": [("shardcore.files", "read_problem")],
-    "fit": [("shardcore.search.local", "feasible_pieces"), ("shardcore.search.greedy", "feasible_pieces"),
+    "fit": [("shardcore.search.anneal.sharder", "feasible_pieces"), ("shardcore.search.greedy", "feasible_pieces"),
             ("shardcore.search.neuroshard", "feasible_pieces")],
-    "starts": [("shardcore.search.local", "Search.starts")],
-    "anneal": [("shardcore.search.local", "Search.run")],
-    "final": [("shardcore.search.local", "priced"), ("shardcore.search.greedy", "to_plan"),
+    "starts": [("shardcore.search.anneal.sharder", "Search.starts")],
+    "anneal": [("shardcore.search.anneal.sharder", "Search.run")],
+    "final": [("shardcore.search.anneal.sharder", "priced"), ("shardcore.search.greedy", "to_plan"),
               ("shardcore.search.neuroshard", "priced")],
     "range": [("shardcore.cost.neural", "out_of_range")],
     "explain": [("shardcore.search.explain", "explain")],
@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--sizes", nargs="*", default=["x".join(map(str, s)) for s in SIZES], metavar="TABLESxDEVICES")
-    parser.add_argument("--algorithms", nargs="*", default=["local_columns", "local"])
+    parser.add_argument("--algorithms", nargs="*", default=["anneal_columns", "anneal"])
     parser.add_argument("--budgets", nargs="*", type=float, default=[5.0, 30.0], metavar="SECONDS")
     parser.add_argument("--zipf", action="store_true", help="each table has a power law of its own")
     parser.add_argument("--processor", action="store_true", help="count the processor's seconds, not the clock's")

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m bench.released datasets/cpu-amd-epyc --neuroshard FOLDER --problems 20 --out OUT
 
 `released` is its NeurSharder as published (beam 3, 10 + 10 candidates, 10 cuts, 11 caps); `neuroshard` is ours with its defaults,
-the same and a pass without cap; `local` is our local search in the same space, columns halved, `as long` with the seconds that
+the same and a pass without cap; `anneal` is our annealing in the same space, columns halved, `as long` with the seconds that
 the released search took. Problems are those of bench/search.py for 4 devices, with the memory drawn there (twice what the tables
 need) and with little (1.02 times that). A device's memory is counted alike for all: weights, pooled outputs and their gradients
 (the released code knows weights alone: its size of a table is replaced, nothing else).
@@ -54,7 +54,7 @@ from shardcore.layouts import CHANNELS
 from shardcore.memory import shard_bytes
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
-from shardcore.search.local import local
+from shardcore.search.anneal.sharder import anneal
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.pieces import to_plan
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Infeasible, Problem, Setting, Shard, ShardCoreError, Topology
@@ -277,7 +277,7 @@ def compared(theirs: SimpleNamespace, networks: Sequence[Any], model: Published,
     seconds = {"released": found.seconds}
     budgets = {**{f"{n:,} evals": Budget(evals=n) for n in EVALS}, "as long": Budget(seconds=found.seconds)}
     ours = {"neuroshard": lambda: neuroshard(problem, model), **{
-        f"local, {name}": lambda b=b: local(problem, model, budget=b, space="halves") for name, b in budgets.items()}}
+        f"anneal, {name}": lambda b=b: anneal(problem, model, budget=b, space="halves") for name, b in budgets.items()}}
     for name, arm in ours.items():
         began = time.process_time()
         with contextlib.suppress(Infeasible):
@@ -325,7 +325,7 @@ def main() -> None:
     drawn = problems(SimpleNamespace(setting=settings[0]), args.problems, DEVICES, args.seed)
     networks = trained(theirs, args, settings[0], drawn[0].topology)
     model = Published(settings[0], *networks)
-    local(drawn[0], model, budget=Budget(evals=100), space="halves")  # compiled before the clock starts
+    anneal(drawn[0], model, budget=Budget(evals=100), space="halves")  # compiled before the clock starts
     found: dict[str, list[dict[str, Any]]] = {}
     for problem in drawn:
         for memory, of in {"as drawn": problem, "tight": tightened(problem, TIGHT)}.items():

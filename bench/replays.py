@@ -7,8 +7,8 @@ hold, does the search exploit the model's errors, and what is it worth?
 MODEL must be of this machine and for two processes, and know what exchanges take in steps
 (measure.step_samples in params.yaml; more samples make better models). Problems are drawn from the calibrated
 pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16. All plans of a problem are replayed in alternation.
-`local_columns` is the default; `torchrec` is TorchRec's planner swept and told the measured bandwidths
-(search/peers/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
+`anneal_columns` is the default; `torchrec` is TorchRec's planner swept and told the measured bandwidths
+(search/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments
 goes on after the problems done; one with another MODEL or other arguments replays again where plans differ.
@@ -35,7 +35,7 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
-from shardcore.search.local import local
+from shardcore.search.anneal.sharder import anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
@@ -53,8 +53,8 @@ def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) ->
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
     sure = at_confidence(model, 0.9)
-    found = {"local": local(problem, model), "local, 90% confidence": local(problem, sure),
-             "local_columns": local(problem, model, space="columns")}
+    found = {"anneal": anneal(problem, model), "anneal, 90% confidence": anneal(problem, sure),
+             "anneal_columns": anneal(problem, model, space="columns")}
     found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS)
               if n in SHARDERS}
     found["best greedy"] = min((found[n] for n in greedy.ORDERS),

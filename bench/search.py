@@ -6,9 +6,9 @@
 MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as NeuroShard's benchmark
 draws them (10 to 60 tables for 4 devices, as many for each device on more), half of them with dims up to 32, half up to 128, with
 explicit links (1 GB/s, 0.2 ms; above 8 devices in hosts of 8, 0.5 GB/s between them) as only two processes were measured.
-Without --seconds each sharder takes the time it takes, the local search in several spaces and lengths; with it all searches have
+Without --seconds each sharder takes the time it takes, annealing in several spaces and lengths; with it all searches have
 as long (a sweep finishes its first). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the
-seconds. `halves` is the local search in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
+seconds. `halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from bench.peers import PEERS
 from shardcore import report
 from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare
+from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
-from shardcore.search.local import local
 from shardcore.tables.generate import generate_pool
 from shardcore.types import Device, Infeasible, Plan, Problem, Topology
 from shardcore.workload import lower
@@ -63,14 +64,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    sharders = [n for n in SHARDERS if not n.startswith("local") and (n != "torchrec" or args.devices <= 4 or args.seconds)]
+    planners = {**SHARDERS, **PEERS}
+    sharders = [n for n in planners if not n.startswith("anneal") and (n != "torchrec" or args.devices <= 4 or args.seconds)]
     limit = Budget(seconds=args.seconds) if args.seconds else None
-    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: SHARDERS[n](p, model, budget=limit) for n in sharders}
+    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: planners[n](p, model, budget=limit) for n in sharders}
     for space in ("halves", "columns", "all"):
         for budget in (limit,) if limit else map(Budget, EVALS):
-            name = f"local, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
-            arms[name] = lambda p, b=budget, space=space: local(p, model, budget=b, space=space)
-    local(problems(model, 1, 2, 0)[0], model, budget=Budget(evals=100))  # compiled before the clock starts
+            name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
+            arms[name] = lambda p, b=budget, space=space: anneal(p, model, budget=b, space=space)
+    anneal(problems(model, 1, 2, 0)[0], model, budget=Budget(evals=100))  # compiled before the clock starts
     cost, seconds = ({name: [] for name in [*arms, "lower bound", "estimate"]} for _ in range(2))
     drawn = problems(model, args.problems, args.devices, args.seed, args.unequal)
     for i, problem in enumerate(drawn):

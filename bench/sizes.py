@@ -1,10 +1,10 @@
-"""Cost against size: the local search beside NeuroShard's and the best greedy one, from tens of tables to ten thousand.
+"""Cost against size: annealing beside NeuroShard's and the best greedy one, from tens of tables to ten thousand.
 
     python -m bench.sizes MODEL --out docs/benchmarks/search-sizes.png
 
 MODEL is a folder as `python -m shardcore train` writes it. Tables are those of the calibrated pool, repeated beyond its size,
 at dims 16 to 128, the devices in hosts of 8 with explicit links (1 and 0.5 GB/s), with 1.5 times the memory that the tables need.
-`best known` is the local search with ten times as long. Peak memory is that of a process of its own for each size.
+`best known` is annealing with ten times as long. Peak memory is that of a process of its own for each size.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.memory import shard_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
+from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
-from shardcore.search.local import local
 from shardcore.tables.generate import generate_pool
 from shardcore.types import Device, Problem, Shard, Topology
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
-"""Tables and devices: seconds of the local search, and of the best known plan (None: not looked for)."""
+"""Tables and devices: seconds of annealing, and of the best known plan (None: not looked for)."""
 COMPARED = 128
-"""On more devices neuroshard's first pass alone takes longer than the local search."""
+"""On more devices neuroshard's first pass alone takes longer than annealing."""
 
 
 def problem(model: neural.NeuralModel, n_tables: int, n_devices: int) -> Problem:
@@ -48,18 +48,18 @@ def problem(model: neural.NeuralModel, n_tables: int, n_devices: int) -> Problem
 
 def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, float | None]:
     asked, (seconds, long_s) = problem(model, n_tables, n_devices), SIZES[n_tables, n_devices]
-    local(problem(model, 8, 2), model, budget=Budget(evals=100))  # compiled before the clock starts
+    anneal(problem(model, 8, 2), model, budget=Budget(evals=100))  # compiled before the clock starts
     began = time.perf_counter()
-    found = {"local_ms": local(asked, model, budget=Budget(seconds=seconds)).provenance["predicted_ms"]}
-    found["local_s"] = time.perf_counter() - began
-    found["local_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found = {"anneal_ms": anneal(asked, model, budget=Budget(seconds=seconds)).provenance["predicted_ms"]}
+    found["anneal_s"] = time.perf_counter() - began
+    found["anneal_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if n_devices <= COMPARED:
         began = time.perf_counter()
         found["neuroshard_ms"] = SHARDERS["neuroshard"](asked, model, budget=Budget(seconds=seconds)).provenance["predicted_ms"]
         found["neuroshard_s"] = time.perf_counter() - began
     found["greedy_ms"] = min(SHARDERS[n](asked, model).provenance["predicted_ms"] for n in BASELINES)
-    best = local(asked, model, seed=1, budget=Budget(seconds=long_s)).provenance["predicted_ms"] if long_s else np.inf
-    found["best_ms"] = min(best, found["local_ms"])
+    best = anneal(asked, model, seed=1, budget=Budget(seconds=long_s)).provenance["predicted_ms"] if long_s else np.inf
+    found["best_ms"] = min(best, found["anneal_ms"])
     found["estimate_ms"] = bound(asked, model).estimate_ms
     return found
 
@@ -80,10 +80,11 @@ def main() -> None:
                               stdout=subprocess.PIPE)
         f = json.loads(done.stdout)
         found.append(f)
-        theirs = f"{f['neuroshard_ms'] / f['local_ms']:.3f} ({f['neuroshard_s']:.1f} s)" if "neuroshard_ms" in f else "-"
-        rows.append((f"{size[0]:,} x {size[1]:,}", f"{f['local_ms']:.2f}", f"{f['local_s']:.1f}", f"{f['local_mib']:.0f}", theirs,
-                     f"{f['greedy_ms'] / f['local_ms']:.2f}", f"{f['local_ms'] / f['best_ms']:.3f}",
-                     f"{f['local_ms'] / f['estimate_ms']:.3f}"))
+        theirs = f"{f['neuroshard_ms'] / f['anneal_ms']:.3f} ({f['neuroshard_s']:.1f} s)" if "neuroshard_ms" in f else "-"
+        rows.append((f"{size[0]:,} x {size[1]:,}", f"{f['anneal_ms']:.2f}", f"{f['anneal_s']:.1f}",
+                     f"{f['anneal_mib']:.0f}", theirs,
+                     f"{f['greedy_ms'] / f['anneal_ms']:.2f}", f"{f['anneal_ms'] / f['best_ms']:.3f}",
+                     f"{f['anneal_ms'] / f['estimate_ms']:.3f}"))
         print(f"{size[0]} tables, {size[1]} devices done", file=sys.stderr, flush=True)
     print(report.text_table(("tables x devices", "local ms", "seconds", "peak MiB", "neuroshard over it", "best greedy over it",
                              "over best known", "over estimate"), rows))
@@ -98,7 +99,7 @@ def _plot(found: list[dict[str, float]], out: Path) -> None:
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes, devices = figure.subplots(), [d for _, d in SIZES]
-    for key, label in (("greedy_ms", "best greedy"), ("neuroshard_ms", "neuroshard, as long"), ("local_ms", "local"),
+    for key, label in (("greedy_ms", "best greedy"), ("neuroshard_ms", "neuroshard, as long"), ("anneal_ms", "anneal"),
                        ("estimate_ms", "estimate of the least")):
         axes.plot(devices, [f.get(key, np.nan) / f["estimate_ms"] for f in found], marker="o", label=label)
     axes.set(xscale="log", xlabel="devices (40, 160, 856, 10,000 tables)", ylabel="cost over the estimate",

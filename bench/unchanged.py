@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.peers import PEERS
 from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.draws.problems import ProblemConfig, draw_problem
@@ -34,7 +35,7 @@ from shardcore.types import Constraints, Problem, Table, Topology
 ROOT = Path(__file__).parents[1]
 DEVICES = (2, 4, 4, 8, 8, 16)
 DEARER = 1e-3
-EVALS = {"local": 100_000, "local_columns": 100_000}
+EVALS = {"anneal": 100_000, "anneal_columns": 100_000}
 FEW_EVALS = 2_000
 """Of the other searches."""
 _WORKER = """
@@ -42,15 +43,22 @@ import json, sys, time
 from shardcore import files
 from shardcore.cost import neural
 from shardcore.search import SHARDERS, Budget
+planners = dict(SHARDERS)
+try:
+    from bench.peers import PEERS
+    planners |= PEERS
+except ImportError:
+    pass  # before they were there
 model = neural.load(sys.argv[1])
 for line in sys.stdin:
     path, name, evals = json.loads(line)
     problem, began = files.read_problem(path), time.process_time()
-    if name not in SHARDERS:
+    name = name if name in planners else name.replace("anneal", "local")  # as it was called before
+    if name not in planners:
         found = None
     else:
         try:
-            found = SHARDERS[name](problem, model, seed=0, budget=Budget(evals=evals)).provenance["predicted_ms"]
+            found = planners[name](problem, model, seed=0, budget=Budget(evals=evals)).provenance["predicted_ms"]
         except Exception as error:
             found = type(error).__name__
     print("=" + json.dumps([found, time.process_time() - began]), flush=True)
@@ -113,7 +121,7 @@ def main() -> int:
     parser.add_argument("model", help="folder of a trained model that both versions read")
     parser.add_argument("--commit", required=True, help="the earlier version")
     parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--sharders", nargs="*", default=list(SHARDERS))
+    parser.add_argument("--sharders", nargs="*", default=[*SHARDERS, *PEERS])
     args = parser.parse_args()
     model, pool = neural.load(args.model), list(generate_pool())
     costs, times, worse = defaultdict(list), defaultdict(list), []

@@ -17,7 +17,7 @@ from numba import njit
 from numba.core.caching import UserProvidedCacheLocator as Locator
 
 _PACKAGE = Path(__file__).parent
-_SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/*.py")
+_SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/compiled/*.py")
 _KEPT = 3
 """Folders of so many versions of the sources are kept."""
 

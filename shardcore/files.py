@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardcore import plans_v1, workload
+from shardcore import plans_v1, renamed, workload
 from shardcore.layouts import layout_of
 from shardcore.schema import build, read, read_bytes, read_json, read_yaml, show
 from shardcore.types import (
@@ -346,10 +346,13 @@ _PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "mo
 
 
 def read_provenance(data: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """Raises ShardCoreError naming an entry that ShardCore uses and that is not of its kind."""
+    """Provenance with today's name of the algorithm.
+
+    Raises ShardCoreError naming an entry that ShardCore uses and that is not of its kind.
+    """
     for name in sorted(set(data) & set(_PROVENANCE)):
         read(data[name], _PROVENANCE[name], f"{what}: {name}")
-    return data
+    return {**data, "algorithm": renamed.sharder(data["algorithm"])} if "algorithm" in data else data
 
 
 def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIONS["plan"]) -> Plan:

@@ -13,8 +13,8 @@ from shardcore import compiling
 PACKAGE = Path(compiling.__file__).parent
 COMPILED = """
 from shardcore.cost import compiled
-from shardcore.search import anneal
-for f in {**vars(anneal), **vars(compiled)}.values():
+from shardcore.search.anneal import compiled as annealing
+for f in {**vars(annealing), **vars(compiled)}.values():
     if getattr(f, "nopython_signatures", None) and f.stats.cache_path:
         print(f.stats.cache_path, sum(f.stats.cache_misses.values()))
 """
@@ -32,7 +32,7 @@ def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_ot
     (copy / "types.py").write_text("")
     assert compiling.cache_folder() == first and first.parent == copy / "__pycache__"
     found = {first}
-    for name in ("compiling.py", "cost/compiled.py", "search/anneal/state.py"):
+    for name in ("compiling.py", "cost/compiled.py", "search/anneal/compiled/state.py"):
         with open(copy / name, "a") as source:
             source.write("# an edit\n")
         found.add(compiling.cache_folder())

@@ -34,6 +34,19 @@ def test_a_kept_file_is_read(kept):
     assert (plan.provenance["algorithm"], plan.provenance["seed"]) == ("by hand", 3)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_plan_says_who_made_it_in_the_names_of_today(version, kept, tmp_path):
+    problem, plan = kept
+    path = tmp_path / "plan.json"
+    files.write_plan(path, Plan(plan.placements, {"algorithm": "local_columns"}), problem)
+    if version == 1:
+        written = json.loads((KEPT / "plan-v1.json").read_text())
+        written["provenance"]["algorithm"] = "local_columns"
+        content = {key: of for key, of in written.items() if key not in ("schema", "version", "digest")}
+        path.write_text(json.dumps({**written, "digest": files.digest(content)}))
+    assert files.read_plan(path, problem).provenance["algorithm"] == "anneal_columns"
+
+
 def test_each_device_has_the_cells_that_the_file_says(kept):
     _, plan = kept
     written = json.loads((KEPT / "plan-v1.json").read_text())["placements"]

@@ -4,12 +4,12 @@
 """
 
 from shardcore.cost import compiled
-from shardcore.search import anneal
+from shardcore.search.anneal import compiled as annealing
 
 
 def warm_up() -> list[str]:
     """Signatures are given, so that importing compiles, or reads what was compiled; says for what."""
-    functions = {**vars(anneal), **vars(compiled)}
+    functions = {**vars(annealing), **vars(compiled)}
     return sorted(name for name, f in functions.items() if getattr(f, "nopython_signatures", None) and f.stats.cache_path)
 
 

@@ -54,16 +54,16 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning "
-                   "afresh (local search)")
+                   "afresh (annealing)")
     p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, "
                    "where it has changed since: tables new, gone, or with other statistics")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: so many tables may "
                    "move (any)")
     p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: so many GiB of weights "
                    "may move (any)")
-    p.add_argument("--algorithm", help="local_columns, the default (tables whole or cut by columns), local "
+    p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
                    "(also rows divided over all devices, and copies on all), random, size_greedy, "
-                   "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard, embark, milp or torchrec "
+                   "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
                    "(where installed)")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=positive(float), help="seconds to search")
@@ -81,12 +81,11 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.cost import neural
     from shardcore.cost.model import at_confidence
-    from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare
+    from shardcore.search import DEFAULT_SHARDER, SHARDERS, known
     from shardcore.search.budget import Budget
     from shardcore.workload import lower
 
-    args.algorithm = args.algorithm or DEFAULT_SHARDER
-    compare.require_known([args.algorithm])
+    args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
@@ -112,7 +111,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def _require_agreeing(args: argparse.Namespace) -> None:
     """Raises ShardCoreError for options that are gone, or that do not go together."""
-    from shardcore.search.local import SPACE_OF
+    from shardcore.search.anneal.sharder import SPACE_OF
 
     if args.second_model is not None:
         raise ShardCoreError(SECOND_MODEL_IS_GONE)
@@ -133,7 +132,7 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.publish.diff import diff
     from shardcore.publish.replan import ReplanConfig, replan
     from shardcore.report import plan_report
-    from shardcore.search.local import SPACE_OF
+    from shardcore.search.anneal.sharder import SPACE_OF
     from shardcore.workload import lower
 
     old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
@@ -274,7 +273,7 @@ def export(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.export.torchrec import to_torchrec
     from shardcore.export.torchrec_json import write_torchrec
-    from shardcore.search.peers import torchrec
+    from shardcore.search import torchrec
 
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)

@@ -18,7 +18,7 @@ import numpy as np
 from shardcore.cost.metrics import kendall_tau, mape, spearman
 from shardcore.types import Spread
 
-OURS, RANDOM = "local_columns", "random"
+OURS, RANDOM = "anneal_columns", "random"
 FEWEST = 5
 """Problems by which a model may be refused: of fewer a bootstrap's interval says too little."""
 _DRAWS = 4000

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
-from shardcore.search.peers.torchrec import placements_of
 from shardcore.search.pieces import consolidate
+from shardcore.search.torchrec import placements_of
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
 from shardcore.workload import require_cover
 

@@ -20,8 +20,8 @@ from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
 from shardcore.layouts import LAYOUTS
-from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, compare
-from shardcore.search.local import SPACE_OF
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
+from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
@@ -75,7 +75,7 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
     """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
     `problem_for` and all sharders do, and for an algorithm that is not known."""
     _require_model(model)
-    compare.require_known([algorithm])
+    algorithm = known(algorithm)
     problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer, constraints)
     return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
 
@@ -101,7 +101,7 @@ class ShardCorePlanner:
         from torchrec.distributed.types import ShardingPlanner
 
         _require_model(model)
-        compare.require_known([algorithm])
+        algorithm = known(algorithm)
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)

@@ -19,10 +19,10 @@ from shardcore.publish.diff import diff, rebind_tables, relabel_devices
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.text import percent_change
-from shardcore.search import BASELINES, DEFAULT_SHARDER, compare
+from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known
+from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
-from shardcore.search.local import SPACE_OF
 from shardcore.types import (
     MOST_COUNT,
     MOST_SEED,
@@ -51,7 +51,7 @@ class PublishConfig:
     threshold: by what share a new plan has to be cheaper to take the place of the published one.
     keep_versions: of so many decisions on a problem the versions are kept.
     max_moved_tables: so many tables may move from a published plan that still fits; null: any number. It
-      needs an algorithm of local search.
+      needs an algorithm that anneals.
     plans: the folder or object-store URL to publish in.
     """
 
@@ -64,7 +64,7 @@ class PublishConfig:
     plans: str = "plans"
 
     def __post_init__(self) -> None:
-        compare.require_known([self.algorithm])
+        object.__setattr__(self, "algorithm", known(self.algorithm))
         require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED),
                        keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT))
         if not self.plans or not self.plans.isprintable():
@@ -215,7 +215,7 @@ class Publisher:
                 if name != self.config.algorithm}
 
     def _search(self, problem: Problem, before: Before | None) -> Plan:
-        """A plan by the config's algorithm. A local search starts from the published plan too: so luck alone
+        """A plan by the config's algorithm. Annealing starts from the published plan too: so luck alone
         makes no other plan look better, and few tables have to move where some are new."""
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         if before and (space := SPACE_OF.get(config.algorithm)):

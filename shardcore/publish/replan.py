@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shardcore.cost.model import CostModel
 from shardcore.memory import require_fits
 from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
+from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
-from shardcore.search.local import local
 from shardcore.types import Plan, Problem, ShardCoreError
 
 
@@ -18,7 +18,7 @@ class ReplanConfig:
 
     max_moved_tables: so many tables may move. None: any number.
     max_moved_bytes: so many bytes of weights may move. None: any number.
-    space: of the local search (see search.local.SPACES). None: the one that the old plan was searched in.
+    space: of annealing (see search.anneal.sharder.SPACES). None: the one that the old plan was searched in.
     seed: of the search.
     budget: of the search. None: its own.
     """
@@ -35,7 +35,7 @@ class ReplanConfig:
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
-    """The best plan found by local search from what is left of the old plan.
+    """The best plan found by annealing from what is left of the old plan.
 
     Tables that are new, or that were on devices that are gone, are placed freely and do not count as moved.
     Without a limit on moves, an old plan that no search can start from is replaced by a search afresh. The
@@ -44,18 +44,18 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     Raises Infeasible where no plan is found, and ShardCoreError where moves are limited and the old plan is
     none to start from.
     """
-    from shardcore.search.search_space import Reshard  # compiled code: loaded when a search runs
+    from shardcore.search.anneal.search_space import Reshard  # compiled code: loaded when a search runs
 
     space = config.space or old.provenance.get("space", "all")
     left = _left(old, problem)
     try:
         require_fits(left, problem)
         reshard = Reshard(left, config.max_moved_tables, config.max_moved_bytes)
-        found = local(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+        found = anneal(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
     except ShardCoreError:
         if config.limited:
             raise
-        found = local(problem, model, seed=config.seed, budget=config.budget, space=space)
+        found = anneal(problem, model, seed=config.seed, budget=config.budget, space=space)
     return reorder_columns(found, old) if config.limited else relabel_devices(found, old, problem)
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardcore import files, plans_v1, schema
+from shardcore import files, plans_v1, renamed, schema
 from shardcore.samples import dataset, parts
 from shardcore.types import (
     MOST_MS,
@@ -151,7 +151,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     for name, plan in plans.items():
         if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
-    return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
+    return ReplaySet(problem, body.setting, tuple((renamed.sharder(r.algorithm), r.plan) for r in body.replays), plans,
                 {r.plan: r.cost() for r in body.replays})
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
-from shardcore.search import BASELINES, SHARDERS
 from shardcore.search.budget import Budget
-from shardcore.types import Constraints, Infeasible, Plan, Problem, ShardCoreError, StepCost
+from shardcore.search.sharders import BASELINES, SHARDERS, known
+from shardcore.types import Constraints, Infeasible, Plan, Problem, StepCost
 from shardcore.workload import lower
 
 
@@ -26,16 +26,9 @@ class Outcome:
     error: str | None = None
 
 
-def require_known(algorithms: Iterable[str]) -> None:
-    """Raise ShardCoreError for a name that SHARDERS does not have."""
-    for name in algorithms:
-        if name not in SHARDERS:
-            raise ShardCoreError(f"algorithm {name!r} is not known; there are {', '.join(SHARDERS)}")
-
-
 def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None) -> Outcome:
     """Run one sharder; Infeasible becomes part of the outcome, any other error is raised."""
-    require_known([algorithm])
+    algorithm = known(algorithm)
     began = time.monotonic()
     try:
         plan = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
@@ -61,7 +54,7 @@ def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | No
     return [o for o in outcomes if o.plan]
 
 
-WORTH_REPLAYING = ("local", "local_columns", "neuroshard", *(n for n in BASELINES if n != "random"),
+WORTH_REPLAYING = ("anneal", "anneal_columns", "neuroshard", *(n for n in BASELINES if n != "random"),
                    *(n for n in SHARDERS if n == "torchrec"))
 
 

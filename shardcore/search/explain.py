@@ -15,8 +15,10 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.memory import free_bytes
-from shardcore.search import BASELINES, SHARDERS, Budget, compare
+from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
+from shardcore.search.budget import Budget
+from shardcore.search.sharders import BASELINES, SHARDERS
 from shardcore.types import Device, Infeasible, Plan, Problem, StepCost, Topology
 from shardcore.workload import Workload, lower
 
@@ -24,7 +26,7 @@ MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4
 """Beyond so many times the devices none are added."""
 DEFAULT_EVALS = 20_000
-OTHERWISE = "local"
+OTHERWISE = "anneal"
 
 
 @dataclass(frozen=True)

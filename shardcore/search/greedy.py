@@ -18,8 +18,9 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.pieces import items, to_plan
+from shardcore.search.placement_state import PlacementState
+from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import Plan, Problem, Shard
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
@@ -73,22 +74,20 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
 def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float], choose: Choose) -> Plan:
     problem.require_setting(model.setting)
-    found = items(feasible_pieces(problem), problem)
-    loaded = sorted((freedom(item, problem), -sum(map(load, item)), -item_bytes(item, problem), i)
-                    for i, item in enumerate(found))
-    room, pieces, devices = FreeMemory(problem), [], []
-    for _, less_load, _, i in loaded:
-        item, item_load = found[i], -less_load
-        fits = room.fits(item[0])
+    pieces = feasible_pieces(problem)
+    cache, found = ShardCostCache(problem, model, pieces), items(pieces, problem)
+    of = [cache.piece(item[0]) for item in found]
+    cache.add(of)
+    strip, units = np.array(of).T
+    loads = np.array([sum(map(load, item)) for item in found])
+    state = PlacementState(cache, priced=False)
+    for i in np.lexsort((-cache.bytes[cache.parts(strip, units)], -loads, cache.freedom[strip])):
+        fits = state.fits(strip[i], units[i])
         if not fits.any():
             packing = pack_or_raise(problem)
             return to_plan(packing.pieces, packing.devices, problem, model, algorithm=name, seed=seed, packed=True)
-        device = choose(item_load, fits, room.left)
-        for piece in item:
-            room.put(piece, device)
-            pieces.append(piece)
-            devices.append(device)
-    return to_plan(pieces, devices, problem, model, algorithm=name, seed=seed, packed=False)
+        state.place(strip[i], units[i], choose(loads[i], fits, state.free - state.used))
+    return state.plan(algorithm=name, seed=seed, packed=False)
 
 
 ORDERS = {"size_greedy": size_greedy, "dim_greedy": dim_greedy, "lookup_greedy": lookup_greedy,

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.pieces import items, placed, priced
+from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import Piece, ShardCostCache
 from shardcore.types import Plan, Problem, ShardCoreError
 
@@ -169,40 +169,24 @@ def greedy_grid(cache: ShardCostCache, pieces: np.ndarray, caps: np.ndarray) -> 
     hold more than they may; and devices [C, K, P].
     """
     (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(cache.speed)
-    shape, n_kinds = (n_states, n_passes, n_devices), len(cache.kinds)
-    c, k = np.ogrid[:n_states, :n_passes]
-    free = np.array(free_bytes(cache.problem))
+    state = PlacementState(cache, (n_states, n_passes))
     parts = cache.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
     cap = cache.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
-    held = np.zeros((n_states, n_passes, len(cache), n_devices), dtype=np.int32)
-    used, columns = np.zeros(shape, dtype=np.int64), np.zeros((*shape, n_kinds), dtype=np.int64)
-    sums, group_ms = np.zeros((*shape, n_kinds, cache.codes.shape[1])), np.zeros((*shape, n_kinds))
     pinned = cache.freedom < n_devices
     fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
 
     for p in range(n_pieces):
         strip, units = pieces[:, p, 0][:, None], pieces[:, p, 1][:, None]  # [C, 1]
-        before = held[c, k, strip]  # [C, K, D]
-        was = cache.parts(strip[..., None], before)
-        becomes = cache.parts(strip[..., None], before + units[..., None])
-        extra = cache.bytes[becomes] - cache.bytes[was]
         width, single_ms = cache.width[parts[:, p, None]], cache.single_ms[parts[:, p, None]][..., None] / cache.speed
-        narrow = (columns.sum(-1) + width[..., None] <= cap) | pinned[strip][..., None]
-        fits = (used + extra <= free) & narrow & cache.allowed[strip]
-        d = _least(np.where(fits, group_ms.sum(-1) / cache.speed + single_ms, np.inf), used)  # [C, K]
+        narrow = (state.width.sum(-1) + width[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
+        fits = state.fits(strip, units) & narrow
+        d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
         fits_all &= fits.any(-1)
-        kind = np.broadcast_to(cache.kind[strip], d.shape)
-        sums[c, k, d, kind] += cache.codes[becomes[c, k, d]] - cache.codes[was[c, k, d]]
-        group_ms[c, k, d, kind] = cache.model.head(sums[c, k, d, kind].reshape(-1, sums.shape[-1])).reshape(d.shape)
-        used[c, k, d] += extra[c, k, d]
-        columns[c, k, d, kind] += width
-        held[c, k, strip, d] += units
+        state.place(strip, units, d)
         devices[:, :, p] = d
 
-    total_ms = np.full(fits_all.shape, np.inf)
-    if fits_all.any():
-        total_ms[fits_all] = cache.total_ms(group_ms[fits_all].sum(-1) / cache.speed, columns[fits_all])
-    return total_ms, np.maximum(used - np.maximum(free, 0), 0).sum(-1), devices
+    total_ms = np.where(fits_all, state.cost_ms(), np.inf) if fits_all.any() else np.full(fits_all.shape, np.inf)
+    return total_ms, np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1), devices
 
 
 def _least(costs: np.ndarray, used: np.ndarray) -> np.ndarray:

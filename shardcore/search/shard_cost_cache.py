@@ -55,8 +55,8 @@ class ShardCostCache:
         self.freedom = self.allowed.sum(1)
         self._parts = np.full((len(self._strips), self.size.max() + 1), -1)
         self._parts[:, 0] = 0
-        n_features = model.encode(self._strips[0][:1]).shape[1]
-        self.codes, self.single_ms = np.zeros((1, n_features)), np.zeros(1)
+        self._made: list[Item] = [self._strips[0]]  # of part 0, any
+        self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
         self.bytes, self.width = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -122,16 +122,31 @@ class ShardCostCache:
     def _make(self, new: list[Piece]) -> None:
         if not new:
             return
-        made = [self._item(s, 0, u) for s, u in new]
-        codes = np.asarray(self.model.encode([s for item in made for s in item]), dtype=float)
-        codes = np.add.reduceat(codes, np.cumsum([0, *map(len, made[:-1])]))
-        first = len(self.codes)
-        self.codes = np.concatenate([self.codes, codes])
-        self.single_ms = np.concatenate([self.single_ms, self.model.head(codes)])
+        made, first = [self._item(s, 0, u) for s, u in new], len(self._made)
+        self._made += made
         self.bytes = np.concatenate([self.bytes, [item_bytes(item, self.problem) for item in made]])
         self.width = np.concatenate([self.width, [sum(s.width for s in item) // MIN_WIDTH for item in made]])
         for i, (s, u) in enumerate(new):
             self._parts[s, u] = first + i
+
+    @property
+    def codes(self) -> np.ndarray:
+        self._encode()
+        return self._codes
+
+    @property
+    def single_ms(self) -> np.ndarray:
+        self._encode()
+        return self._single_ms
+
+    def _encode(self) -> None:
+        """Encode the parts that were made since: who asks for bytes only does not wait for this."""
+        if new := self._made[len(self._codes):]:
+            codes = np.asarray(self.model.encode([s for item in new for s in item]), dtype=float)
+            codes = np.add.reduceat(codes, np.cumsum([0, *map(len, new[:-1])]))
+            codes[0] *= len(self._codes) > 0  # part 0 is nothing
+            self._codes = np.concatenate([self._codes.reshape(-1, codes.shape[1]), codes])
+            self._single_ms = np.concatenate([self._single_ms, self.model.head(codes)])
 
     def parts(self, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
         """[...] the parts of so many units of strips; both [...] (broadcast). The parts must have been added.

@@ -16,7 +16,7 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert before == after and f"starting from {old}, which cost" in capsys.readouterr().out
     assert main(again) == 0
     assert files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"] < before.provenance["predicted_ms"]
-    assert main([*again, "--algorithm", "milp"]) == 1 and "--start is for --algorithm local" in capsys.readouterr().err
+    assert main([*again, "--algorithm", "neuroshard"]) == 1 and "--start is for --algorithm anneal" in capsys.readouterr().err
     assert main([*again[:-2], "--max-moved-gib", "1"]) == 1 and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
 
 

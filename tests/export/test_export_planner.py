@@ -36,7 +36,7 @@ CONSTRAINTS = {"a": ParameterConstraints(pooling_factors=[10.0]), "b": Parameter
 
 def planner(constraints=CONSTRAINTS, topology=FOUR, **settings) -> ShardCorePlanner:
     return ShardCorePlanner(topology, 16, constraints, model=MODEL, budget=Budget(evals=2000),
-                            **{"algorithm": "local", **settings})
+                            **{"algorithm": "anneal", **settings})
 
 
 def test_problem_from_given_lookups():

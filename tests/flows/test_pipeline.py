@@ -100,14 +100,14 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
         costs = [cost for kept in replays.read_all(project.folder / folder, setting) for cost in kept.costs.values()]
         assert len(costs) >= plans and {cost.pace != 1 for cost in costs} == {control is not None}
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
-    assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["local_solved"] == 1
+    assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["anneal_solved"] == 1
     assert metrics["reality"]["mape"] > 0 and metrics["reality"]["random_relative_cost"] > 0
     assert "problem 1 of 1 replayed" in log
     for name in ("predictions.csv", "predictions.png", "sharders.csv", "replays/replays.csv", "replays/replays.png"):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100
     for i in range(2):
         plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
-        assert plan.provenance["algorithm"] == "local_columns" and plan.provenance["model_version"] == "1"
+        assert plan.provenance["algorithm"] == "anneal_columns" and plan.provenance["model_version"] == "1"
         assert problem.global_batch == 64
 
 

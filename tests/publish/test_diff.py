@@ -155,7 +155,7 @@ def test_columns_come_in_the_old_order_of_devices(problem):
 def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
     """The devices of two searches have other numbers, their plans are much the same."""
     model = AnalyticModel(Setting("made-up", 256), lookup_ns=30)
-    first, second = (SHARDERS["local"](problem, model, seed=seed, budget=Budget(evals=20_000)) for seed in (0, 1))
+    first, second = (SHARDERS["anneal"](problem, model, seed=seed, budget=Budget(evals=20_000)) for seed in (0, 1))
     near = relabel_devices(second, first, problem)
     assert diff(first, near).bytes <= diff(first, second).bytes
     assert price(lower(near, problem), model).total_ms == pytest.approx(second.provenance["predicted_ms"])

@@ -26,7 +26,7 @@ def shifted():
     rng = np.random.default_rng(0)
     tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0)) for i in range(24))
     problem = Problem("shifting", tables, Topology((Device(4 << 20),) * 4), SETTING.batch)
-    plan = SHARDERS["local"](problem, MODEL, budget=BUDGET)
+    plan = SHARDERS["anneal"](problem, MODEL, budget=BUDGET)
     busiest = {p.shard.table.name for p in plan.placements if p.devices == (0,)}
     now = replace(problem, tables=tuple(replace(t, pooling=3 * t.pooling) if t.name in busiest else t for t in tables))
     return plan, problem, now

@@ -63,6 +63,14 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert "backward_compute_ms" in ratios and all(ratio == pytest.approx(1.5) for ratio in ratios.values())
 
 
+def test_sharders_have_the_names_of_today(problem, made, clock, tmp_path):
+    before = {"anneal": "local", "anneal_columns": "local_columns"}
+    kept = replays.keep(tmp_path / "kept", problem, [(before.get(a, a), plan) for a, plan in made], SETTING, CONFIG, clock)
+    assert {"local", "local_columns"} < {algorithm for algorithm, _ in kept.made}
+    assert [algorithm for algorithm, _ in replays.read(tmp_path / "kept").made] == [algorithm for algorithm, _ in made]
+    assert replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
+
+
 def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_path):
     folder = tmp_path / problem.name
     kept = replays.keep(folder, problem, made, SETTING, CONFIG, clock)

@@ -1,4 +1,4 @@
-"""One suite for every entry of SHARDERS: what a plan has to be, whoever made it.
+"""One suite for every entry of SHARDERS, and every peer of bench/: what a plan has to be, whoever made it.
 
 It runs in several files, so that workers share it: each takes all of this and names SHARDERS_HERE (see conftest.py).
 """
@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import host_row, row
 
+from bench.peers import PEERS
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.export.torchrec import sharded
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.search import SHARDERS, Budget, greedy
-from shardcore.search.peers import torchrec as torchrec_peer
+from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.pieces import consolidate
 from shardcore.types import (
     MIN_WIDTH,
@@ -42,10 +43,10 @@ from shardcore.types import (
 from shardcore.workload import lower
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
-FILES = {"greedy": ("random", *greedy.ORDERS), "neuroshard": ("neuroshard",), "local": ("local", "local_columns"),
+FILES = {"greedy": ("random", *greedy.ORDERS), "neuroshard": ("neuroshard",), "anneal": ("anneal", "anneal_columns"),
          "peers": ("embark", "milp", "torchrec")}
 """By file (test_conformance_NAME.py), the sharders that it is for."""
-EXAMPLES = {"random": 4, **dict.fromkeys(greedy.ORDERS, 2), "size_greedy": 20, "local_columns": 4, "milp": 8, "torchrec": 6}
+EXAMPLES = {"random": 4, **dict.fromkeys(greedy.ORDERS, 2), "size_greedy": 20, "anneal_columns": 4, "milp": 8, "torchrec": 6}
 """Drawn problems of a test: few for those that share their implementation with another, or are slow; 15 for others."""
 SMALL_BUDGET = Budget(evals=300)
 
@@ -194,7 +195,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
 def solve(sharder: str, problem: Problem, seed: int = 0, budget: Budget | None = SMALL_BUDGET, model=None) -> Plan:
     if sharder == "torchrec" and not torchrec_peer.installed():
         pytest.skip(f"TorchRec is not installed: {torchrec_peer.INSTALL}")
-    return SHARDERS[sharder](problem, model or model_for(problem), seed=seed, budget=budget)
+    return {**SHARDERS, **PEERS}[sharder](problem, model or model_for(problem), seed=seed, budget=budget)
 
 
 @every_case
@@ -327,7 +328,7 @@ def optima():
             for p in problems]
 
 
-AT_MOST = {"local": 1 + 1e-9, "local_columns": 1 + 1e-9, "neuroshard": 1.10}
+AT_MOST = {"anneal": 1 + 1e-9, "anneal_columns": 1 + 1e-9, "neuroshard": 1.10}
 """Mean cost over that of the cheapest of all plans, of those for which that is known."""
 
 
@@ -335,7 +336,7 @@ def test_never_better_than_brute_force_and_near_it(sharder, optima):
     ratios = []
     for problem, least, by_columns in optima:
         ms = solve(sharder, problem, budget=Budget(evals=5000)).provenance["predicted_ms"]
-        ratios.append(ms / (by_columns if sharder == "local_columns" else least))
+        ratios.append(ms / (by_columns if sharder == "anneal_columns" else least))
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) <= AT_MOST.get(sharder, np.inf), ratios
 

@@ -127,7 +127,7 @@ def test_the_last_rows_may_be_few_and_their_device_slow():
     problem = Problem("few", (Table("t", 61, 4, 1000.0, Zipf(0.0)),), Topology(devices), BATCH)
     model = AnalyticModel(Setting("made-up", BATCH), launch_us=0.001, table_us=0.001, lookup_ns=10, exchange_latency_ms=1e-6,
                           exchange_gbps=1000)
-    plan = SHARDERS["local"](problem, model, budget=Budget(evals=5000))
+    plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=5000))
     assert bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.search import DEFAULT_SHARDER, Budget, compare
+from shardcore.search import DEFAULT_SHARDER, Budget, compare, known
 from shardcore.types import Device, Problem, Setting, ShardCoreError, StepCost, Topology
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
@@ -42,6 +42,21 @@ def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
         compare.run("best", problem, model)
 
 
+@pytest.mark.parametrize("before, now", [("local", "anneal"), ("local_columns", "anneal_columns"), ("local_all", "anneal"),
+                                         ("anneal", "anneal"), ("random", "random")])
+def test_older_names_are_accepted(before, now, tables):
+    problem = Problem("p", tables, Topology((Device(1 << 30),) * 2), 256)
+    outcome = compare.run(before, problem, AnalyticModel(Setting("any", 256)), budget=Budget(evals=10))
+    assert outcome.algorithm == outcome.plan.provenance["algorithm"] == known(before) == now
+
+
+@pytest.mark.parametrize("name, words", [("magic", "there are random, size_greedy"), ("milp", "bench/peers.*use anneal_columns"),
+                                         ("embark", "bench/peers.*use anneal_columns")])
+def test_a_name_that_is_not_known_is_refused_with_those_that_are(name, words):
+    with pytest.raises(ShardCoreError, match=f"algorithm '{name}' is not known.*{words}"):
+        known(name)
+
+
 def test_balance_is_mean_over_largest_compute():
     assert compare.balance(StepCost((1.0, 0.0), (2.0, 1.0), (9.0, 9.0), (9.0, 9.0), (0.0, 2.0))) == 2 / 3
     assert compare.balance(StepCost(*((0.0, 0.0),) * 5)) == 1.0
@@ -52,7 +67,7 @@ def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):
     found, again = (compare.plans(problem, model, seed=3, budget=Budget(evals=200), random=2) for _ in range(2))
     assert [o.plan for o in found] == [o.plan for o in again]
     names = [o.algorithm for o in found]
-    assert set(compare.WORTH_REPLAYING) < set(names) and names.count("random") == 2 and names[0] == "local"
+    assert set(compare.WORTH_REPLAYING) < set(names) and names.count("random") == 2 and names[0] == "anneal"
 
 
 def test_replayed_figures_compare_against_the_default_sharder():

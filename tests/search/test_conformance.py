@@ -23,6 +23,7 @@ from conformance import (
 from conformance import test_plan_is_valid_and_says_where_it_comes_from as is_valid
 from shapes import column, host_row, on_hosts, replica, row
 
+from bench.peers import PEERS
 from shardcore.layouts import shards_on
 from shardcore.search import SHARDERS, Budget, compare
 from shardcore.search.pieces import consolidate
@@ -32,7 +33,7 @@ from shardcore.types import MIN_WIDTH, Constraints, Device, Plan, Problem, Shard
 def test_every_sharder_is_in_one_file_of_the_suite():
     files = {name: importlib.import_module(f"test_conformance_{name}") for name in FILES}
     names = [name for file in files.values() for name in file.SHARDERS_HERE]
-    assert len(set(names)) == len(names) and set(SHARDERS) <= set(names) <= {*SHARDERS, "torchrec"}
+    assert len(set(names)) == len(names) and {*SHARDERS, *PEERS} <= set(names) <= {*SHARDERS, *PEERS, "torchrec"}
     assert all(hasattr(file, is_valid.__name__) for file in files.values())
 
 
@@ -97,9 +98,9 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
         assert parts_of(placement) == list(shards_on(placement))
 
 
-TRIES_MORE_CUTS = {"local", "local_columns"}
-"""The local search begins with greedy plans of many cuts, of which one may fit where `packing`, with which
-all others end, finds nothing. (Copies of tables, which packing does not know either, are what `local`, embark
+TRIES_MORE_CUTS = {"anneal", "anneal_columns"}
+"""Annealing begins with greedy plans of many cuts, of which one may fit where `packing`, with which
+all others end, finds nothing. (Copies of tables, which packing does not know either, are what `anneal`
 and torchrec may find.)"""
 
 

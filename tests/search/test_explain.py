@@ -103,7 +103,7 @@ def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_else
     elsewhere = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"})
     found = explain(elsewhere, alone, model_for(alone), SMALL)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
-    assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("local, seed 0")
+    assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("anneal, seed 0")
 
 
 def test_a_plan_that_does_not_fit_is_refused():

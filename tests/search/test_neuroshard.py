@@ -4,64 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cuts import BATCH, MODEL, draw_cuts, draw_problem, on_two_hosts, total_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import group_costs, price
-from shardcore.layouts import CHANNELS, shards_on
+from shardcore.cost.model import group_costs
 from shardcore.memory import shard_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
-from shardcore.search.pieces import consolidate, devices_of, division, halve_columns, placed
+from shardcore.search.pieces import devices_of
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
-from shardcore.workload import lower
-
-BATCH = 48
-
-class SlowScatter(AnalyticModel):
-    """Reduce-scatters take twice their bytes: tells the collectives of a pooled output apart."""
-
-    def comm(self, traffic, compute_ms, topology):
-        times = np.array([1 + (c.collective == "reduce_scatter") for c in CHANNELS])
-        return super().comm((traffic.T * times).T, compute_ms, topology)
-
-
-MODEL = SlowScatter(Setting("made-up", BATCH), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
-                    exchange_gbps=1)
-
-
-def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22, optimizer: str = "exact_sgd") -> Problem:
-    rng = np.random.default_rng(seed)
-    tables = tuple(Table(f"t{i}", int(rng.integers(1, 2000)), int(rng.choice([4, 8, 12, 32, 64])),
-                         float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5)))) for i in range(n_tables))
-    devices = tuple(Device(memory, float(rng.choice([1, 1, 2]))) for _ in range(n_devices))
-    return Problem("drawn", tables, Topology(devices), BATCH, optimizer)
-
-
-def on_two_hosts(problem: Problem) -> Problem:
-    """Of four devices two each; a table is pinned to the second."""
-    devices = tuple(replace(d, host=h) for d, h in zip(problem.topology.devices, "xyxy", strict=True))
-    return replace(problem, topology=Topology(devices), constraints=Constraints(pinned=(("t1", ("y",)),)))
-
-
-def total_ms(shards, devices, problem) -> float:
-    plan = Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
-    return price(lower(plan, problem), replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
-
-
-def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
-    """Tables cut at random: some by rows, over all devices or those of the host that they are pinned to; others by columns."""
-    pieces = []
-    for i, table in enumerate(problem.tables):
-        found = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
-        pieces += [s for _, s in shards_on(found)] if found else [Shard.whole(table)]
-    for _ in range(8):
-        i = rng.integers(len(pieces))
-        if pieces[i].full_rows:
-            pieces[i:i + 1] = halve_columns(pieces[i]) or [pieces[i]]
-    return pieces
+from shardcore.types import Constraints, Device, Problem, Shard, ShardCoreError, Table, Topology
 
 
 @settings(max_examples=30, deadline=None)
@@ -184,7 +137,7 @@ def test_where_no_pass_fits_cuts_go_where_memory_is_short():
     problem = Problem("short", tables, Topology((Device(int(1.7 * tables[0].bytes)),) * 4), BATCH)
     plan = neuroshard(problem, MODEL, config=NeuroShardConfig(candidates=4))
     assert not plan.provenance["packed"]
-    assert plan.provenance["predicted_ms"] < 1.02 * SHARDERS["local_columns"](problem, MODEL).provenance["predicted_ms"]
+    assert plan.provenance["predicted_ms"] < 1.02 * SHARDERS["anneal_columns"](problem, MODEL).provenance["predicted_ms"]
 
 
 @pytest.mark.parametrize("evals", [1, 12, 13, 100, 600])

@@ -12,13 +12,13 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS, feasible
+from shardcore.search.anneal.search_space import Reshard
+from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces
 from shardcore.search.free_memory import FreeMemory, item_bytes, piece_bytes
-from shardcore.search.local import local
 from shardcore.search.packing import best_fit, least_bytes, pack, surely_fits
 from shardcore.search.pieces import devices_of, division, layout_of_piece, placed
-from shardcore.search.search_space import Reshard
 from shardcore.types import (
     OPTIMIZERS,
     Constraints,
@@ -199,11 +199,11 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     table = Table("large", 4_000, 8, 1.0)
     problem = problem_of([table, *TABLES[:2]], [600_000] * 3)
     old = Plan((row(table, problem.topology), *(column(t, 1) for t in TABLES[:2])))
-    kept = local(problem, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0))
+    kept = anneal(problem, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
     hosts = problem_of([table, *TABLES[:2]], [600_000] * 4, "aabb")
     old = Plan((host_row(table, (2, 3)), *(column(t, 1) for t in TABLES[:2])))
-    assert set(local(hosts, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0)).placements) == set(old.placements)
+    assert set(anneal(hosts, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0)).placements) == set(old.placements)
 
 
 @pytest.mark.xfail(strict=True, reason="a table cut by columns and divided over hosts is placed anew, whatever the limit")
@@ -212,7 +212,7 @@ def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
     table = Table("large", 4_000, 8, 1.0)
     hosts = problem_of([table, *TABLES[:2]], [600_000] * 4, "aabb")
     old = Plan((host_row(table, (0, 1), 0, 4), host_row(table, (2, 3), 4, 8), *(column(t, 1) for t in TABLES[:2])))
-    kept = local(hosts, MODEL, budget=Budget(evals=2_000), space="halves", reshard=Reshard(old, 0))
+    kept = anneal(hosts, MODEL, budget=Budget(evals=2_000), space="halves", reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
 
 

@@ -56,7 +56,7 @@ def test_what_is_wrong_in_one_override_leaves_all_unwritten(folder, overrides, n
 
 
 def test_an_override_has_to_agree_with_what_stands_beside_it(folder):
-    """max_moved_tables needs an algorithm of local search, as the default one is."""
+    """max_moved_tables needs an algorithm that anneals, as the default one is."""
     (folder / "params.yaml").write_text("publish:\n  algorithm: size_greedy\n")
     with pytest.raises(ShardCoreError, match="max_moved_tables 3 and algorithm 'size_greedy'"):
         override_params({"publish": {"max_moved_tables": 3}}, {"publish": PublishConfig})

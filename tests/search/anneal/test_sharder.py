@@ -1,4 +1,4 @@
-"""The local search beats what it is measured against, and uses all of its space: rows, replicas, plans to start from."""
+"""Annealing beats what it is measured against, and uses all of its space: rows, replicas, plans to start from."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.search import SHARDERS, Budget
-from shardcore.search import anneal as compiled
 from shardcore.search import budget as budget_module
-from shardcore.search import search_space as spaces
-from shardcore.search.local import Search, local
-from shardcore.search.search_space import Reshard, exchange_rates
+from shardcore.search.anneal import compiled
+from shardcore.search.anneal import search_space as spaces
+from shardcore.search.anneal.search_space import Reshard, exchange_rates
+from shardcore.search.anneal.sharder import Search, anneal
 from shardcore.types import (
     Constraints,
     Device,
@@ -65,7 +65,7 @@ def test_it_is_cheaper_than_neuroshard_soon_and_later(space):
         problem = draw_problem(seed, 20, [8 * MIB] * 4)
         theirs = cost(SHARDERS["neuroshard"](problem, model_for(problem)))
         for evals, found in ratios.items():
-            plan = local(problem, model_for(problem), budget=Budget(evals=evals), space=space)
+            plan = anneal(problem, model_for(problem), budget=Budget(evals=evals), space=space)
             check_plan(plan, problem)
             found.append(cost(plan) / theirs)
     assert np.mean(ratios[40_000]) < min(1.0, np.mean(ratios[2_000])), ratios
@@ -78,14 +78,14 @@ def test_it_finds_the_cheapest_of_all_plans():
     model = model_for(problem)
     for space in ("columns", "all"):
         least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns"))
-        assert cost(local(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(least, rel=1e-6)
+        assert cost(anneal(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(least, rel=1e-6)
 
 
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():
     hot = Table("hot", 100_003, 32, 60.0, Zipf(0.2))  # rows that no number of shares divides evenly
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
-    by_rows, by_columns = (local(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns"))
+    by_rows, by_columns = (anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns"))
     check_plan(by_rows, problem)
     assert row(hot, problem.topology) in by_rows.placements and cost(by_rows) < cost(by_columns)
     assert {p.kind for p in by_columns.placements} == {"column"}
@@ -95,13 +95,13 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
     hot, deep = Table("hot", 100_003, 32, 60.0, Zipf(0.2)), Table("deep", 1_200_000, 4, 1.0, Zipf(0.2))
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("deep", (deep, hot, *small), Topology((Device(16 * MIB),) * 3), BATCH)
-    plans = [local(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")]
+    plans = [anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")]
     for plan, names in zip(plans, ({"hot", "deep"}, {"deep"}), strict=True):
         check_plan(plan, problem)
         assert {p.shard.table.name for p in plan.placements if p.kind == "row"} == names
     assert cost(plans[0]) < cost(plans[1])
     ordered = replace(problem, tables=(replace(deep, ordered=True), hot, *small))
-    check_plan(local(ordered, model_for(ordered), budget=Budget(evals=2_000), space="all"), ordered)
+    check_plan(anneal(ordered, model_for(ordered), budget=Budget(evals=2_000), space="all"), ordered)
 
 
 @pytest.mark.parametrize("between_hosts_gbps", [0.2, 0.5])
@@ -112,11 +112,11 @@ def test_it_finds_the_cheapest_of_all_plans_on_two_hosts(between_hosts_gbps):
     problem = Problem("hosts", tables, where, BATCH)
     model = replace(model_for(problem), lookup_ns=20)
     least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem))
-    plan = local(problem, model, budget=Budget(evals=20_000))
+    plan = anneal(problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     assert cost(plan) == pytest.approx(least, rel=1e-9)
     assert {(p.kind, p.devices) for p in plan.placements} == {("host_row", (0, 2)), ("host_row", (1, 3))}
-    again = local(problem, model, budget=Budget(evals=20_000), reshard=Reshard(plan, tables=0))
+    again = anneal(problem, model, budget=Budget(evals=20_000), reshard=Reshard(plan, tables=0))
     assert set(again.placements) == set(plan.placements)
 
 
@@ -125,13 +125,13 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))
     problem = Problem("tiny-rows", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
     model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
-    plan = SHARDERS["local"](problem, model, budget=Budget(evals=20_000))
+    plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     everywhere = {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"}
     assert everywhere and everywhere <= {t.name for t in small}
-    assert cost(plan) < 0.8 * cost(local(problem, model, budget=Budget(evals=20_000), space="columns"))
+    assert cost(plan) < 0.8 * cost(anneal(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
-    assert all(len(p.devices) == 1 for p in local(kept, model, budget=Budget(evals=5000), space="all").placements)
+    assert all(len(p.devices) == 1 for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements)
 
 
 @pytest.mark.parametrize("short", [1, 50_000])
@@ -145,7 +145,7 @@ def test_copies_take_no_byte_more_than_there_is(short):
 
     def copied(memory):
         problem = Problem("copies", (*small, *large), Topology((*(Device(64 * MIB),) * 3, Device(memory))), 1024)
-        plan = local(problem, model, budget=Budget(evals=20_000))
+        plan = anneal(problem, model, budget=Budget(evals=20_000))
         check_plan(plan, problem)
         return sum(p.kind == "data_parallel" for p in plan.placements)
 
@@ -156,9 +156,9 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(700_000),) * 6), 49_152)  # four columns: 1.6 MB
     problem = replace(problem, topology=Topology((*problem.topology.devices[:5], Device(2_300_000, host="b"))))
-    check_plan(local(problem, model_for(problem), budget=Budget(evals=300)), problem)
+    check_plan(anneal(problem, model_for(problem), budget=Budget(evals=300)), problem)
     with pytest.raises(Infeasible, match="no way was found to pack it"):
-        local(problem, model_for(problem), budget=Budget(evals=300), space="columns")
+        anneal(problem, model_for(problem), budget=Budget(evals=300), space="columns")
 
 
 @pytest.mark.parametrize("seed", [1, 217])
@@ -168,7 +168,7 @@ def test_a_plan_to_start_from_does_not_become_dearer(seed):
     problem = replace(problem, topology=Topology(devices, within_host_gbps=1.0, between_hosts_gbps=0.05, latency_ms=0.01))
     old = SHARDERS["neuroshard"](problem, model_for(problem))
     for most in (1, None):
-        new = local(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))
+        new = anneal(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))
         assert cost(new) <= cost(old) * (1 + 1e-9)
 
 
@@ -176,7 +176,7 @@ def test_a_table_cut_by_columns_of_too_few_rows_to_divide_is_kept():
     flat = Table("flat", 9, 32, 10.0)  # over 8 devices ceil(9 / 8) rows each would leave the last none
     problem = Problem("flat", (flat, Table("other", 500, 8, 1.0)), Topology((Device(MIB),) * 8), BATCH)
     old = Plan((column(flat, 0, 0, 16), column(flat, 1, 16, 32), column(problem.tables[1], 2)))
-    kept = local(problem, model_for(problem), budget=Budget(evals=300), reshard=Reshard(old, 0))
+    kept = anneal(problem, model_for(problem), budget=Budget(evals=300), reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
 
 
@@ -184,7 +184,7 @@ def test_memory_for_exactly_half_the_rows_is_enough():
     table = Table("t", 2001, 4, 10.0, Zipf(0.0))
     room = Shard(table, 0, 1001, 0, 4).bytes + 2 * BATCH * 4 * 4
     problem = Problem("half", (table,), Topology((Device(room), Device(room))), BATCH)
-    check_plan(local(problem, model_for(problem), budget=Budget(evals=500)), problem)
+    check_plan(anneal(problem, model_for(problem), budget=Budget(evals=500)), problem)
 
 
 def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
@@ -203,9 +203,9 @@ def test_the_budget_is_kept_whichever_limit_is_nearer():
     """Without the seconds 40 million changes would be tried, for some 20 s."""
     problem = draw_problem(2, 20, [8 * MIB] * 4)
     model = model_for(problem)
-    assert local(problem, model, budget=Budget(40_000_000, 0.1)).provenance["evals"] < 4_000_000
-    assert local(problem, model, budget=Budget(seconds=0.1)).provenance["evals"] < 4_000_000
-    evals = [local(problem, model, budget=Budget(n, 1000.0)).provenance["evals"] for n in (1, 5000)]
+    assert anneal(problem, model, budget=Budget(40_000_000, 0.1)).provenance["evals"] < 4_000_000
+    assert anneal(problem, model, budget=Budget(seconds=0.1)).provenance["evals"] < 4_000_000
+    evals = [anneal(problem, model, budget=Budget(n, 1000.0)).provenance["evals"] for n in (1, 5000)]
     assert 5000 <= evals[1] < 8000 and evals[0] < 3000, evals  # its starts and one round may exceed it
 
 
@@ -218,7 +218,7 @@ def old() -> tuple[Problem, Plan]:
 @pytest.mark.parametrize(("tables", "n_bytes"), [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)])
 def test_no_more_of_a_plan_moves_than_may(old, tables, n_bytes):
     problem, plan = old
-    new = local(problem, model_for(problem), budget=Budget(evals=5000), reshard=Reshard(plan, tables, n_bytes))
+    new = anneal(problem, model_for(problem), budget=Budget(evals=5000), reshard=Reshard(plan, tables, n_bytes))
     check_plan(new, problem)
     n_tables, n_cells = moved(plan, new)
     assert n_tables <= (np.inf if tables is None else tables) and n_cells * 4 <= (np.inf if n_bytes is None else n_bytes)
@@ -231,14 +231,14 @@ def test_new_tables_do_not_count_as_moved(old):
     problem, plan = old
     later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
     for limits in ({"tables": 1}, {"bytes": 40_000}):
-        new = local(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, **limits))
+        new = anneal(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, **limits))
         n_tables, n_cells = moved(plan, new)
         assert 1 <= n_tables <= limits.get("tables", 99) and 4 * n_cells <= limits.get("bytes", np.inf)
 
 
 def test_its_seed_is_used():
     problem = draw_problem(4, 20, [8 * MIB] * 4)
-    plans = {local(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements for seed in range(4)}
+    plans = {anneal(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements for seed in range(4)}
     assert len(plans) > 1
 
 
@@ -246,7 +246,7 @@ def test_new_tables_are_placed_and_statistics_may_change(old):
     problem, plan = old
     tables = (replace(problem.tables[0], pooling=55.0), *problem.tables[1:], Table("new", 200, 16, 3.0))
     later = replace(problem, tables=tables)
-    new = local(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, tables=0))
+    new = anneal(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, tables=0))
     check_plan(new, later)
     assert {p.shard.table.name: p.devices for p in new.placements if p.shard.table.name != "new"} == {
         p.shard.table.name: p.devices for p in plan.placements}
@@ -257,16 +257,16 @@ def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
     model = model_for(problem)
     with pytest.raises(ShardCoreError, match="has devices 0 to 1"):
         two = replace(problem, topology=Topology(problem.topology.devices[:2]))
-        local(two, model, reshard=Reshard(plan))
+        anneal(two, model, reshard=Reshard(plan))
     with pytest.raises(ShardCoreError, match="places .* of the .* cells of table"):
         first = plan.placements[0]
         part = replace(first, shard=replace(first.shard, row_hi=first.shard.rows - 1))
-        local(problem, model, reshard=Reshard(Plan((part, *plan.placements[1:]))))
+        anneal(problem, model, reshard=Reshard(Plan((part, *plan.placements[1:]))))
     with pytest.raises(ShardCoreError, match="at most -1 tables"):
         Reshard(plan, tables=-1)
     with pytest.raises(Infeasible, match="no device room for tables .*'huge'"):
         huge = replace(problem, tables=(*problem.tables, Table("huge", 10**5, 64, 1.0)))
-        local(huge, model, reshard=Reshard(plan))
+        anneal(huge, model, reshard=Reshard(plan))
 
 
 def test_a_plan_to_start_from_may_break_constraints_that_are_new(old):
@@ -279,7 +279,7 @@ def test_a_plan_to_start_from_may_break_constraints_that_are_new(old):
     later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
     for constraints in (drained, grouped):
         asked = replace(later, constraints=constraints)
-        new = local(asked, model_for(asked), budget=Budget(evals=3000), reshard=Reshard(plan, tables=0))
+        new = anneal(asked, model_for(asked), budget=Budget(evals=3000), reshard=Reshard(plan, tables=0))
         check_plan(new, asked)
         home = {p.shard.table.name: p.devices for p in plan.placements}
         concerned = {*on_first} if constraints is drained else {on_first[0], on_first[1], other}
@@ -292,13 +292,13 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
-    fresh = local(problem, model, budget=budget, space="all")
-    again = local(problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
+    fresh = anneal(problem, model, budget=budget, space="all")
+    again = anneal(problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
     assert cost(again) <= cost(fresh) * 1.001
     rows = [p for p in fresh.placements if p.shard.table == hot]
     assert rows == [row(hot, problem.topology)]
     later = replace(problem, tables=(*problem.tables, Table("new", 200, 16, 3.0)))
-    kept = local(later, model, budget=budget, reshard=Reshard(fresh, tables=1))
+    kept = anneal(later, model, budget=budget, reshard=Reshard(fresh, tables=1))
     check_plan(kept, later)
     assert [p for p in kept.placements if p.shard.table == hot] == rows
 
@@ -308,7 +308,7 @@ def test_a_shard_that_costs_nothing_leaves_no_launch_behind():
     problem = Problem("idle", tables, Topology((Device(MIB),) * 3), BATCH)
     model = AnalyticModel(Setting("made-up", BATCH), launch_us=200, table_us=0)
     for seed in range(3):
-        plan = local(problem, model, seed=seed, budget=Budget(evals=5000))
+        plan = anneal(problem, model, seed=seed, budget=Budget(evals=5000))
         others = [cost(SHARDERS[n](problem, model)) for n in ("size_greedy", "dim_greedy", "neuroshard")]
         assert cost(plan) <= min(others) * (1 + 1e-9)
 
@@ -316,7 +316,7 @@ def test_a_shard_that_costs_nothing_leaves_no_launch_behind():
 def test_an_unknown_space_is_named():
     problem = draw_problem(0, 3, [MIB] * 2)
     with pytest.raises(ShardCoreError, match="no space 'rows'; there are all, columns, halves"):
-        local(problem, model_for(problem), space="rows")
+        anneal(problem, model_for(problem), space="rows")
 
 
 class Clock:
@@ -329,7 +329,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("algorithm", ["local", "local_columns"])
+@pytest.mark.parametrize("algorithm", ["anneal", "anneal_columns"])
 @pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (3.0, 3, 0), (0.01, 8, 2)])
 def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
     """A first plan there is, however long it takes; no other one is begun that would end after the budget."""
@@ -369,7 +369,7 @@ def test_the_parts_of_tables_are_priced_once(monkeypatch):
             return super().encode(shards, batch)
 
     problem = draw_problem(2, 12, [8 * MIB] * 4)
-    local(problem, Counted(model_for(problem).setting), budget=Budget(evals=500))
+    anneal(problem, Counted(model_for(problem).setting), budget=Budget(evals=500))
     parts = [s for s in asked if s.full_rows and s.width < s.table.dim]
     assert parts and len(parts) == len(set(parts))
 
@@ -380,9 +380,9 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     light = tuple(Table(f"t{i}", 200 + i % 50, 16, 0.01) for i in range(600))
     problem = Problem("large", (heavy, *light), Topology((Device(int(0.7 * heavy.bytes)),) * 4), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
-    small = local(problem, model, budget=budget, space="columns")
+    small = anneal(problem, model, budget=budget, space="columns")
     monkeypatch.setattr(spaces, "LARGE", 1)
-    large = local(problem, model, budget=budget, space="columns")
+    large = anneal(problem, model, budget=budget, space="columns")
     check_plan(large, problem)
     assert {p.shard.table.name for p in large.placements if p.shard.width < p.shard.table.dim} == {"heavy"}
     assert cost(large) < 1.02 * cost(small)
@@ -391,4 +391,4 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
         needed = sum(needed_bytes(t.rows, t.dim, BATCH) for t in tight.tables)
         tight = replace(tight, topology=Topology((Device(int(1.03 * needed / 3)),) * 3))
         for space in ("columns", "all"):
-            check_plan(local(tight, model_for(tight), budget=Budget(evals=2000), space=space), tight)
+            check_plan(anneal(tight, model_for(tight), budget=Budget(evals=2000), space=space), tight)

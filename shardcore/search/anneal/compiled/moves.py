@@ -5,9 +5,9 @@ import numpy as np
 from numba import njit
 
 from shardcore.compiling import inner
-from shardcore.search.anneal.cost import copy_norm, energy_of, load_of, power, total_of
-from shardcore.search.anneal.records import BYTES_MOVED, MOST_EDITS, N_MOVED, WIDEST, WORST
-from shardcore.search.anneal.state import hold, moved_of, note
+from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.records import BYTES_MOVED, MOST_EDITS, N_MOVED, WIDEST, WORST
+from shardcore.search.anneal.compiled.state import hold, moved_of, note
 
 
 @inner

@@ -38,8 +38,8 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, freedom
 from shardcore.search.greedy import looked_up
-from shardcore.search.peers.rates import exchange_ms, lookup_ms
 from shardcore.search.pieces import Item, division, items, placed, priced, to_plan
+from shardcore.search.rates import exchange_ms, lookup_ms
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
 
 _MOST_PARTS = 1 << 20

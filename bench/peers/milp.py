@@ -28,8 +28,8 @@ from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
-from shardcore.search.peers.rates import exchange_ms
 from shardcore.search.pieces import Item, devices_of, halve_columns, items, placed, priced
+from shardcore.search.rates import exchange_ms
 from shardcore.types import Plan, Problem, Shard, ShardCoreError
 
 GROUP = 8

@@ -7,8 +7,8 @@ from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.peers import torchrec as peer
-from shardcore.search.peers.torchrec import TorchRecConfig, placements_of
+from shardcore.search import torchrec as peer
+from shardcore.search.torchrec import TorchRecConfig, placements_of
 from shardcore.types import Device, Problem, Setting, Shard, ShardCoreError, Table, Topology
 from shardcore.workload import lower
 

@@ -7,11 +7,11 @@ import numba
 from numba import njit
 
 from shardcore.compiling import OPTIONS
-from shardcore.search.anneal.cost import cost_of
-from shardcore.search.anneal.moves import accept, propose, try_edits, uniform
-from shardcore.search.anneal.records import BEST, ENERGY, HEAD, LOG, MOST_EDITS, PROBLEM, STATE
-from shardcore.search.anneal.shared_moves import change_shared
-from shardcore.search.anneal.state import recompute, undo
+from shardcore.search.anneal.compiled.cost import cost_of
+from shardcore.search.anneal.compiled.moves import accept, propose, try_edits, uniform
+from shardcore.search.anneal.compiled.records import BEST, ENERGY, HEAD, LOG, MOST_EDITS, PROBLEM, STATE
+from shardcore.search.anneal.compiled.shared_moves import change_shared
+from shardcore.search.anneal.compiled.state import recompute, undo
 
 SHARED_TRIALS = 0.1
 """Share of the trials that concern tables that groups share."""

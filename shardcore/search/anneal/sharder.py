@@ -1,4 +1,4 @@
-"""Local search: greedy plans, side by side improved by simulated annealing (anneal.py), the best of them to the end.
+"""Annealing: greedy plans, side by side improved by simulated annealing (compiled/), the best of them to the end.
 
 The starts: tables whole or cut by columns; large ones everywhere, their rows divided; small ones everywhere, in copies (data-
 parallel), where that is worth it. What the exchanges cost is taken to be linear in what each device, the widest one and the
@@ -29,12 +29,12 @@ from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import MIN_WIDTH, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
 from shardcore.workload import traffic_of_widths
 
-if TYPE_CHECKING:  # numba takes a second to import, and is needed here alone
-    from shardcore.search.anneal import SearchProblem, State
-    from shardcore.search.search_space import Reshard, SearchSpace
+if TYPE_CHECKING:  # numba takes a second to import, and only this needs it
+    from shardcore.search.anneal.compiled import SearchProblem, State
+    from shardcore.search.anneal.search_space import Reshard, SearchSpace
 
 SPACES = ("all", "columns", "halves")
-SPACE_OF = {"local": "all", "local_columns": "columns"}
+SPACE_OF = {"anneal": "all", "anneal_columns": "columns"}
 """Which of them the sharders of these names search."""
 _DEFAULT = Budget(evals=500_000)
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -60,7 +60,7 @@ _LOG = 1 << 20
 """Changes since the best plan that are kept."""
 
 
-def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
+def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
           reshard: Reshard | None = None) -> Plan:
     """The best plan found within the budget (none: 500,000 evaluations). The seconds of a budget only a first plan may exceed,
     evaluations its starts and one round too. space: "all", or without tables everywhere, by rows or in copies: "columns" (any
@@ -70,21 +70,21 @@ def local(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget |
     """
     problem.require_setting(model.setting)
     if space not in SPACES:
-        raise ShardCoreError(f"local search has no space {space!r}; there are {', '.join(SPACES)}")
+        raise ShardCoreError(f"annealing has no space {space!r}; there are {', '.join(SPACES)}")
     meter = (budget if budget and (budget.evals or budget.seconds) else _DEFAULT).start()
     limited = bool(reshard and reshard.limited)
     pieces = [] if limited else feasible_pieces(problem)  # a problem without a plan is refused before all else
     search = Search(problem, model, meter, seed)
     kept = [search.resharded(reshard, space)] if reshard else []
     best = search.run(kept) if limited else search.best(space, pieces, kept)
-    name = "local" if space == "all" else "local_columns"  # halves are for comparisons alone
+    name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 
 
-def local_columns(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """`local` without tables everywhere: rows and copies have ops and collectives of their own, of which a model often knows
+def anneal_columns(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
+    """`anneal` without tables everywhere: rows and copies have ops and collectives of their own, of which a model often knows
     least."""
-    return local(problem, model, seed=seed, budget=budget, space="columns")
+    return anneal(problem, model, seed=seed, budget=budget, space="columns")
 
 
 @dataclass
@@ -104,11 +104,11 @@ class Start:
 class Search:
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         before_s = meter.seconds()
-        from shardcore.search import anneal  # compiled, or read from disk, while the clock stands still
-        from shardcore.search import search_space as spaces
+        from shardcore.search.anneal import compiled  # or read from disk, while the clock stands still
+        from shardcore.search.anneal import search_space as spaces
 
         meter.started_s += meter.seconds() - before_s
-        self.anneal, self.spaces, self.meter = anneal, spaces, meter
+        self.compiled, self.spaces, self.meter = compiled, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
         self._cache: ShardCostCache | None = None
@@ -145,19 +145,19 @@ class Search:
     def _cool(self, start: Start, begin: float, end: float, hot: float) -> None:
         """Improve a plan from one share of the budget to another: of what it was, the best met and what it is after each part of
         the cooling, the one stays that is cheapest by the model itself."""
-        state, cost = start.state, start.state.value[self.anneal.BEST] / len(self.problem.topology)
+        state, cost = start.state, start.state.value[self.compiled.BEST] / len(self.problem.topology)
         best = self._cheaper(start, (np.inf, state))
         while (done := max(begin, self.meter.progress())) < end:
             at = (done - begin) / (end - begin)
             hot_ms, cold_ms = (cost * hot * (_COLD / hot) ** min(1.0, x) for x in (at, at + 1 / _ROUNDS))
             trials, before_s = self._trials((end - begin) / _ROUNDS), self.meter.seconds()
-            self.anneal.anneal(self.head, start.fixed, state, trials, hot_ms, cold_ms)
+            self.compiled.anneal(self.head, start.fixed, state, trials, hot_ms, cold_ms)
             self.meter.evals += trials
             self._annealing_s += self.meter.seconds() - before_s
             best = self._cheaper(start, best)
-        self.anneal.rewind(self.head, start.fixed, state)
+        self.compiled.rewind(self.head, start.fixed, state)
         start.ms, start.state = self._cheaper(start, best)
-        self.anneal.refresh(self.head, start.fixed, start.state)
+        self.compiled.refresh(self.head, start.fixed, start.state)
 
     def _cheaper(self, start: Start, best: tuple[float, State]) -> tuple[float, State]:
         """The best so far, or a copy of what a start is now."""
@@ -204,8 +204,8 @@ class Search:
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
                 found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
         fit = [start for start in found if start] or [self._packed(kind)]
-        least = min(start.state.value[self.anneal.BEST] for start in fit)
-        return [start for start in fit if start.state.value[self.anneal.BEST] <= _HOPEFUL * least]
+        least = min(start.state.value[self.compiled.BEST] for start in fit)
+        return [start for start in fit if start.state.value[self.compiled.BEST] <= _HOPEFUL * least]
 
     def _divided(self, space: SearchSpace, y: int) -> list[Start | None]:
         """Large tables shared by the groups of a layout; and all of them: no op of whole rows, no exchange of these."""
@@ -245,12 +245,12 @@ class Search:
         for n, shared in ways:
             shared = np.concatenate([shared, _pairs(space.divided, space.dividing)])
             state = self._greedy(space, n, shared)
-            if state is not None and state.value[self.anneal.BEST] < least:
-                best, least, begin = state, state.value[self.anneal.BEST], (n, shared)
+            if state is not None and state.value[self.compiled.BEST] < least:
+                best, least, begin = state, state.value[self.compiled.BEST], (n, shared)
         state, misses = best, 0
         while state is not None and misses < _MISSES and not self.spaces.is_large(space.cache):
             n, shared = begin
-            worst = state.number[self.anneal.WORST]
+            worst = state.number[self.compiled.WORST]
             last = state.items[worst, :state.count[worst]]
             if not len(last):
                 break
@@ -260,8 +260,8 @@ class Search:
             n[hottest] += 1
             state = self._greedy(space, n, shared)
             misses += 1
-            if state is not None and state.value[self.anneal.BEST] < least:
-                best, least, misses = state, state.value[self.anneal.BEST], 0
+            if state is not None and state.value[self.compiled.BEST] < least:
+                best, least, misses = state, state.value[self.compiled.BEST], 0
         return None if best is None else Start(space, best, space.as_it_is)
 
     def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
@@ -273,10 +273,10 @@ class Search:
         size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
         for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
             state = self._state(space)
-            self.anneal.share(self.head, fixed, state, shared)
+            self.compiled.share(self.head, fixed, state, shared)
             fits = (state.used <= np.maximum(0, fixed.free)).all()
-            if fits and self.anneal.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
-                self.anneal.refresh(self.head, fixed, state)
+            if fits and self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
+                self.compiled.refresh(self.head, fixed, state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
                 return state
         return None
@@ -286,7 +286,7 @@ class Search:
         return self._greedy_s is None or self.meter.has_time(self._greedy_s)
 
     def _state(self, space: SearchSpace) -> State:
-        return self.anneal.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
+        return self.compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
     def _with(self, space: SearchSpace, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
         """Some strips shared by groups of a layout, the costliest first by the group that has least; the others cut where they
@@ -353,14 +353,14 @@ class Search:
     def _placed(self, space: SearchSpace, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
         """Pieces on their devices, and the strips that groups share."""
         state = self._state(space)
-        self.anneal.share(self.head, space.fixed, state, shared)
+        self.compiled.share(self.head, space.fixed, state, shared)
         by_device: dict[int, list[Shard]] = {}
         for piece, device in pieces:
             by_device.setdefault(device, []).append(piece)
         for device, on_it in by_device.items():
             found = space.strips(on_it)
-            self.anneal.place(space.fixed, state, np.insert(found, 1, device, axis=1))
-        self.anneal.refresh(self.head, space.fixed, state)
+            self.compiled.place(space.fixed, state, np.insert(found, 1, device, axis=1))
+        self.compiled.refresh(self.head, space.fixed, state)
         return Start(space, state, space.fixed)
 
     def resharded(self, reshard: Reshard, kind: str) -> Start:
@@ -373,11 +373,11 @@ class Search:
         start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
         held = start.state.held.copy()
         todo = space.strips([Shard.whole(t) for t in old.new])
-        if not self.anneal.greedy(self.head, space.fixed, start.state, todo):
+        if not self.compiled.greedy(self.head, space.fixed, start.state, todo):
             raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for tables that it "
                              f"lacks, or has where they may not be ({shown(t.name for t in old.new)}), uncut; plan afresh, or "
                              "with more memory")
-        self.anneal.refresh(self.head, space.fixed, start.state)
+        self.compiled.refresh(self.head, space.fixed, start.state)
         start.space = self.spaces.keeping(space, held, reshard, old.new)
         if kind != "all":
             start.space = replace(start.space, fixed=start.space.as_it_is)
@@ -386,7 +386,7 @@ class Search:
 
 
 def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
-    """[N, 2] strips that a group shares, for anneal.share."""
+    """[N, 2] strips that a group shares, for compiled.share."""
     return np.array([(s, group) for s in strips], dtype=np.int64).reshape(-1, 2)
 
 

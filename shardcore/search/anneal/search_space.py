@@ -1,4 +1,4 @@
-"""SearchSpace: what a local search may do with a problem's tables, as arrays.
+"""SearchSpace: what annealing may do with a problem's tables, as arrays.
 
 A strip of the cache lives on devices that share its columns; or a group of devices shares all of it, in a kind of sharding whose
 groups have several: all of them, or those of a host.
@@ -17,7 +17,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Group, Layout, device_names, even_share, layout_of, shards_on
 from shardcore.memory import bytes_as, free_bytes
-from shardcore.search.anneal import SearchProblem
+from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.pieces import division, placed
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table

@@ -4,10 +4,10 @@ Each alters every device of the group, so there are fewer of these.
 """
 
 from shardcore.compiling import inner
-from shardcore.search.anneal.cost import copy_norm, energy_of, load_of, power, total_of
-from shardcore.search.anneal.moves import below, uniform
-from shardcore.search.anneal.records import N_SHARED, WORST
-from shardcore.search.anneal.state import hold, note, recompute, set_group
+from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.moves import below, uniform
+from shardcore.search.anneal.compiled.records import N_SHARED, WORST
+from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group
 
 
 @inner

@@ -6,9 +6,9 @@ import numpy as np
 from numba import njit
 
 from shardcore.compiling import OPTIONS, inner
-from shardcore.search.anneal.cost import total_of
-from shardcore.search.anneal.records import HEAD, PROBLEM, STATE
-from shardcore.search.anneal.state import hold
+from shardcore.search.anneal.compiled.cost import total_of
+from shardcore.search.anneal.compiled.records import HEAD, PROBLEM, STATE
+from shardcore.search.anneal.compiled.state import hold
 
 
 @inner

@@ -2,11 +2,11 @@
 
 import pytest
 
+from bench.peers.embark import EmbarkConfig, embark
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import Budget
-from shardcore.search.peers.embark import EmbarkConfig, embark
 from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
 
 BATCH, MIB = 64, 2**20

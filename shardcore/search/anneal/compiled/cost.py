@@ -10,7 +10,7 @@ import math
 from numba import njit
 
 from shardcore.compiling import inner
-from shardcore.search.anneal.records import WIDEST, WORST
+from shardcore.search.anneal.compiled.records import WIDEST, WORST
 
 POWERS = 5
 """log2 of the norm's p."""

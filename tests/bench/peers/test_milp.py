@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from bench.peers.milp import GROUP, MilpConfig, milp
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.peers.milp import GROUP, MilpConfig, milp
 from shardcore.types import Constraints, Device, Problem, Setting, ShardCoreError, Table, Topology, Zipf
 
 BATCH, MIB = 96, 2**20

@@ -44,8 +44,8 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.greedy import looked_up
-from shardcore.search.peers.rates import column_bytes, exchange_ms, lookup_ms
 from shardcore.search.pieces import Item, items, placed, priced, to_plan
+from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
 from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "

@@ -1,1 +1,0 @@
-"""Peers: other people's planners as sharders, reimplemented or, where installed, themselves."""

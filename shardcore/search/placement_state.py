@@ -1,0 +1,94 @@
+"""PlacementState: plans under construction, kept up to date while pieces are placed and removed.
+
+One plan, or a batch of them in lockstep. Sharders build plans on it; annealing has a compiled form (anneal/compiled/).
+
+Shapes: ... the batch (nothing for one plan), S strips, D devices, K kinds, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardcore.memory import free_bytes
+from shardcore.search.pieces import placed, priced
+from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.types import Plan
+
+
+class PlacementState:
+    """What devices hold of a cache's strips, and what follows: memory and cost.
+
+    A piece is a strip and a number of units (see ShardCostCache). Methods take one piece for each plan of the
+    batch: `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
+
+    held: [..., S, D] units of each strip on each device.
+    used: [..., D] bytes.
+    width: [..., D, K] columns of each kind, in units.
+    sums: [..., D, K, F] sums of encodings: what the model's head reads.
+    op_ms: [..., D, K] of the fused ops, at speed 1.
+    free: [D] bytes that embeddings may use.
+
+    priced: whether to keep sums and op_ms, without which there is no cost.
+    """
+
+    def __init__(self, cache: ShardCostCache, batch: tuple[int, ...] = (), priced: bool = True) -> None:
+        n_devices, n_kinds = len(cache.speed), len(cache.kinds)
+        self.cache = cache
+        self.free = np.array(free_bytes(cache.problem), dtype=np.int64)
+        self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
+        self.used = np.zeros((*batch, n_devices), dtype=np.int64)
+        self.width = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
+        self.priced = priced
+        self.sums = np.zeros((*batch, n_devices, n_kinds, cache.codes.shape[1] if priced else 0))
+        self.op_ms = np.zeros((*batch, n_devices, n_kinds))
+        self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
+
+    def fits(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[..., D] whether a device may hold the piece and has the memory."""
+        return (self.used + self.extra_bytes(strip, units) <= self.free) & self.cache.allowed[strip]
+
+    def extra_bytes(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[..., D] bytes that the piece adds: fewer where it widens what is there already."""
+        before = self.held[(*self._plans, strip)]
+        strip, units = np.asarray(strip)[..., None], np.asarray(units)[..., None]
+        n_bytes, parts = self.cache.bytes, self.cache.parts
+        return n_bytes[parts(strip, before + units)] - n_bytes[parts(strip, before)]
+
+    def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
+        """Add a piece. Whether it fits is for the caller to ask."""
+        cache = self.cache
+        at, here = (*self._plans, strip, device), (*self._plans, device)
+        of_kind = (*here, cache.kind[strip])
+        before = self.held[at]
+        after = before + units
+        was, becomes = cache.parts(strip, before), cache.parts(strip, after)
+        self.held[at] = after
+        self.used[here] += cache.bytes[becomes] - cache.bytes[was]
+        self.width[of_kind] += cache.width[becomes] - cache.width[was]
+        if not self.priced:
+            return
+        # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.
+        sums = (self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was])) * (self.width[of_kind] > 0)[..., None]
+        self.sums[of_kind] = sums
+        self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
+
+    def remove(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
+        """Take away what `place` added."""
+        self.place(strip, -units, device)
+
+    @property
+    def device_ms(self) -> np.ndarray:
+        """[..., D] compute of each device, at its speed."""
+        return self.op_ms.sum(-1) / self.cache.speed
+
+    def cost_ms(self) -> np.ndarray:
+        """[...] predicted ms of a step: what price(lower(plan, problem), model).total_ms is for the same plan."""
+        return self.cache.total_ms(self.device_ms, self.width)
+
+    def plan(self, **provenance: Any) -> Plan:
+        """The consolidated plan of a state of one plan. Raises what `priced` raises where it is not complete."""
+        strips, devices = np.nonzero(self.held)
+        items = self.cache.items([(int(s), int(self.held[s, d])) for s, d in zip(strips, devices, strict=True)])
+        return priced(placed(items, devices, self.cache.problem), self.cache.problem, self.cache.model, **provenance)

@@ -1,0 +1,44 @@
+"""SHARDERS: every search by its name, in one form."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shardcore import renamed
+from shardcore.cost.model import CostModel
+from shardcore.search import greedy, neuroshard, torchrec
+from shardcore.search.anneal import sharder as annealing
+from shardcore.search.budget import Budget
+from shardcore.types import Plan, Problem, ShardCoreError
+
+
+class Sharder(Protocol):
+    def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
+
+
+DEFAULT_SHARDER = "anneal_columns"
+BASELINES = ("random", *greedy.ORDERS)
+"""What people use without a search: published plans are shown against these."""
+
+SHARDERS: dict[str, Sharder] = {
+    "random": greedy.random,
+    **greedy.ORDERS,
+    "neuroshard": neuroshard.neuroshard,
+    "anneal": annealing.anneal,
+    "anneal_columns": annealing.anneal_columns,
+}
+if torchrec.installed():
+    SHARDERS["torchrec"] = torchrec.torchrec
+
+_GONE = {"embark": "EMBark's planner is", "milp": "the integer program is"}
+
+
+def known(name: str) -> str:
+    """A sharder's name in SHARDERS; older names are accepted. Raises ShardCoreError for one that is not there."""
+    found = renamed.sharder(name)
+    if found in SHARDERS:
+        return found
+    if name in _GONE:
+        raise ShardCoreError(f"algorithm {name!r} is not known any more: {_GONE[name]} for comparisons only, in bench/peers "
+                             f"(python -m bench.search); use {DEFAULT_SHARDER}")
+    raise ShardCoreError(f"algorithm {name!r} is not known; there are {', '.join(SHARDERS)}")

@@ -1,0 +1,58 @@
+"""Problems drawn at random, their tables cut, and what a plan of these costs: for tests of what searches keep."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.layouts import CHANNELS, shards_on
+from shardcore.search.pieces import consolidate, division, halve_columns, placed
+from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, Table, Topology, Zipf
+from shardcore.workload import lower
+
+BATCH = 48
+
+
+class SlowScatter(AnalyticModel):
+    """Reduce-scatters take twice their bytes: tells the collectives of a pooled output apart."""
+
+    def comm(self, traffic, compute_ms, topology):
+        times = np.array([1 + (c.collective == "reduce_scatter") for c in CHANNELS])
+        return super().comm((traffic.T * times).T, compute_ms, topology)
+
+
+MODEL = SlowScatter(Setting("made-up", BATCH), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
+                    exchange_gbps=1)
+
+
+def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22, optimizer: str = "exact_sgd") -> Problem:
+    rng = np.random.default_rng(seed)
+    tables = tuple(Table(f"t{i}", int(rng.integers(1, 2000)), int(rng.choice([4, 8, 12, 32, 64])),
+                         float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5)))) for i in range(n_tables))
+    devices = tuple(Device(memory, float(rng.choice([1, 1, 2]))) for _ in range(n_devices))
+    return Problem("drawn", tables, Topology(devices), BATCH, optimizer)
+
+
+def on_two_hosts(problem: Problem) -> Problem:
+    """Of four devices two each; a table is pinned to the second."""
+    devices = tuple(replace(d, host=h) for d, h in zip(problem.topology.devices, "xyxy", strict=True))
+    return replace(problem, topology=Topology(devices), constraints=Constraints(pinned=(("t1", ("y",)),)))
+
+
+def total_ms(shards, devices, problem) -> float:
+    plan = Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
+    return price(lower(plan, problem), replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
+
+
+def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
+    """Tables cut at random: some by rows, over all devices or those of the host that they are pinned to; others by columns."""
+    pieces = []
+    for i, table in enumerate(problem.tables):
+        found = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
+        pieces += [s for _, s in shards_on(found)] if found else [Shard.whole(table)]
+    for _ in range(8):
+        i = rng.integers(len(pieces))
+        if pieces[i].full_rows:
+            pieces[i:i + 1] = halve_columns(pieces[i]) or [pieces[i]]
+    return pieces
