@@ -3,8 +3,8 @@
     python -m bench.cores
 
 The same groups, in passes that alternate: one process alone, then one process on each core at once. Two passes of a kind tell how
-well medians repeat; between the kinds, whether company shifts or disturbs them. Figures are at the clock's own pace (nothing
-corrected) and at the usual pace (as datasets keep them).
+well medians repeat; between the kinds, whether company shifts or disturbs them. Figures are at the clock's own slowdown (nothing
+corrected) and at the usual speed (as datasets keep them).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from shardcore.tables.generate import generate_pool
 from shardcore.types import ComputeRequest, Setting
 
 Medians = dict[ComputeRequest, tuple[float, float]]
-"""Forward + backward ms of each group: at the clock's pace, and at the usual one."""
+"""Forward + backward ms of each group: at the clock's slowdown, and at the usual one."""
 
 
-def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelConfig, control: ComputeRequest) -> None:
+def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelConfig, reference: ComputeRequest) -> None:
     """A bench on one core: for the requests that it is sent, their medians and its seconds."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    bench = kernels.KernelBench(setting, "cpu", config, control)
+    bench = kernels.KernelBench(setting, "cpu", config, reference)
     while (requests := pipe.recv()) is not None:
-        bench.control_ms = bench.control_ms or bench.calibrate(requests[:16])
+        bench.reference_ms = bench.reference_ms or bench.calibrate(requests[:16])
         began = time.perf_counter()
-        samples = [s for s in bench.measure(requests) if s.request != control]
-        pipe.send(({s.request: (s.total_ms * s.pace, s.total_ms) for s in samples}, time.perf_counter() - began))
+        samples = [s for s in bench.measure(requests) if s.request != reference]
+        pipe.send(({s.request: (s.total_ms * s.slowdown, s.total_ms) for s in samples}, time.perf_counter() - began))
 
 
 def measure(pipes: Sequence[Connection], requests: Sequence[ComputeRequest]) -> tuple[list[Medians], float]:
@@ -68,7 +68,7 @@ def main() -> None:
         context.Process(target=serve, args=(theirs, core, setting, config, reference_request(pool, setting)),
                         daemon=True).start()
         pipes.append(pipe)
-    measure(pipes, requests[:16])  # every process has its arena, its streams and its control
+    measure(pipes, requests[:16])  # every process has its arena, its streams and its reference
     alone, company, seconds = [], [], {"alone": 0.0, "company": 0.0}
     for _ in range(args.passes):
         [found], took = measure(pipes[:1], requests)
@@ -81,16 +81,16 @@ def main() -> None:
         pipe.send(None)
     rows = [("samples a minute", f"{60 * args.passes * len(requests) / seconds['alone']:.0f}",
              f"{60 * args.passes * len(requests) * len(cores) / seconds['company']:.0f}")]
-    for k, pace in enumerate(("clock's pace", "usual pace")):
-        def differ(pairs: list[tuple[Medians, Medians]], pace: int = k) -> np.ndarray:
-            return np.array([abs(b[r][pace] / a[r][pace] - 1) for a, b in pairs for r in requests])
+    for k, slowdown in enumerate(("clock's slowdown", "usual speed")):
+        def differ(pairs: list[tuple[Medians, Medians]], slowdown: int = k) -> np.ndarray:
+            return np.array([abs(b[r][slowdown] / a[r][slowdown] - 1) for a, b in pairs for r in requests])
 
         one, many = differ(list(itertools.pairwise(alone))), differ([p for ms in zip(*company, strict=True)
                                                                      for p in itertools.pairwise(ms)])
         shift = np.median([c[r][k] / a[r][k] for a, both in zip(alone, company, strict=True) for c in both[:1] for r in requests])
-        rows += [(f"two medians differ by, {pace}: median", f"{np.median(one):.1%}", f"{np.median(many):.1%}"),
-                 (f"two medians differ by, {pace}: 90%", f"{np.quantile(one, 0.9):.1%}", f"{np.quantile(many, 0.9):.1%}"),
-                 (f"median over that of the same core alone, {pace}", "1", f"{shift:.3f}")]
+        rows += [(f"two medians differ by, {slowdown}: median", f"{np.median(one):.1%}", f"{np.median(many):.1%}"),
+                 (f"two medians differ by, {slowdown}: 90%", f"{np.quantile(one, 0.9):.1%}", f"{np.quantile(many, 0.9):.1%}"),
+                 (f"median over that of the same core alone, {slowdown}", "1", f"{shift:.3f}")]
     print(f"{setting}; {len(requests)} groups, 12 repeats, {args.passes} passes of each kind\n")
     print(report.text_table(("", "one core", f"{len(cores)} cores at once"), rows))
 

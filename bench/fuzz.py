@@ -212,7 +212,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
     where = folder / "measurements"
     for setting in dataset.settings(where):
         samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
-        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.pace) for s in samples] or 0.0),
+        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples] or 0.0),
                  "a timing is none")
         if samples:
             _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")

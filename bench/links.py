@@ -7,7 +7,7 @@ Errors are of one rank's transfer, in percent. Of measured exchanges also:
 
   5 folds              the error by cross-validation over all three splits: of some collectives few are held out
   at all-to-all rates  the error were the collective not measured: priced by its terms at the all-to-all's rates
-  neighbours' pace     the error once both sides are brought to the pace of the eight training exchanges run nearest in time: a
+  neighbours' slowdown the error once both sides are brought to that of the eight training exchanges nearest in time: a
                        machine that others use too drifts, and nothing that a plan holds tells by how much
   repeats              the median interquartile range of the repeats within one measurement
   repeatability        the mean error that a timing has against the truth, from exchanges measured twice, if the folder has any
@@ -49,7 +49,7 @@ def measured_rows(comm: Sequence[CommSample], repeats: Sequence[Sequence[CommSam
     train, validation, test = ([s for s in comm if accuracy.split_of(s.id) == side] for side in ("train", "validation", "test"))
     rates = collective_model.fit(train, validation, lambda *_: None)
     as_all_to_all = {k: v for k, v in rates.items() if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))}
-    pace, folds = _pace(train, rates), _fold_errors(comm)
+    slowdown, folds = _slowdown(train, rates), _fold_errors(comm)
     rows = []
     for collective, ways in collective_model.WAYS.items():
         held_out = [s for s in test if s.request.collective == collective]
@@ -57,7 +57,7 @@ def measured_rows(comm: Sequence[CommSample], repeats: Sequence[Sequence[CommSam
         for way in ways if held_out else ():
             predicted, found = collective_model.predicted(rates, held_out, way)
             proxy, _ = collective_model.predicted(as_all_to_all, held_out, way)
-            usual = np.concatenate([[pace(s)] * len(s.request.widths) for s in held_out])
+            usual = np.concatenate([[slowdown(s)] * len(s.request.widths) for s in held_out])
             spread = np.median([(x.q3_ms - x.q1_ms) / x.median_ms for s in held_out for x in getattr(s, way)])
             rows.append((collective, way, str(len(held_out)), f"{mape(predicted, found):.1f}", folds[collective, way],
                          f"{mape(proxy, found):.1f}" if collective != "all_to_all" else "",
@@ -77,7 +77,7 @@ def _fold_errors(comm: Sequence[CommSample]) -> dict[tuple[str, str], str]:
     return {kind: f"{mape(*map(np.concatenate, zip(*parts, strict=True))):.1f}" for kind, parts in both.items()}
 
 
-def _pace(train: Sequence[CommSample], rates: Mapping[str, np.ndarray]) -> Callable[[CommSample], float]:
+def _slowdown(train: Sequence[CommSample], rates: Mapping[str, np.ndarray]) -> Callable[[CommSample], float]:
     """A function: how many times as long as usual the training exchanges took that were measured nearest to a sample."""
     def slower(sample: CommSample) -> float:
         ratios = [math.log(b / a) for way in collective_model.WAYS[sample.request.collective]
@@ -248,7 +248,7 @@ def main() -> None:
         rows = measured_rows(comm, dataset.read_comm_repeats(args.dataset))
         print(f"{settings[0]}: error in percent on the test split\n")
         print(report.text_table(("collective", "way", "held out", "error", "5 folds", "at all-to-all rates",
-                                 "neighbours' pace", "repeats", "repeatability"), rows))
+                                 "neighbours' slowdown", "repeats", "repeatability"), rows))
     if args.simulate:
         cluster = Cluster(uplink_gbps=args.uplink_gbps, eager_bytes=args.eager_bytes)
         ways = [f"{collective} {way}" for collective, both in collective_model.WAYS.items() for way in both]

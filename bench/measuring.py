@@ -4,7 +4,7 @@ The plain loop does what NeuroShard's collector does for each group: build an op
 it 5 times to warm up and 10 times timed, take the median, and drop it. It is never tuned. ShardCore's bench measures the same
 groups with --repeats. Both on one device and one thread, and all groups in several passes in alternation, so that each tells how
 far two medians of a group, taken minutes apart, disagree: that is the precision which is compared. (What a loop's own repeats say
-of it is worth little: taken within a fraction of a second, they share the machine's momentary pace.)
+of it is worth little: taken within a fraction of a second, they share the machine's momentary slowdown.)
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     began = time.perf_counter()
     bench = kernels.KernelBench(setting, device, kernels.KernelConfig(min_repeats=args.repeats, max_repeats=args.repeats),
                                 reference_request(pool, setting, shape))
-    bench.control_ms = bench.calibrate(requests[:16])
+    bench.reference_ms = bench.calibrate(requests[:16])
     ours_s, plain_s, plain_kernel_s, resident = time.perf_counter() - began, 0.0, 0.0, 0
     plain_ms, ours_ms = ({r: [] for r in requests} for _ in range(2))
     for _ in range(args.passes):

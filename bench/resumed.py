@@ -2,7 +2,7 @@
 
 The undisturbed run measures the first N draws into OUT/undisturbed. Runs into OUT/killed are killed one after the other, at
 moments drawn evenly from their start to somewhat after the first part was written; a last one ends by itself. Both folders must
-then hold the same samples, each once (the control group aside, which is measured all the time), the killed one no unfinished
+then hold the same samples, each once (the reference op aside, which is measured all the time), the killed one no unfinished
 file, and no process of a killed run may live on. What a kill leaves half written is given the age of two hours before the last
 run, which removes only what no other machine can still be writing. Exit code 1 where anything differs.
 
@@ -75,11 +75,11 @@ def unfinished(folder: Path) -> list[Path]:
 
 def differences(undisturbed: Counter, killed: Counter) -> list[str]:
     """What is wrong with the samples of the killed runs, in words."""
-    [(control, _)] = (undisturbed + killed).most_common(1)
+    [(reference, _)] = (undisturbed + killed).most_common(1)
     found = {
         "samples of the undisturbed run are missing": undisturbed.keys() - killed.keys(),
         "samples are there that the undisturbed run lacks": killed.keys() - undisturbed.keys(),
-        "samples are there more than once": {key for key, n in killed.items() if n > 1} - {control},
+        "samples are there more than once": {key for key, n in killed.items() if n > 1} - {reference},
     }
     return [f"{len(keys)} {what}" for what, keys in found.items() if keys]
 

@@ -76,16 +76,19 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     """Accuracy on the test split of the measurements, and of the datasets that were joined to them in
     training: the metrics, and predictions.csv and predictions.png in `out`."""
     model = neural.load(folder)
-    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
+                                  model.setting)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
     if not compute:
         raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
     measured = np.array([s.total_ms for s in compute])
     predicted = accuracy.predict(model, compute)
-    rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5), "predicted_ms": round(float(p), 5)}
+    rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5),
+             "predicted_ms": round(float(p), 5)}
             for s, m, p in zip(compute, measured, predicted, strict=True)]
     files.write_csv(out / "predictions.csv", rows)
-    _write_figure(out / "predictions.png", model_report.predicted_against_measured(measured, predicted, "held-out groups"))
+    _write_figure(out / "predictions.png", model_report.predicted_against_measured(measured, predicted,
+                                                                                   "held-out groups"))
     return accuracy.evaluate(model, compute, accuracy.held_out(known.comm))
 
 
@@ -96,17 +99,21 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     solved."""
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()
-    problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)], []
+    problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape)
+                      for i in range(config.problems)], []
     console.progress(0.0, "compiling the searches: half a minute, once for an installation")
     compare.compile_searches(problems[0], model)
     work = console.Work("problems compared", len(problems))
     for i, problem in enumerate(problems):
-        outcomes = [compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals)) for name in COMPARED]
+        outcomes = [compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals))
+                    for name in COMPARED]
         rows += [{"problem": problem.name, "tables": len(problem.tables), "algorithm": o.algorithm,
-                  "total_ms": round(o.cost.total_ms, 5) if o.cost else "", "balance": round(compare.balance(o.cost), 4) if o.cost
+                  "total_ms": round(o.cost.total_ms, 5) if o.cost else "",
+                  "balance": round(compare.balance(o.cost), 4) if o.cost
                   else "", "seconds": round(o.seconds, 4)} for o in outcomes]
         get_run_logger().info("problem %d of %d: %s", i + 1, config.problems,
-                              ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost))
+                              ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes
+                                        if o.cost))
         work.done(i + 1)
     files.write_csv(out / "sharders.csv", rows)
     return summary(rows)
@@ -115,7 +122,8 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat metrics of sharders.csv; costs are compared on the problems that all solved."""
     mine = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
-    found = compare.standings({n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in mine.items()},
+    found = compare.standings({n: [None if r["total_ms"] == "" else r["total_ms"] for r in own]
+                               for n, own in mine.items()},
                               {n: [r["seconds"] for r in own] for n, own in mine.items()})
     metrics = {f"{name}_{key}": value for name, s in found.items()
                for key, value in (("solved", s.solved), ("seconds", s.seconds), ("relative_cost", s.cost))}
@@ -123,9 +131,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 @task(task_run_name="replay-plans")
-def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
+def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig,
+                 out: Path) -> dict[str, float]:
     """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected
-    cluster beside the measurements' control group: figures as replay_metrics.figures, and in `out` what
+    cluster beside the measurements' reference op: figures as replay_metrics.figures, and in `out` what
     replays.keep keeps of each problem, replays.csv and replays.png. What is kept is not run again while the
     plans are the same. {} where the parameters want none or the cluster cannot: a line says why."""
     logger = get_run_logger()
@@ -142,9 +151,11 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     if reason := _why_not(model.setting, devices, problems):
         logger.warning("no plans are replayed: %s", reason)
         return {}
-    rows = replay_records.judge(_replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model)
+    rows = replay_records.judge(_replayed(model, problems, dataset.reference_op(measurements, model.setting),
+                                          config, out), model)
     files.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
-    _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"))
+    _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, "
+                                                                               f"{model.setting.hardware}"))
     return replay_metrics.figures(rows)
 
 
@@ -159,7 +170,8 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
 
 
-def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig) -> list[Problem]:
+def _to_replay(pool: Sequence[Table], setting: Setting, devices: int,
+               config: EvaluateConfig) -> list[Problem]:
     """Held-out problems, without their tables that no rank could hold; one with none left is left out."""
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
     shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
@@ -168,7 +180,8 @@ def _to_replay(pool: Sequence[Table], setting: Setting, devices: int, config: Ev
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
 
-def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: dataset.ReferenceOp | None, config: EvaluateConfig,
+def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], reference: dataset.ReferenceOp | None,
+              config: EvaluateConfig,
               out: Path) -> list[replays.ReplaySet]:
     """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
     budget = Budget(evals=config.budget_evals)
@@ -176,7 +189,7 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
     _remove(out, but=[p.name for p in problems])
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     work = console.Work("problems replayed", len(problems))
-    with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, control)) as gang:
+    with EachProblem(lambda: replaying(len(problems[0].topology), model.setting, steps, reference)) as gang:
         for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
             where = out / problem.name
             again = "as kept" if replays.is_kept(where, problem, plans, model.setting, steps) else "replayed"
@@ -190,8 +203,10 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], control: d
 
             if not gang.run(problem.name, one):
                 continue
-            get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%", i + 1,
-                                  len(problems), again, found["plans"], len(problem.tables), len(problem.topology),
+            get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, "
+                                  "regret %.1f%%", i + 1,
+                                  len(problems), again, found["plans"], len(problem.tables),
+                                  len(problem.topology),
                                   found["mape"], found["regret"])
             work.done(i + 1)
     return kept
@@ -208,7 +223,8 @@ def _remove(out: Path, but: Sequence[str]) -> None:
 
 
 @task
-def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float], reality: dict[str, float]) -> None:
+def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float],
+                  reality: dict[str, float]) -> None:
     """metrics.json; without replays it has no section "reality"."""
     sections = {"accuracy": accuracy, "sharders": sharders} | ({"reality": reality} if reality else {})
     files.write_json(out / "metrics.json", sections)

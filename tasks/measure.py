@@ -199,7 +199,7 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     count, usual_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, reference)
     with Workers(count, device, setting, config.kernels(), reference, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
-        logger.info("%d devices; the reference op takes %.3f ms", count, workers.control_ms)
+        logger.info("%d devices; the reference op takes %.3f ms", count, workers.reference_ms)
         _measure(workers, missing, folder, pool_name, logger)
         if again := disturbed():
             logger.info("%d samples were disturbed and are measured once more", len(again))

@@ -1,9 +1,10 @@
 """Workers: one Ray actor a device, sharing out the requests among them.
 
-A worker's ops run in turn in a window that is carried over from call to call, so no time is lost at the ends of chunks, and
-what was handed to it is outstanding until its sample is back. A worker that dies or hangs is replaced, and its outstanding
-requests are measured again, each alone in a worker that has nothing else: so the one that kills is found, recorded with its
-reason, and costs nothing else. Where no replacement starts (its host is gone, its device is spoilt), the others do the rest.
+A worker's ops run in turn in a window that is carried over from call to call, so no time is lost at the ends
+of chunks, and what was handed to it is outstanding until its sample is back. A worker that dies or hangs is
+replaced, and its outstanding requests are measured again, each alone in a worker that has nothing else: so
+the one that kills is found, recorded with its reason, and costs nothing else. Where no replacement starts
+(its host is gone, its device is spoilt), the others do the rest.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from tasks import actors
 _logger = logging.getLogger(__name__)
 _PROBE_S = 5.0
 PART_S = 5.0
-"""A call brings back what has finished after so many seconds, whatever the chunk: more is not lost where the run is killed."""
+"""A call brings back what has finished after so many seconds, whatever the chunk: more is not lost where the
+run is killed."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class DeviceWorker:
-    """One device of the cluster, measuring compute; the control group runs throughout, so drift shows."""
+    """One device of the cluster, measuring compute; the reference op runs throughout, so drift shows."""
 
-    def __init__(self, setting: Setting, device: str, config: kernels.KernelConfig, control: ComputeRequest,
-                 control_ms: float | None):
+    def __init__(self, setting: Setting, device: str, config: kernels.KernelConfig, reference: ComputeRequest,
+                 reference_ms: float | None):
         torch.set_num_threads(1)  # a device of a CPU is one core
         self._device = device
-        self._bench = kernels.KernelBench(setting, device, config, control, control_ms)
+        self._bench = kernels.KernelBench(setting, device, config, reference, reference_ms)
 
     def hardware(self) -> str:
         return hardware.hardware_name(self._device)
@@ -45,16 +47,18 @@ class DeviceWorker:
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float) -> float:
         return self._bench.calibrate(requests, seconds)
 
-    def use_control(self, control_ms: float) -> None:
-        self._bench.control_ms = control_ms
+    def use_reference(self, reference_ms: float) -> None:
+        self._bench.reference_ms = reference_ms
 
     @ray.method(concurrency_group="watch")  # so that it answers while the device works
     def kernel_s(self) -> float:
         return self._bench.kernel_s
 
-    def measure(self, requests: Sequence[ComputeRequest], last: bool, seconds: float) -> tuple[list[ComputeSample], float, int]:
-        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples that finished
-        meanwhile, the control's among them, the seconds spent in kernels, and how many requests were taken in."""
+    def measure(self, requests: Sequence[ComputeRequest], last: bool,
+                seconds: float) -> tuple[list[ComputeSample], float, int]:
+        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples
+        that finished meanwhile, the reference's among them, the seconds spent in kernels, and how many
+        requests were taken in."""
         before, began, samples, taken = self._bench.kernel_s, time.monotonic(), [], 0
         for request in requests:
             if taken and time.monotonic() > began + seconds:
@@ -68,7 +72,8 @@ class DeviceWorker:
 
 @dataclass(frozen=True)
 class Finished:
-    """What came back from one device: samples (the control's too), how many of the requests they settle, seconds in kernels."""
+    """What came back from one device: samples (the reference's too), how many of the requests they settle,
+    seconds in kernels."""
 
     device: str
     samples: list[ComputeSample]
@@ -78,8 +83,8 @@ class Finished:
 
 @dataclass(eq=False)
 class _Device:
-    """A place in the fleet: its actor, the call under way and its requests, when to look whether that hangs, its seconds in
-    kernels when last looked at, and what was handed to it, by id."""
+    """A place in the fleet: its actor, the call under way and its requests, when to look whether that hangs,
+    its seconds in kernels when last looked at, and what was handed to it, by id."""
 
     name: str
     actor: Any
@@ -98,18 +103,20 @@ def chunk_size(waiting: int, devices: int, most: int) -> int:
 
 
 class Workers:
-    """`count` actors that measure on "cpu" or "cuda" devices of the connected cluster; a context manager, which frees them.
+    """`count` actors that measure on "cpu" or "cuda" devices of the connected cluster; a context manager,
+    which frees them.
 
-    control_ms: the control group's ms at the devices' usual pace; without it, calibrate first. chunk: requests a call at most;
-    hang_s: a device has hung where no op ended for so long. Raises ShardCoreError where an actor cannot start or the devices
-    are of different hardware.
+    reference_ms: the reference op's ms at the devices' usual speed; without it, calibrate first. chunk:
+    requests a call at most; hang_s: a device has hung where no op ended for so long. Raises ShardCoreError
+    where an actor cannot start or the devices are of different hardware.
     """
 
-    def __init__(self, count: int, device: str, setting: Setting, config: kernels.KernelConfig, control: ComputeRequest,
-                 control_ms: float | None = None, chunk: int = 16, hang_s: float = 60.0,
+    def __init__(self, count: int, device: str, setting: Setting, config: kernels.KernelConfig,
+                 reference: ComputeRequest,
+                 reference_ms: float | None = None, chunk: int = 16, hang_s: float = 60.0,
                  logger: logging.Logger | logging.LoggerAdapter = _logger):
-        self.control_ms, self._logger = control_ms, logger
-        self._setting, self._kind, self._config, self._control = setting, device, config, control
+        self.reference_ms, self._logger = reference_ms, logger
+        self._setting, self._kind, self._config, self._reference = setting, device, config, reference
         self._chunk, self._hang_s = chunk, hang_s
         self._waiting: deque[ComputeRequest] = deque()
         self._suspects: deque[ComputeRequest] = deque()
@@ -120,8 +127,8 @@ class Workers:
         try:
             found = actors.when_started([d.actor.hardware.remote() for d in self._devices])
             if len(set(found)) > 1:  # a setting may carry a name of its own for one kind of hardware
-                raise ShardCoreError(f"the cluster's devices are of different hardware, {sorted(set(found))}; measure "
-                                     f"({self._setting}) on one kind at a time")
+                raise ShardCoreError(f"the cluster's devices are of different hardware, "
+                                     f"{sorted(set(found))}; measure ({self._setting}) on one kind at a time")
             self._hardware = found[0]
         except BaseException:
             self.__exit__()
@@ -133,12 +140,13 @@ class Workers:
             ray.kill(device.actor)
 
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> None:
-        """Find control_ms where it is not known, in so many seconds. One figure for all, so that their timings are at one pace:
-        the mean of what each finds, all running at once."""
-        if self.control_ms is not None:
+        """Find reference_ms where it is not known, in so many seconds. One figure for all, so that their
+        timings are at one slowdown: the mean of what each finds, all running at once."""
+        if self.reference_ms is not None:
             return
         few, found, ended = list(requests[: self._config.interleave]), [], []
-        calls = [d.actor.calibrate.options(name="measure[compute] calibrate").remote(few, seconds) for d in self._devices]
+        calls = [d.actor.calibrate.options(name="measure[compute] calibrate").remote(few, seconds)
+                 for d in self._devices]
         for device, call in zip(self._devices, calls, strict=True):
             try:
                 found.append(ray.get(call, timeout=actors.START_S))
@@ -147,14 +155,15 @@ class Workers:
         if not found:  # one of the few ends every worker: measuring will find which
             self._start_again(self._devices[0])
             found = actors.when_started([self._devices[0].actor.calibrate.remote([], seconds)])
-        self.control_ms = sum(found) / len(found)
+        self.reference_ms = sum(found) / len(found)
         for device in ended:
             self._start_again(device)
-        actors.when_started([d.actor.use_control.remote(self.control_ms) for d in self._devices if d not in ended])
+        actors.when_started([d.actor.use_reference.remote(self.reference_ms) for d in self._devices
+                             if d not in ended])
 
     def measure(self, requests: Sequence[ComputeRequest]) -> Iterator[list[Finished]]:
-        """Measure requests (of different ids), all devices at once; yields what came back, until all is. A request that ends or
-        hangs its worker again when it is alone is among the samples with its reason.
+        """Measure requests (of different ids), all devices at once; yields what came back, until all is. A
+        request that ends or hangs its worker again when it is alone is among the samples with its reason.
 
         Raises ShardCoreError where no worker is left.
         """
@@ -175,7 +184,7 @@ class Workers:
         again = f", start {self._starts[name]}" if self._starts[name] > 1 else ""
         name = f"measure[compute] {name}{again}"
         return DeviceWorker.options(name=name, num_gpus=int(self._kind == "cuda"), num_cpus=1).remote(
-            self._setting, self._kind, self._config, self._control, self.control_ms)
+            self._setting, self._kind, self._config, self._reference, self.reference_ms)
 
     def _hand_out(self, device: _Device) -> None:
         """Give an idle device its next call: a suspect alone, a chunk, or the word that there is no more."""
@@ -226,7 +235,8 @@ class Workers:
         return finished
 
     def _hangs(self, device: _Device) -> bool:
-        """Whether a device that has been silent for a while did no more kernels since it was last looked at."""
+        """Whether a device that has been silent for a while did no more kernels since it was last looked at.
+        """
         if device.starting or time.monotonic() < device.due:
             return time.monotonic() > device.due
         try:
@@ -245,7 +255,8 @@ class Workers:
         if device.alone:
             finished = [Finished(device.name, [self._failed(r, reason)], 1, 0.0) for r in failed]
         else:
-            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
+            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason,
+                                 len(failed))
             self._suspects.extend(failed)
         self._start_again(device)
         return finished
@@ -260,10 +271,12 @@ class Workers:
         ray.kill(device.actor)
         self._devices.remove(device)
         if not self._devices:
-            raise ShardCoreError(f"no measuring actor is left, the last cannot start again: {reason}; what was done is kept")
+            raise ShardCoreError(f"no measuring actor is left, the last cannot start again: {reason}; what "
+                                 "was done is kept")
         self._logger.warning("%s does not start again and is left out: %s", device.name, reason)
         return []
 
     def _failed(self, request: ComputeRequest, reason: str) -> ComputeSample:
-        return ComputeSample(dataset.compute_id(self._setting, request), self._setting, request, None, None, time.time(),
+        return ComputeSample(dataset.compute_id(self._setting, request), self._setting, request, None, None,
+                             time.time(),
                              f"ended its worker: {reason}")

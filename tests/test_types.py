@@ -184,12 +184,12 @@ def test_a_step_is_as_long_as_that_of_the_device_that_takes_longest():
     parts = (1.0, 2.0), (3.0, 5.0), (0.5, 0.25), (0.125, 4.0), (7.0, 0.0)
     cost = StepCost(*parts)
     assert cost.compute_ms == (4.0, 7.0) and cost.device_ms == (11.625, 11.25) and cost.total_ms == 11.625
-    slow = Replayed(*parts, step=Spread(12.0, 10.0, 14.0, 5), oversubscribed=True, pace=2.0)
-    usual = slow.at_usual_pace()
+    slow = Replayed(*parts, step=Spread(12.0, 10.0, 14.0, 5), oversubscribed=True, slowdown=2.0)
+    usual = slow.at_usual_speed()
     assert usual.device_ms == (11.625 / 2, 11.25 / 2) and usual.waiting_ms == (3.5, 0.0) and usual.oversubscribed
-    assert usual.step == Spread(6.0, 5.0, 7.0, 5) and usual.pace == 1.0 and slow.pace == 2.0
+    assert usual.step == Spread(6.0, 5.0, 7.0, 5) and usual.slowdown == 1.0 and slow.slowdown == 2.0
     sample = ComputeSample("id", Setting("x", 1), ComputeRequest((), 1), Spread(1.0, 1, 1, 3), Spread(2.5, 2, 3, 3), 0.0)
-    assert sample.total_ms == 3.5 and sample.pace == 1.0 and sample.error is None
+    assert sample.total_ms == 3.5 and sample.slowdown == 1.0 and sample.error is None
 
 
 def test_a_problem_of_another_setting_is_refused_with_both_shown(problem):

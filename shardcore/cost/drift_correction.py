@@ -141,4 +141,4 @@ def _faster(sample: ComputeSample, by: float) -> ComputeSample:
                                    q3_ms=spread.q3_ms / by)
 
     return dataclasses.replace(sample, forward=divided(sample.forward), backward=divided(sample.backward),
-                               pace=sample.pace * by)
+                               slowdown=sample.slowdown * by)

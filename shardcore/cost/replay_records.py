@@ -21,7 +21,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]
     for one in replayed:
         steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
         predicted = {name: price(step, model).total_ms for name, step in steps.items()}
-        costs = {name: cost.at_usual_pace() for name, cost in one.costs.items()}
+        costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
         rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
                         predicted_ms=predicted[name], replayed_ms=costs[name].total_ms,
                         noise_ms=noise_ms(costs[name].step))
@@ -31,7 +31,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """How many times as long as predicted each part of all steps took, by its name in StepCost."""
-    pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_pace())
+    pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_speed())
              for one in replayed for name, plan in one.plans.items()]
     names = [f.name for f in dataclasses.fields(StepCost)]
     predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in names] for pair in pairs]).sum(0)

@@ -1,8 +1,10 @@
-"""What collectives take in steps of training, beside what they take alone: a factor for each collective and way, from replays.
+"""What collectives take in steps of training, beside what they take alone: a factor for each collective and
+way, from replays.
 
-In a step an exchange follows compute, without the barrier that measured exchanges have before them, and takes longer for it. Ops
-take there what they take alone, at the pace that the control group tells (docs/log.md); so where a replay's compute took longer
-than predicted, the machine was still slower, and its exchanges were too: factors are against that pace.
+In a step an exchange follows compute, without the barrier that measured exchanges have before them, and takes
+longer for it. Ops take there what they take alone, at the slowdown that the reference op tells (docs/log.md);
+so where a replay's compute took longer than predicted, the machine was still slower, and its exchanges were
+too: factors are against that slowdown.
 
 Shapes: S steps, D devices, C collectives.
 """
@@ -30,9 +32,9 @@ Step = tuple[Workload, StepCost]
 
 
 def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
-    """The model whose collectives take as long as in these steps, on links that were measured. meta["steps"]: how many told so;
-    where they tell nothing, the model as it is. Steps run on one host: they tell nothing of collectives that were measured
-    between hosts alone."""
+    """The model whose collectives take as long as in these steps, on links that were measured. meta["steps"]:
+    how many told so; where they tell nothing, the model as it is. Steps run on one host: they tell nothing of
+    collectives that were measured between hosts alone."""
     steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
@@ -42,27 +44,32 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     for way in ("forward", "backward"):
         often = [c for c in _OF_WAY[way] if "within" in collective_model.measured_links(model.weights, c)
                  and sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
-        known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)}) and ran <= set(often)]
+        known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)})
+                 and ran <= set(often)]
         if known:
-            terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known), strict=True))
+            terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known),
+                                                          strict=True))
             fitted = zip(often, fit_law(terms, took), strict=True)
             factors |= {collective_model.step_weight(c, way): np.array([k]) for c, k in fitted
                         if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP}
             told = max(told, len(known))
     if not factors:
         return model
-    return dataclasses.replace(alone, weights={**alone.weights, **factors}, meta={**model.meta, "steps": told})
+    return dataclasses.replace(alone, weights={**alone.weights, **factors},
+                               meta={**model.meta, "steps": told})
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     """What `fit` made of n steps, in words."""
     if fitted is before:
-        return (f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} on links that were "
+        return (f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} "
+                "on links that were "
                 "measured, and measured exchanges")
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_OF_WAY = {way: [c for c in CHANNELS if way in collective_model.WAYS[c.collective]] for way in ("forward", "backward")}
+_OF_WAY = {way: [c for c in CHANNELS if way in collective_model.WAYS[c.collective]]
+           for way in ("forward", "backward")}
 _NAMES = {collective_model.step_weight(c, way) for way, channels in _OF_WAY.items() for c in channels}
 
 
@@ -74,8 +81,10 @@ def _runs(workload: Workload, channel: Channel) -> bool:
     return bool(workload.traffic[CHANNELS.index(channel)].any())
 
 
-def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Channel]) -> tuple[np.ndarray, np.ndarray]:
-    """[D, C] ms that channels take alone, says the model, and [D] what all of them took at the pace of the measurements."""
+def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Channel]) -> tuple[np.ndarray,
+                                                                                              np.ndarray]:
+    """[D, C] ms that channels take alone, says the model, and [D] what all of them took at the slowdown of
+    the measurements."""
     workload, measured = step
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)

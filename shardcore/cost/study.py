@@ -19,7 +19,7 @@ from shardcore.tables.held_out import kept_for_testing
 from shardcore.types import ComputeSample, Setting
 
 CONTROL = 8
-"""What was timed more often than this is the control group, not part of a repeatability set."""
+"""What was timed more often than this is the reference op, not part of a repeatability set."""
 _PARTS = (16, 8, 4, 2, 1)
 """A learning curve trains on the dataset over these."""
 _POWERS = np.linspace(0.1, 2, 39)
@@ -30,7 +30,7 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     where none was; dataset.repeated gives them), the difference of the two best known timings over √2. None without any: no model
     can be shown to be better than this."""
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
-    pairs = [sorted(g, key=lambda s: math.inf if s.known_to is None else s.known_to)[:2] for g in often]
+    pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
     return 100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2) if pairs else None
 
 

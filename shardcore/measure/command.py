@@ -40,7 +40,7 @@ from shardcore.types import (
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
 _CALIBRATE_S = 5.0
-"""Seconds in which the control group's ms are found, where a folder has none."""
+"""Seconds in which the reference op's ms are found, where a folder has none."""
 _PROGRESS_S = 5.0
 _KEEP_EVERY_S = 5.0
 """Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""
@@ -75,9 +75,9 @@ def measure(args: argparse.Namespace) -> None:
     missing = (r for n, (key, r) in enumerate(draws) if n < args.again or key not in known)
     first = next(missing, None)
     if first:
-        control = reference_request(live, setting, groups)
-        control_ms = dataset.usual_ms(args.out, setting, control)
-        with SupervisedBench(setting, device, config, control, control_ms, args.hang_s) as bench:
+        reference = reference_request(live, setting, groups)
+        reference_ms = dataset.usual_ms(args.out, setting, reference)
+        with SupervisedBench(setting, device, config, reference, reference_ms, args.hang_s) as bench:
             missing = itertools.chain([first], missing)
             if args.dry_run:
                 _estimate(args, bench, missing)
@@ -102,13 +102,13 @@ def measure(args: argparse.Namespace) -> None:
 def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest],
                      beside: Sequence[ComputeRequest], pool: str) -> None:
     done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
-    if bench.control_ms is None:
-        print(f"the control group takes {bench.calibrate(beside, _CALIBRATE_S):.3g} ms", flush=True)
+    if bench.reference_ms is None:
+        print(f"the reference op takes {bench.calibrate(beside, _CALIBRATE_S):.3g} ms", flush=True)
 
     def tell(sample: ComputeSample | None = None) -> None:
         nonlocal done, failed, said
         now = time.monotonic()
-        if sample and sample.request != bench.control:
+        if sample and sample.request != bench.reference:
             done, failed = done + 1, failed + (sample.error is not None)
             if sample.error:
                 print(f"failed: {sample.error}", file=sys.stderr)
@@ -128,7 +128,7 @@ def _estimate(args: argparse.Namespace, bench: SupervisedBench, missing: Iterabl
     missing = list(missing) if args.samples else missing
     began = time.monotonic()
     some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, missing)
-    rate = sum(s.request != bench.control for s in bench.measure(some)) / (time.monotonic() - began)
+    rate = sum(s.request != bench.reference for s in bench.measure(some)) / (time.monotonic() - began)
     if args.samples:
         print(f"{len(missing)} of the first {args.samples} samples are missing in {args.out}: about "
               f"{len(missing) / rate / 60:.1f} min at {rate:.1f} a second")
@@ -172,10 +172,10 @@ def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Set
 
 
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
-    config, control = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.reference_op(args.out, setting)
+    config, reference = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.reference_op(args.out, setting)
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
-        replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device, control))
+        replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device, reference))
         done += len(made)
         print(f"{done} of {total} steps, {(time.monotonic() - began) / done:.1f} s each", flush=True)
 

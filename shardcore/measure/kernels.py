@@ -1,17 +1,19 @@
 """Fused FBGEMM ops, forward and backward, measured on one device.
 
-Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of weights, touched
-once, serves every op: an op is built with one row a table, in milliseconds, and then given the arena and the true row counts.
-Tables of one op lie one after the other; where they exceed the arena together they wrap round and share addresses. A batch
-touches a small part of the arena, so shared rows are rare, and the kernels see the same spread of addresses.
+Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of
+weights, touched once, serves every op: an op is built with one row a table, in milliseconds, and then given
+the arena and the true row counts. Tables of one op lie one after the other; where they exceed the arena
+together they wrap round and share addresses. A batch touches a small part of the arena, so shared rows are
+rare, and the kernels see the same spread of addresses.
 
-Ops run in turn: between two runs of one op, the others evict it from the caches, as other layers and other batches do in
-training, and cost nothing. A finished op makes room for the next. Where too few are left to evict each other, the caches are
-overwritten before each run. The order changes from round to round, and each op lies elsewhere in the arena, so that none profits
-from the same neighbour.
+Ops run in turn: between two runs of one op, the others evict it from the caches, as other layers and other
+batches do in training, and cost nothing. A finished op makes room for the next. Where too few are left to
+evict each other, the caches are overwritten before each run. The order changes from round to round, and each
+op lies elsewhere in the arena, so that none profits from the same neighbour.
 
-Repeats of an op are thus spread over seconds, and runs side by side tell the machine's pace at each moment (timing.PaceLog);
-timings are given at its usual pace, which a control op ties down: it runs in every round, from the first to the last.
+Repeats of an op are thus spread over seconds, and runs side by side tell the machine's slowdown at each
+moment (timing.SlowdownLog); timings are given at its usual speed, which a reference op ties down: it runs in
+every round, from the first to the last.
 
 Shapes: T tables of an op, L lookups, B batch, W columns of all its shards together.
 """
@@ -51,8 +53,8 @@ from shardcore.types import (
 )
 
 _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
-_CONTROL_RUNS = 48
-"""Runs of the control that make one sample of it."""
+_REFERENCE_RUNS = 48
+"""Runs of the reference that make one sample of it."""
 _EVICT_BYTES = 64 << 20
 """More than the caches of a device hold (an EPYC's L3 slice 32 MiB, an H200's L2 50 MB)."""
 _MOST_BATCH_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
@@ -61,9 +63,9 @@ _MOST_BATCH_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """arena_bytes: weights shared by all ops, the largest shard that can be measured. tolerance: repeats stop when the median
-    of forward + backward is known to this fraction (95%), within min_repeats and max_repeats; None: 2% on CPU, 1% on GPU.
-    interleave: ops in turn."""
+    """arena_bytes: weights shared by all ops, the largest shard that can be measured. tolerance: repeats stop
+    when the median of forward + backward is known to this fraction (95%), within min_repeats and max_repeats;
+    None: 2% on CPU, 1% on GPU. interleave: ops in turn."""
 
     arena_bytes: int = 1 << 30
     tolerance: float | None = None
@@ -75,22 +77,24 @@ class KernelConfig:
         require_within(self, "kernel config", arena_bytes=(1, MOST_BYTES), min_repeats=(1, MOST_REPEATS),
                        max_repeats=(self.min_repeats, MOST_REPEATS), interleave=(1, MOST_REPEATS))
         if not (self.tolerance is None or 0 < self.tolerance < 1):
-            raise ShardCoreError(f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05")
+            raise ShardCoreError(f"kernel config has tolerance {self.tolerance}; it needs a share within 0 "
+                                 "and 1, such as 0.05")
 
     def tolerance_on(self, device: str) -> float:
         return self.tolerance or (0.01 if device == "cuda" else 0.02)
 
 
 class KernelBench:
-    """Measures requests of one Setting on one device ("cpu" or "cuda"); holds the arena and the tables' index streams.
+    """Measures requests of one Setting on one device ("cpu" or "cuda"); holds the arena and the tables' index
+    streams.
 
-    control: a group that runs in every round; each time it has run often enough, a sample of it is among those returned.
-    control_ms: its forward + backward at the device's usual pace (from `calibrate`, or an earlier dataset); without it, a
-    timing is at the mean pace of some thousand runs.
+    reference: a group that runs in every round; each time it has run often enough, a sample of it is among
+    those returned. reference_ms: its forward + backward at the device's usual speed (from `calibrate`, or an
+    earlier dataset); without it, a timing is at the mean slowdown of some thousand runs.
     """
 
     def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
-                 control: ComputeRequest | None = None, control_ms: float | None = None):
+                 reference: ComputeRequest | None = None, reference_ms: float | None = None):
         hardware.require_fbgemm(device)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self._clock = timing.clock_for(device)
@@ -98,7 +102,7 @@ class KernelBench:
         # A CUDA fault other than memory spoils the process for all that follows, so it is not one request's.
         self._request_errors = (ShardCoreError, torch.OutOfMemoryError if device == "cuda" else RuntimeError)
         self.kernel_s = 0.0
-        """Seconds inside timed kernels so far, warm-ups and the control included."""
+        """Seconds inside timed kernels so far, warm-ups and the reference included."""
         self.kept_s = 0.0
         """Seconds of them in runs that entered a median."""
         dtype = _TORCH_DTYPE[setting.precision]
@@ -106,28 +110,30 @@ class KernelBench:
         try:
             self._arena = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.01, 0.01)
         except RuntimeError as error:
-            raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} does not fit {device}: make it smaller "
-                                 f"({' '.join(str(error).split())[:100]})") from None
-        self._state = torch.zeros(max(1, elements // MIN_WIDTH) if setting.optimizer == "rowwise_adagrad" else 1, device=device)
+            raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} does not fit {device}: "
+                                 f"make it smaller ({' '.join(str(error).split())[:100]})") from None
+        self._state = torch.zeros(max(1, elements // MIN_WIDTH) if setting.optimizer == "rowwise_adagrad"
+                                  else 1, device=device)
         self._gradient = torch.full((1,), 1e-3, device=device)
         self._caches = timing.Caches(_EVICT_BYTES, device)
         self._numbers = itertools.count()
         self._active: list[Run] = []
         self._finished = 0
         self._order = random.Random(0)
-        self._control = self.prepare(control) if control else None
-        self.control_ms = control_ms
+        self._reference = self.prepare(reference) if reference else None
+        self.reference_ms = reference_ms
 
     @property
-    def control_ms(self) -> float | None:
+    def reference_ms(self) -> float | None:
         """May be set while nothing is active."""
-        return self._control_ms
+        return self._reference_ms
 
-    @control_ms.setter
-    def control_ms(self, value: float | None) -> None:
-        self._control_ms = value
-        kept = 2 * (self.config.interleave + 1) * max(self.config.max_repeats + 1, _CONTROL_RUNS)
-        self._log = timing.PaceLog({self._control.number: math.log(value)} if value and self._control else None, kept)
+    @reference_ms.setter
+    def reference_ms(self, value: float | None) -> None:
+        self._reference_ms = value
+        kept = 2 * (self.config.interleave + 1) * max(self.config.max_repeats + 1, _REFERENCE_RUNS)
+        known = {self._reference.number: math.log(value)} if value and self._reference else None
+        self._log = timing.SlowdownLog(known, kept)
 
     @property
     def active(self) -> list[ComputeRequest]:
@@ -135,14 +141,15 @@ class KernelBench:
         return [run.request for run in self._active]
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request (and the control's), in the order in which they finish; a request that fails yields its
-        error."""
+        """Yield one sample a request (and the reference's), in the order in which they finish; a request that
+        fails yields its error."""
         for request in requests:
             yield from self.add(request)
         yield from self.finish()
 
     def add(self, request: ComputeRequest) -> list[ComputeSample]:
-        """Take a request in, once there is room for it; the samples that finished meanwhile, and its own where it failed."""
+        """Take a request in, once there is room for it; the samples that finished meanwhile, and its own
+        where it failed."""
         finished = []
         while len(self._active) >= self.config.interleave:
             finished += self._round()
@@ -153,19 +160,21 @@ class KernelBench:
         return finished
 
     def finish(self, seconds: float = math.inf) -> list[ComputeSample]:
-        """Run what was taken in to its end, or for somewhat longer than so many seconds; the samples that this finished."""
+        """Run what was taken in to its end, or for somewhat longer than so many seconds; the samples that
+        this finished."""
         finished, until = [], time.monotonic() + seconds
         while self._active:
             finished += self._round()
             if time.monotonic() > until and self._active:
                 return finished
-        if self._control and len(self._control.times_ms) >= self.config.min_repeats:
-            finished.append(self._sample(self._control))
+        if self._reference and len(self._reference.times_ms) >= self.config.min_repeats:
+            finished.append(self._sample(self._reference))
         return finished
 
     def calibrate(self, requests: Iterable[ComputeRequest], seconds: float = 5.0) -> float:
-        """The control's forward + backward in ms at the pace that the machine has for so many seconds, in which other requests
-        run in turn with it: give as many as will when measuring (`interleave`), for the control to find the same caches."""
+        """The reference's forward + backward in ms at the slowdown that the machine has for so many seconds,
+        in which other requests run in turn with it: give as many as will when measuring (`interleave`), for
+        the reference to find the same caches."""
         runs, totals, until = [], [], time.monotonic() + seconds
         for request in requests:
             try:
@@ -173,7 +182,7 @@ class KernelBench:
             except self._request_errors:
                 continue
         while time.monotonic() < until or len(totals) < 10:
-            for run in [*runs, self._control]:
+            for run in [*runs, self._reference]:
                 if 2 * len(runs) < self.config.interleave:
                     self._caches.evict()
                 total = sum(self._once(run))
@@ -181,8 +190,8 @@ class KernelBench:
         return float(np.median(totals))
 
     def _round(self) -> list[ComputeSample]:
-        """Run the control and each op in turn once; the samples that this finished."""
-        turn = [*self._active, *([self._control] if self._control else [])]
+        """Run the reference and each op in turn once; the samples that this finished."""
+        turn = [*self._active, *([self._reference] if self._reference else [])]
         self._order.shuffle(turn)
         crowded = 2 * len(self._active) >= self.config.interleave
         failed = [sample for run in turn if (sample := self._repeat(run, crowded))]
@@ -195,8 +204,8 @@ class KernelBench:
         try:
             forward, backward = self._once(run)
         except self._request_errors as error:
-            if run is self._control:
-                raise ShardCoreError(f"the control group failed: {error}") from None
+            if run is self._reference:
+                raise ShardCoreError(f"the reference op failed: {error}") from None
             self._active.remove(run)
             return self._failed(run.request, error)
         if run.warm:
@@ -209,28 +218,31 @@ class KernelBench:
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
-        pace, finished = self._log.fit(), []
+        slowdown, finished = self._log.fit(), []
         for run in full:
-            times = _at_usual_pace(run, pace)
-            if len(times) >= self.config.max_repeats or timing.known_to(times.sum(1)) <= self.config.tolerance_on(self.device):
+            times = _at_usual_speed(run, slowdown)
+            if len(times) >= self.config.max_repeats or timing.relative_ci(times.sum(1)) <= self.config.tolerance_on(self.device):
                 self._active.remove(run)
                 self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
-                finished.append(self._sample(run, pace))
-        if self._control and len(self._control.times_ms) >= _CONTROL_RUNS:
-            finished.append(self._sample(self._control, pace))
+                finished.append(self._sample(run, slowdown))
+        if self._reference and len(self._reference.times_ms) >= _REFERENCE_RUNS:
+            finished.append(self._sample(self._reference, slowdown))
         return finished
 
     def prepare(self, request: ComputeRequest, seed: int = 0) -> Run:
-        """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where a shard is larger
-        than the arena or of another precision than the setting's, and where the batch takes more memory than may be."""
+        """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where
+        a shard is larger than the arena or of another precision than the setting's, and where the batch takes
+        more memory than may be."""
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
         width = sum(s.width for s in request.shards)
-        ids = sum(access.lookups(s.table, request.batch) for s in request.shards) + request.batch * len(request.shards)
+        ids = sum(access.lookups(s.table, request.batch)
+                  for s in request.shards) + request.batch * len(request.shards)
         if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > _MOST_BATCH_BYTES:
-            raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and outputs; on this machine it "
-                                 f"may have {_MOST_BATCH_BYTES / 2**30:.1f}: it needs fewer samples, or lookups of each")
+            raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
+                                 f"outputs; on this machine it may have {_MOST_BATCH_BYTES / 2**30:.1f}: it "
+                                 "needs fewer samples, or lookups of each")
         indices, offsets = self._lookups(request, seed)
         if self._gradient.numel() < request.batch * width:
             self._gradient = torch.full((request.batch * width,), 1e-3, device=self.device)
@@ -261,7 +273,8 @@ class KernelBench:
         return torch.cat([i for i, _ in parts]), torch.cat([*offsets, end])
 
     def _stream(self, shard: Shard, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch, seed)  # a table's stream does not depend on its dim
+        # A table's stream does not depend on its dim.
+        key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch, seed)
         if key not in self._streams:
             ids, offsets = streams.stream(shard.table, batch, seed)
             self._streams[key] = torch.from_numpy(ids).to(self.device), torch.from_numpy(offsets).to(self.device)
@@ -273,7 +286,8 @@ class KernelBench:
         return ids[inside] - shard.row_lo, kept[offsets]
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
-        """An op over the arena: built with one row a table, then given its true row counts and places in the arena."""
+        """An op over the arena: built with one row a table, then given its true row counts and places in the
+        arena."""
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -282,7 +296,8 @@ class KernelBench:
         )
 
         cuda = self.device == "cuda"
-        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST,
+                                                                             ComputeDevice.CPU)
         adagrad = self.setting.optimizer == "rowwise_adagrad"
         op = SplitTableBatchedEmbeddingBagsCodegen(
             [(1, s.width, *place) for s in shards],
@@ -297,7 +312,8 @@ class KernelBench:
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
         op.hash_size_cumsum = self._int64([0, *np.cumsum(rows)])
         op.rows_per_table = self._int64(rows)
-        op.weights_offsets = self._int64(_places([s.rows * s.width for s in shards], self._arena.numel(), shards))
+        op.weights_offsets = self._int64(_places([s.rows * s.width for s in shards], self._arena.numel(),
+                                                 shards))
         setattr(op, "weights_dev" if cuda else "weights_host", torch.nn.Parameter(self._arena))
         if adagrad:
             op.momentum1_offsets = self._int64(_places(rows, self._state.numel(), shards))
@@ -307,27 +323,29 @@ class KernelBench:
     def _int64(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self.device)
 
-    def _sample(self, run: Run, pace: Callable[[int], float] | None = None) -> ComputeSample:
+    def _sample(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
         """The sample of a run's timings, which are then forgotten."""
-        times = _at_usual_pace(run, pace or self._log.fit())
+        times = _at_usual_speed(run, slowdown or self._log.fit())
         clock = np.array([forward + backward for forward, backward, _ in run.times_ms])
         sample = dataclasses.replace(
-            self._failed(run.request), error=None, forward=timing.spread(times[:, 0]), backward=timing.spread(times[:, 1]),
-            pace=float(np.median(clock / times.sum(1))), known_to=timing.known_to(times.sum(1)))
+            self._failed(run.request), error=None, forward=timing.spread(times[:, 0]),
+            backward=timing.spread(times[:, 1]),
+            slowdown=float(np.median(clock / times.sum(1))), relative_ci=timing.relative_ci(times.sum(1)))
         run.times_ms = []
         return sample
 
     def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
         reason = " ".join(str(error).split())[:300]
         self._finished += 1
-        return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, None, None, time.time(), reason,
+        return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, None, None,
+                             time.time(), reason,
                              order=self._finished - 1)
 
 
 @dataclass(eq=False)
 class Run:
-    """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B, W] of its output.
-    times_ms: of each repeat forward, backward, and its number in the pace log."""
+    """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B,
+    W] of its output. times_ms: of each repeat forward, backward, and its number in the slowdown log."""
 
     number: int
     request: ComputeRequest
@@ -339,14 +357,15 @@ class Run:
     times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
 
 
-def _at_usual_pace(run: Run, pace: Callable[[int], float]) -> np.ndarray:
+def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms."""
-    return np.array([(forward / pace(number), backward / pace(number)) for forward, backward, number in run.times_ms])
+    return np.array([(forward / slowdown(number), backward / slowdown(number))
+                     for forward, backward, number in run.times_ms])
 
 
 def _places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
-    """Where each table begins in an arena of `room` elements: one after the other from a place of the group's own, wrapping
-    round."""
+    """Where each table begins in an arena of `room` elements: one after the other from a place of the group's
+    own, wrapping round."""
     spare = (room - sum((size + 15) // 16 * 16 for size in sizes)) // 16
     places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
     for size, shard in zip(sizes, shards, strict=True):

@@ -1,16 +1,18 @@
-"""Replay: run one step of plans for real, one process a device, and time its parts. The ground truth of `price`.
+"""Replay: run one step of plans for real, one process a device, and time its parts. The ground truth of
+`price`.
 
 A step is timed as it falls in a training loop, from one dense part to the next:
 
-  barrier | exchange of gradients | backward | forward of the next batch | waiting | exchange of pooled outputs
+  barrier | exchange of gradients | backward | forward of the next batch | waiting | exchange of outputs
 
-so a device reaches the forward exchange after its backward transfer and all its compute, and waits there for the last one: the
-waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock, hence they share one host. A
-transfer is from the last rank's start to a rank's own end; the skew with which ranks leave the barrier is nobody's cost.
+so a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
+the last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock,
+hence they share one host. A transfer is from the last rank's start to a rank's own end; the skew with which
+ranks leave the barrier is nobody's cost.
 
-Ops run over an arena as in kernels.py, pooled outputs and gradients travel between the ops' own buffers, steps go through
-several different batches, and before each the caches are overwritten, as the dense part and other layers would. Gloo on CPU;
-NCCL is written for the same interface and has not been run here.
+Ops run over an arena as in kernels.py, pooled outputs and gradients travel between the ops' own buffers,
+steps go through several different batches, and before each the caches are overwritten, as the dense part and
+other layers would. Gloo on CPU; NCCL is written for the same interface and has not been run here.
 
 Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 """
@@ -53,10 +55,10 @@ _GRADIENT = 1e-3
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """repeats of each plan's step after warmups; batches: different ones to go through; arena_bytes: weights of one rank, the
-    largest shard that can be replayed (more where a control group's shards are larger); evict_bytes: overwritten before each
-    step, more than the caches hold; timeout_s: building a plan's ops or a round of steps that takes longer has hung; seed: of the
-    batches."""
+    """repeats of each plan's step after warmups; batches: different ones to go through; arena_bytes: weights
+    of one rank, the largest shard that can be replayed (more where a reference op's shards are larger);
+    evict_bytes: overwritten before each step, more than the caches hold; timeout_s: building a plan's ops or
+    a round of steps that takes longer has hung; seed: of the batches."""
 
     repeats: int = 50
     warmups: int = 4
@@ -67,8 +69,10 @@ class ReplayConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_within(self, "replay config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), batches=(1, MOST_REPEATS),
-                       arena_bytes=(1, MOST_BYTES), evict_bytes=(0, MOST_BYTES), timeout_s=WAITS_S, seed=(0, MOST_SEED))
+        require_within(self, "replay config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS),
+                       batches=(1, MOST_REPEATS),
+                       arena_bytes=(1, MOST_BYTES), evict_bytes=(0, MOST_BYTES), timeout_s=WAITS_S,
+                       seed=(0, MOST_SEED))
 
 
 STEP_REPEATS = 20
@@ -77,27 +81,32 @@ STEP_BYTES = 512 << 20
 
 
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
-    """How plans are replayed whose steps are samples of a dataset: weights of STEP_BYTES a rank at most; in a round, or while a
-    plan's ops are built, more happens than in one op that hangs after hang_s."""
-    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=min(2 * hang_s, WAITS_S[1]))
+    """How plans are replayed whose steps are samples of a dataset: weights of STEP_BYTES a rank at most; in a
+    round, or while a plan's ops are built, more happens than in one op that hangs after hang_s."""
+    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES),
+                        timeout_s=min(2 * hang_s, WAITS_S[1]))
 
 
-def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu") -> Replayed:
-    """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one GPU a device).
+def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None,
+           device: str = "cpu") -> Replayed:
+    """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one
+    GPU a device).
 
     Raises as replay_all.
     """
     return replay_all([workload], setting, config, device)[0]
 
 
-def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None, device: str = "cpu",
-               control: ReferenceOp | None = None) -> list[Replayed]:
-    """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets them all; and with
-    them a dataset's control group, on all devices at once, which tells the machine's pace.
+def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
+               device: str = "cpu",
+               reference: ReferenceOp | None = None) -> list[Replayed]:
+    """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets
+    them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
+    slowdown.
 
-    Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ in their devices, a
-    shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names the rank and the reason, and no
-    process stays behind.
+    Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ
+    in their devices, a shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names
+    the rank and the reason, and no process stays behind.
     """
     config = config or ReplayConfig()
     if not workloads:
@@ -105,14 +114,18 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device)
     n_devices = len(workloads[0].ops)
-    last_said = dict(local_ranks.run("replay", _work, n_devices, (workloads, setting, config, device, control), config.timeout_s))
-    return combine_all([last_said[rank] for rank in range(n_devices)], control)
+    last_said = dict(local_ranks.run("replay", _work, n_devices,
+                                     (workloads, setting, config, device, reference), config.timeout_s))
+    return combine_all([last_said[rank] for rank in range(n_devices)], reference)
 
 
-def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], control: ReferenceOp | None) -> list[Replayed]:
+def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]],
+                reference: ReferenceOp | None) -> list[Replayed]:
     """The workloads' costs from what replay_rank gives of each rank of one host."""
-    pace = float(np.median([control_ms for _, control_ms in ranks], axis=1).mean()) / control[1] if control else 1.0
-    return [replace(combine(marks), pace=pace) for marks in zip(*(marks for marks, _ in ranks), strict=True)]
+    slowdown = float(np.median([reference_ms for _, reference_ms in ranks],
+                               axis=1).mean()) / reference[1] if reference else 1.0
+    return [replace(combine(marks), slowdown=slowdown) for marks in zip(*(marks for marks, _ in ranks),
+                                                                        strict=True)]
 
 
 def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
@@ -122,68 +135,79 @@ def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
     waiting, forward_comm = wait_and_transfer(pooled, end)
     parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting)
     medians = (tuple(map(float, np.median(part, axis=1))) for part in parts)
-    return Replayed(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
+    return Replayed(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s)
+                    > len(os.sched_getaffinity(0)))
 
 
 def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
-    """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with `first`."""
+    """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with
+    `first`."""
     topology = workload.topology
-    precision = next((s.table.precision for ops in workload.ops for op in ops for s in op.shards), setting.precision)
+    precision = next((s.table.precision for ops in workload.ops for op in ops for s in op.shards),
+                     setting.precision)
     own = Setting(topology.hardware or setting.hardware, workload.global_batch, precision, setting.optimizer)
     if own != setting:
-        raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its own hardware and batch")
+        raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
+                              "own hardware and batch")
     if topology != first.topology:
-        raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of different topologies, "
+        raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
+                             "different topologies, "
                              "cannot be replayed together; give plans of one problem")
     if len(topology.hosts) > 1 or any(d.speed != 1 for d in topology.devices):
         raise ShardCoreError(f"the topology has hosts {', '.join(topology.hosts)} and speeds "
-                             f"{sorted({d.speed for d in topology.devices})}; a replay needs one host and devices of speed 1")
+                             f"{sorted({d.speed for d in topology.devices})}; a replay needs one host and "
+                             "devices of speed 1")
     if device == "cuda" and torch.cuda.device_count() < len(topology):
-        raise ShardCoreError(f"a replay of {len(topology)} devices needs as many GPUs; here are {torch.cuda.device_count()}")
+        raise ShardCoreError(f"a replay of {len(topology)} devices needs as many GPUs; here are "
+                             f"{torch.cuda.device_count()}")
 
 
 # --- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
+def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,
+                config: ReplayConfig,
                 device: str = "cpu", progress: Callable[[], None] = lambda: None,
-                control: ReferenceOp | None = None) -> tuple[list[np.ndarray], np.ndarray]:
-    """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's monotonic clock; and [R] ms
-    of the control group, once a round (without one: [0]).
+                reference: ReferenceOp | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+    """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's
+    monotonic clock; and [R] ms of the reference op, once a round (without one: [0]).
 
-    The marks of a step: its begin, gradients received, weights updated, the next batch pooled, outputs received. All ranks of
-    the gang need the same arguments; `progress` is called after each op built and each round of steps.
+    The marks of a step: its begin, gradients received, weights updated, the next batch pooled, outputs
+    received. All ranks of the gang need the same arguments; `progress` is called after each op built and each
+    round of steps.
     """
     if device == "cpu":
         torch.set_num_threads(1)
     room = min(config.arena_bytes, _arena_bytes(workloads, rank))
-    bench = KernelBench(setting, device, KernelConfig(arena_bytes=max(room, *(s.bytes for s in control[0].shards)) if control
-                                                      else room))
-    beside = bench.prepare(control[0], config.seed) if control else None
+    room = max(room, *(s.bytes for s in reference[0].shards)) if reference else room
+    bench = KernelBench(setting, device, KernelConfig(arena_bytes=room))
+    beside = bench.prepare(reference[0], config.seed) if reference else None
     steps = []
     for workload in workloads:
         steps.append(_Step(bench, workload, rank, config))
         progress()
     caches = Caches(config.evict_bytes, device)
     with local_ranks.exchanging():
-        member = Rank(rank, len(workloads[0].ops), init_method, device, CommConfig(timeout_s=config.timeout_s))
+        member = Rank(rank, len(workloads[0].ops), init_method, device,
+                      CommConfig(timeout_s=config.timeout_s))
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
             step.join(groups)
     marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
-    control_ms: list[float] = []
+    reference_ms: list[float] = []
     for index in range(config.warmups + config.repeats):
         progress()
-        # In another order each round, the same for all ranks: whoever hears of the progress takes a core from the first.
+        # In another order each round, the same for all ranks: whoever hears of the progress takes a core from
+        # the first.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))
         if beside:
             caches.evict()
-            control_ms.append(bench.once_ms(beside))
+            reference_ms.append(bench.once_ms(beside))
     member.close()
-    return [np.array(m[config.warmups:]) for m in marks], np.array(control_ms[config.warmups:])
+    return [np.array(m[config.warmups:]) for m in marks], np.array(reference_ms[config.warmups:])
 
 
 class _Step:
@@ -192,7 +216,8 @@ class _Step:
     def __init__(self, bench: KernelBench, workload: Workload, rank: int, config: ReplayConfig):
         ops, self._device = workload.ops[rank], bench.device
         self._workload, self._rank, self._chains = workload, rank, {}
-        self._batches = [{op.kind: bench.prepare(ComputeRequest(op.shards, op.batch), config.seed + k) for op in ops}
+        self._batches = [{op.kind: bench.prepare(ComputeRequest(op.shards, op.batch), config.seed + k)
+                          for op in ops}
                          for k in range(config.batches)]
         self._gradients = {kind: self._full(run.gradient.shape) for kind, run in self._batches[0].items()}
         self._outputs = self._forward(self._batches[-1])
@@ -202,7 +227,8 @@ class _Step:
         self._chains = exchanges.chains(self._workload, self._rank, self._full, groups)
 
     def once(self, batch: int) -> tuple[float, ...]:
-        """One step from dense part to dense part, going on with batch number `batch`; the five marks of replay_rank."""
+        """One step from dense part to dense part, going on with batch number `batch`; the five marks of
+        replay_rank."""
         with local_ranks.exchanging():
             dist.barrier()
             begin = self._now()
@@ -233,14 +259,17 @@ class _Step:
 
 
 def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:
-    """What the largest op of a rank takes in an arena, its tables one after the other at multiples of 16 elements."""
-    return max((sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision] for s in op.shards)
+    """What the largest op of a rank takes in an arena, its tables one after the other at multiples of 16
+    elements."""
+    return max((sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision]
+                    for s in op.shards)
                 for w in workloads for op in w.ops[rank]), default=64)
 
 
-def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload], setting: Setting,
-          config: ReplayConfig, device: str, control: ReferenceOp | None) -> None:
+def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],
+          setting: Setting,
+          config: ReplayConfig, device: str, reference: ReferenceOp | None) -> None:
     """One process of replay_all's gang; the last thing it says is its marks."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None), control))
+    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None), reference))

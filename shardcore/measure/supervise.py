@@ -39,16 +39,16 @@ class _Ended(Exception):
 class SupervisedBench:
     """A KernelBench behind a process boundary: a context manager, whose process starts at its begin and has ended after it.
 
-    hang_s: the process has hung where no run of an op ended for so long. The rest as in KernelBench; give control_ms, or call
+    hang_s: the process has hung where no run of an op ended for so long. The rest as in KernelBench; give reference_ms, or call
     calibrate before measuring. Raises ShardCoreError where no process can start: FBGEMM is missing, there is no such device,
     the arena does not fit.
     """
 
     def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
-                 control: ComputeRequest | None = None, control_ms: float | None = None, hang_s: float = 60.0):
+                 reference: ComputeRequest | None = None, reference_ms: float | None = None, hang_s: float = 60.0):
         self.setting, self.device, self.config, self.hang_s = setting, device, config or KernelConfig(), hang_s
         require_within(self, "a measuring process", hang_s=WAITS_S)
-        self.control, self.control_ms = control, control_ms
+        self.reference, self.reference_ms = reference, reference_ms
         self._process = None
         self._counts, self._ended_counts = (0.0, 0.0), (0.0, 0.0)
 
@@ -70,22 +70,22 @@ class SupervisedBench:
         self._end()
 
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> float:
-        """Find and keep the control group's ms on this machine, as KernelBench.calibrate. A process that ends meanwhile is
-        replaced and tries half of the requests; raises ShardCoreError where the control group alone ends it."""
+        """Find and keep the reference op's ms on this machine, as KernelBench.calibrate. A process that ends meanwhile is
+        replaced and tries half of the requests; raises ShardCoreError where the reference op alone ends it."""
         while True:
             try:
                 self._start()
                 self._send((list(requests), seconds))
-                self.control_ms = self._hear(self.hang_s)
-                return self.control_ms
+                self.reference_ms = self._hear(self.hang_s)
+                return self.reference_ms
             except _Ended as error:
                 self._end()
                 if not requests:
-                    raise ShardCoreError(f"the control group cannot be measured on {self.device}: {error}") from None
+                    raise ShardCoreError(f"the reference op cannot be measured on {self.device}: {error}") from None
                 requests = requests[: len(requests) // 2]
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request as they finish, and the control group's among them; a request that fails, or that ends or
+        """Yield one sample a request as they finish, and the reference op's among them; a request that fails, or that ends or
         hangs the process, yields its error. Requests are taken from the iterable as there is room for them."""
         feed = iter(requests)
         while (unfinished := (yield from self._run(feed))) is not None:
@@ -131,7 +131,7 @@ class SupervisedBench:
                 return
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, name=f"measure-{self.device}", daemon=True, args=(
-                theirs, self.setting, self.device, self.config, self.control, self.control_ms,
+                theirs, self.setting, self.device, self.config, self.reference, self.reference_ms,
                 min(_BEAT_S, self.hang_s / _BEATS)))
             self._process.start()
             theirs.close()  # so that the pipe ends when the process does
@@ -185,16 +185,16 @@ class SupervisedBench:
             self._ended_counts, self._counts = (self.kernel_s, self.kept_s), (0.0, 0.0)
 
 
-def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig, control: ComputeRequest | None,
-           control_ms: float | None, beat_s: float) -> None:
+def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig, reference: ComputeRequest | None,
+           reference_ms: float | None, beat_s: float) -> None:
     """The process: answers a request with the samples that finished meanwhile, None (no more requests come) with
-    those that finish within beat_s, requests and seconds to calibrate by with control_ms. Between answers it says every beat_s
+    those that finish within beat_s, requests and seconds to calibrate by with reference_ms. Between answers it says every beat_s
     that it lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
     local_ranks.end_with_parent()
     torch.set_num_threads(1)  # a device of a CPU is one core
     try:
-        bench = KernelBench(setting, device, config, control, control_ms)
+        bench = KernelBench(setting, device, config, reference, reference_ms)
     except ShardCoreError as error:
         return pipe.send(("refused", str(error), (0.0, 0.0)))
     except Exception as error:
@@ -221,8 +221,8 @@ def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig
             if command is None:
                 say("answer", bench.finish(beat_s))
             elif isinstance(command, tuple):
-                bench.control_ms = bench.calibrate(*command)
-                say("answer", bench.control_ms)
+                bench.reference_ms = bench.calibrate(*command)
+                say("answer", bench.reference_ms)
             else:
                 say("answer", bench.add(command))
     except EOFError:  # the parent is gone

@@ -1,4 +1,4 @@
-"""Clocks, medians, when a median is known well enough, and the pace of the machine meanwhile."""
+"""Clocks, medians, when a median is known well enough, and the slowdown of the machine meanwhile."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def spread(values_ms: Sequence[float]) -> Spread:
     return Spread(float(median), float(q1), float(q3), len(values_ms))
 
 
-def known_to(values_ms: Sequence[float]) -> float:
-    """How well a median is known: half its 95% interval relative to it, from order statistics (no distribution assumed).
+def relative_ci(values_ms: Sequence[float]) -> float:
+    """How well a median is known: half its 95% interval relative to it, from order statistics (no
+    distribution assumed).
 
     Infinite below six values, of which no interval of the median can have 95%.
     """
@@ -32,22 +33,24 @@ def known_to(values_ms: Sequence[float]) -> float:
     return float((ordered[high] - ordered[low]) / 2 / max(ordered[n // 2], 1e-9))
 
 
-class PaceLog:
-    """The machine's pace at each of many runs of different ops in turn, from the runs themselves.
+class SlowdownLog:
+    """The machine's slowdown at each of many runs of different ops in turn, from the runs themselves.
 
-    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops nearly alike. How much
-    slower than usual the runs just before and after were, each compared with its own op's level, tells the pace at a run: as
-    far as neighbours agree at all, so that on a quiet machine nothing is corrected. Levels and paces are fitted together by
-    turns. An op with a known level (`anchors`, log ms) ties the pace to its usual value; without one, the mean pace is 1. The
-    last `kept` runs are fitted together.
+    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops nearly
+    alike. How much slower than usual the runs just before and after were, each compared with its own op's
+    level, tells the slowdown at a run: as far as neighbours agree at all, so that on a quiet machine nothing
+    is corrected. Levels and slowdowns are fitted together by turns. An op with a known level (`anchors`, log
+    ms) ties the slowdown to its usual value; without one, the mean slowdown is 1. The last `kept` runs are
+    fitted together.
 
     Shapes: N runs kept.
     """
 
     REACH = 3.0
-    """Runs over which a neighbour's word fades by a factor of e; found on recorded runs, where 2 to 5 are alike."""
+    """Runs over which a neighbour's word fades by a factor of e; found on recorded runs, where 2 to 5 are
+    alike."""
     _OUTLIER = 0.3
-    """A run slower or faster by more than this, in log, says no more than this of the pace."""
+    """A run slower or faster by more than this, in log, says no more than this of the slowdown."""
 
     def __init__(self, anchors: dict[Hashable, float] | None = None, kept: int = 2048):
         self.anchors = dict(anchors or {})
@@ -63,7 +66,8 @@ class PaceLog:
         return self._added - 1
 
     def fit(self) -> Callable[[int], float]:
-        """The pace at each run kept, by its number (1: as usual, 1.2: all took 20% longer); for older runs KeyError."""
+        """The slowdown at each run kept, by its number (1: as usual, 1.2: all took 20% longer); for older
+        runs KeyError."""
         ops, logs = zip(*self._runs, strict=True)
         numbers: dict[Hashable, int] = {}
         op = np.array([numbers.setdefault(o, len(numbers)) for o in ops])
@@ -71,25 +75,26 @@ class PaceLog:
         levels = np.bincount(op, log) / count
         weight = self._around(np.ones(len(log)))
         tied = [(numbers[o], level) for o, level in self.anchors.items() if o in numbers]
-        pace = np.zeros(len(log))
+        slowdown = np.zeros(len(log))
         for _ in range(8):
-            excess = pace + np.clip(log - levels[op] - pace, -self._OUTLIER, self._OUTLIER)
+            excess = slowdown + np.clip(log - levels[op] - slowdown, -self._OUTLIER, self._OUTLIER)
             around = self._around(excess) / np.maximum(weight, 1e-9)
             centred = around - around.mean()
             agreement = float(np.clip(centred @ excess / max(centred @ centred, 1e-12), 0.0, 1.0))
-            pace = around.mean() + agreement * centred
-            levels += np.bincount(op, np.clip(log - pace - levels[op], -self._OUTLIER, self._OUTLIER)) / count
-            shift = np.mean([levels[k] - level for k, level in tied]) if tied else -pace.mean()
-            levels, pace = levels - shift, pace + shift
-        pace = np.exp(pace)
-        first = self._added - len(pace)
+            slowdown = around.mean() + agreement * centred
+            levels += np.bincount(op, np.clip(log - slowdown - levels[op], -self._OUTLIER,
+                                              self._OUTLIER)) / count
+            shift = np.mean([levels[k] - level for k, level in tied]) if tied else -slowdown.mean()
+            levels, slowdown = levels - shift, slowdown + shift
+        slowdown = np.exp(slowdown)
+        first = self._added - len(slowdown)
 
-        def pace_of(number: int) -> float:
+        def slowdown_of(number: int) -> float:
             if number < first:
                 raise KeyError(number)
-            return float(pace[number - first])
+            return float(slowdown[number - first])
 
-        return pace_of
+        return slowdown_of
 
     def _around(self, values: np.ndarray) -> np.ndarray:
         reach = len(self._kernel) // 2

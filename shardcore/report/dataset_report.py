@@ -39,15 +39,15 @@ def dataset_summary(samples: Sequence[ComputeSample],
                  ("total ms", _range([s.total_ms for s in timed])),
                  ("repeats", _range([s.forward.repeats for s in timed])),
                  ("spread of one sample's repeats", _deciles([_spread(s) for s in timed])),
-                 ("pace of the machine (1: usual)", _range([s.pace for s in timed]))]
-        known = [s.known_to for s in timed if s.known_to and np.isfinite(s.known_to)]
+                 ("slowdown of the machine (1: usual)", _range([s.slowdown for s in timed]))]
+        known = [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]
         if known:
             rows += [("a median is known to", _deciles(known))]
     again = repeats[has_reference_op(repeats):]
     if again:
         pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
         apart, clock = ([b.measured_at - a.measured_at for a, b in pairs],
-                        [b.pace / a.pace for a, b in pairs])
+                        [b.slowdown / a.slowdown for a, b in pairs])
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
         rows += [("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
                  ("difference of two timings", _deciles(abs(ratios - 1))),
@@ -55,12 +55,12 @@ def dataset_summary(samples: Sequence[ComputeSample],
                  ("agree within √2 × what they are known to",
                   f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}")]
     if len(again) < len(repeats):
-        control = np.array([s.total_ms for s in repeats[0]])
-        clock = control * [s.pace for s in repeats[0]]
-        rows += [("control group: timings", str(len(control))),
-                 ("control group: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
-                 ("control group: deviation at the usual pace",
-                  _deciles(abs(control / np.median(control) - 1)))]
+        reference = np.array([s.total_ms for s in repeats[0]])
+        clock = reference * [s.slowdown for s in repeats[0]]
+        rows += [("reference op: timings", str(len(reference))),
+                 ("reference op: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
+                 ("reference op: deviation at the usual speed",
+                  _deciles(abs(reference / np.median(reference) - 1)))]
     return rows
 
 
@@ -113,27 +113,27 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
     noise.set(title="noise of repeats", xlabel="ms", ylabel="interquartile range, % of median", xscale="log",
               yscale="log")
     began = min((s.measured_at for s in timed), default=0.0)
-    drift.scatter([(s.measured_at - began) / 60 for s in timed], [s.pace for s in timed], s=6,
+    drift.scatter([(s.measured_at - began) / 60 for s in timed], [s.slowdown for s in timed], s=6,
                   label="all samples")
     if repeats:
         usual = np.median([s.total_ms for s in repeats[0]])
         drift.scatter([(s.measured_at - began) / 60 for s in repeats[0]],
-                      [s.total_ms * s.pace / usual for s in repeats[0]], s=12,
-                      label="the most often timed, at the clock's pace")
+                      [s.total_ms * s.slowdown / usual for s in repeats[0]], s=12,
+                      label="the most often timed, at the clock's slowdown")
         drift.legend()
         groups = repeats[has_reference_op(repeats):]
         changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
         again.scatter([g[0].total_ms for g in groups], changes, s=6)
         groups = repeats[has_reference_op(repeats):]
         again.scatter([g[0].total_ms for g in groups], [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups], s=6)
-    drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="pace, 1 is usual")
+    drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="slowdown, 1 is usual")
     again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %",
               xscale="log")
     return figure
 
 
 def _agree(a: ComputeSample, b: ComputeSample) -> bool:
-    return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.known_to or 0.0, b.known_to or 0.0)
+    return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.relative_ci or 0.0, b.relative_ci or 0.0)
 
 
 def _spread(sample: ComputeSample) -> float:

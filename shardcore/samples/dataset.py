@@ -80,8 +80,8 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
 def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
     """Write one part of compute samples over the tables of `pool` (a digest from write_pool)."""
     rows = [{**_common(s, s.request.batch), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
-             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "pace": s.pace,
-             "known_to": s.known_to, "order": s.order} for s in samples]
+             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
+             "relative_ci": s.relative_ci, "order": s.order} for s in samples]
     return parts.write_part(folder, "compute", rows)
 
 
@@ -148,7 +148,7 @@ def best_known(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def _worth(sample: ComputeSample | CommSample) -> float:
-    relative_ci = getattr(sample, "known_to", None)
+    relative_ci = getattr(sample, "relative_ci", None)
     return -math.inf if relative_ci is None else -relative_ci
 
 
@@ -185,7 +185,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
                              s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
         made = ComputeSample(
             row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
-            _spread(row["backward"]), row["measured_at"], row["error"], row["pace"], row["known_to"],
+            _spread(row["backward"]), row["measured_at"], row["error"], row["slowdown"], row["relative_ci"],
             row["order"])
         _require_own_id(made.id, compute_id(made.setting, made.request))
         return made
@@ -265,10 +265,10 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     They were timed just once. Their confidence interval is more than twice as wide as most, and as
     `tolerance`. Of fewer than six repeats there is none, so nothing is known.
     """
-    columns, found = ["id", "error", "known_to", "measurement_version"], {}
+    columns, found = ["id", "error", "relative_ci", "measurement_version"], {}
     for row in parts.read_rows(folder, "compute", None, columns):
         if row["error"] is None:
-            found.setdefault(row["id"], []).append(math.inf if row["known_to"] is None else row["known_to"])
+            found.setdefault(row["id"], []).append(math.inf if row["relative_ci"] is None else row["relative_ci"])
     usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
     return {k for k, known in found.items()
             if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardcore import files
+from shardcore import files, renamed
 from shardcore.schema import MOST_FILE_BYTES, read_bytes, show
 from shardcore.types import Setting, ShardCoreError
 
@@ -37,7 +37,7 @@ _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
 """Values of a part, and characters of its text: so many, and so many more for each of its bytes. (Shipped
 parts have 0.6 values a byte.) What repeats takes next to no bytes, so a small file could unpack to any
 size."""
-_OPTIONAL = ("error", "forward", "backward", "known_to", "waiting_ms")
+_OPTIONAL = ("error", "forward", "backward", "relative_ci", "waiting_ms")
 """Columns in which a sample may have nothing."""
 
 _SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()),
@@ -48,11 +48,10 @@ _COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.
            ("precision", pa.string()), ("optimizer", pa.string()), ("measurement_version", pa.int32()),
            ("measured_at", pa.float64()), ("error", pa.string()), ("batch", pa.int64())]
 COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD),
-                     ("backward", _SPREAD), ("pace", pa.float64()), ("known_to", pa.float64()),
+                     ("backward", _SPREAD), ("slowdown", pa.float64()), ("relative_ci", pa.float64()),
                      ("order", pa.int64())])
 """batch: samples that the op ran over. pool: the pool file that holds its tables. A shard's table has the dim
-given here. pace: the machine's slowdown. known_to: the relative confidence interval. The rest as in
-ComputeSample."""
+given here. The rest as in ComputeSample. Older parts call slowdown pace, and relative_ci known_to."""
 COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
                   ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
@@ -162,8 +161,8 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
     columns_of = [group.column(i) for group in groups for i in range(group.num_columns)]
     _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
     _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
-    in_file = [file.schema.column(i) for i in range(len(file.schema))]
-    text = [column.path for column in in_file if column.physical_type == "BYTE_ARRAY"]
+    physical = [file.schema.column(i) for i in range(len(file.schema))]
+    text = [column.path for column in physical if column.physical_type == "BYTE_ARRAY"]
     # Text by its different values, each once. Arrow's threads can abort a process that ends.
     table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
     written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
@@ -173,7 +172,9 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
             return []
     if schema is COMM and "busy_ms" not in table.schema.names:
         table = table.append_column("busy_ms", pa.array([0.0] * len(table), pa.float64()))
-    _require_columns(table, file.schema_arrow, schema, path)
+    table = table.rename_columns(list(map(renamed.field, table.schema.names)))
+    in_file = pa.schema([f.with_name(renamed.field(f.name)) for f in file.schema_arrow])
+    _require_columns(table, in_file, schema, path)
     return (table.select(columns) if columns else table).to_pylist()
 
 

@@ -34,7 +34,7 @@ from shardcore.types import (
 )
 from shardcore.workload import Workload, lower
 
-SCHEMA, VERSION = "shardcore/replays", 1
+SCHEMA, VERSION = "shardcore/replays", 2
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 MOST_SLOWDOWN = 1.5
 """A replay at a slowdown above this, or below its inverse, was disturbed. It tells nothing, and is made
@@ -63,7 +63,7 @@ class ReplaySet:
 
 
 def _is_disturbed(cost: Replayed) -> bool:
-    return max(cost.pace, 1 / cost.pace) > MOST_SLOWDOWN
+    return max(cost.slowdown, 1 / cost.slowdown) > MOST_SLOWDOWN
 
 
 def plan_digest(plan: Plan) -> str:
@@ -151,7 +151,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     for name, plan in plans.items():
         if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
-    return ReplaySet(problem, body.setting, tuple((renamed.sharder(r.algorithm), r.plan) for r in body.replays), plans,
+    return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
                 {r.plan: r.cost() for r in body.replays})
 
 
@@ -218,7 +218,7 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Rep
         for one in kept:
             if one.setting == setting:
                 which = files.digest(files.problem_to_json(one.problem))
-                found |= {(which, name): (lower(plan, one.problem), one.costs[name].at_usual_pace())
+                found |= {(which, name): (lower(plan, one.problem), one.costs[name].at_usual_speed())
                           for name, plan in one.plans.items()
                           if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])}
     return list(found.values())
@@ -232,7 +232,7 @@ def digests(folder: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json: who made the plan, its digest, and a Replayed. pace: the slowdown."""
+    """A replay in replays.json: who made the plan, its digest, and a Replayed."""
 
     algorithm: str
     plan: str
@@ -244,7 +244,7 @@ class _Row:
     waiting_ms: tuple[float, ...]
     step: Spread
     oversubscribed: bool
-    pace: float = 1.0
+    slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if not files.DIGEST.fullmatch(self.plan):
@@ -255,10 +255,10 @@ class _Row:
         if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
             raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
                                  "it needs as many times for each, of 0 ms or more")
-        if not 1 / MOST_SPEED <= self.pace <= MOST_SPEED:
-            raise ShardCoreError(f"the replay of plan {self.plan} has pace {self.pace}; it needs "
+        if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
+            raise ShardCoreError(f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
                                  f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
-        usual = self.cost().at_usual_pace()  # whose times are bounded too
+        usual = self.cost().at_usual_speed()  # whose times are bounded too
         if not (usual.total_ms > 0 and usual.step.median_ms > 0):
             raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
 
@@ -285,12 +285,23 @@ class _Body:
 def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
-    if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
-        raise ShardCoreError(f"{path} is not {SCHEMA} of version {VERSION}; "
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("version") not in range(1, VERSION + 1):
+        raise ShardCoreError(f"{path} is not {SCHEMA} of version 1 to {VERSION}; "
                              f"remove {folder} to replay its plans again")
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}
     if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
         digest = schema.show(data.get("digest"))
         raise ShardCoreError(f"{path} does not match its digest {digest}; it was edited after ShardCore "
                              f"wrote it: remove {folder} to replay its plans again")
-    return schema.build(_Body, body, str(path))
+    return schema.build(_Body, body if data["version"] == VERSION else _of_version_1(body), str(path))
+
+
+def _of_version_1(body: dict[str, Any]) -> dict[str, Any]:
+    """With today's names. What is no row is left for the schema to refuse."""
+    def row(old: Any) -> Any:
+        if not isinstance(old, dict) or not isinstance(old.get("algorithm"), str):
+            return old
+        return {**{renamed.field(name): of for name, of in old.items()}, "algorithm": renamed.sharder(old["algorithm"])}
+
+    rows = body.get("replays")
+    return {**body, "replays": list(map(row, rows)) if isinstance(rows, list) else rows}

@@ -21,19 +21,22 @@ from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 
 
-def in_turn(samples, pace_of, seconds: float = 0.3):
-    """The samples as measured one after the other, the clock showing pace_of(seconds) times what they cost."""
-    return [slowed(dataclasses.replace(s, measured_at=1e9 + i * seconds), pace_of(i * seconds)) for i, s in enumerate(samples)]
+def in_turn(samples, slowdown_of, seconds: float = 0.3):
+    """The samples as measured one after the other, the clock showing slowdown_of(seconds) times what they
+    cost."""
+    return [slowed(dataclasses.replace(s, measured_at=1e9 + i * seconds), slowdown_of(i * seconds))
+            for i, s in enumerate(samples)]
 
 
 def slowed(sample, by: float):
-    forward, backward = (dataclasses.replace(x, **{k: getattr(x, k) * by for k in ("median_ms", "q1_ms", "q3_ms")})
+    forward, backward = (dataclasses.replace(x, **{k: getattr(x, k) * by
+                                                   for k in ("median_ms", "q1_ms", "q3_ms")})
                          for x in (sample.forward, sample.backward))
     return dataclasses.replace(sample, forward=forward, backward=backward)
 
 
 def off(samples, truth) -> float:
-    """Mean size of the logarithm of found over true ms, their median being the machine's usual pace."""
+    """Mean size of the logarithm of found over true ms, their median being the machine's usual speed."""
     ratio = np.log([s.total_ms / t.total_ms for s, t in zip(samples, truth, strict=True)])
     return float(np.abs(ratio - np.median(ratio)).mean())
 
@@ -47,13 +50,13 @@ def test_slow_stretches_are_taken_out(law):
     assert [s.id for s in found] == [s.id for s in truth]
     slow, was = found[200], measured[200]
     by = was.forward.median_ms / slow.forward.median_ms
-    assert slow.pace == pytest.approx(by * was.pace)
+    assert slow.slowdown == pytest.approx(by * was.slowdown)
     assert [
         x for part in (slow.forward, slow.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)
     ] == pytest.approx(
         [x / by for part in (was.forward, was.backward) for x in (part.median_ms, part.q1_ms, part.q3_ms)]
     )
-    assert 1.03 < slow.pace / found[20].pace < 1.5
+    assert 1.03 < slow.slowdown / found[20].slowdown < 1.5
 
 
 def test_a_steady_machine_changes_next_to_nothing():
@@ -99,7 +102,8 @@ def test_a_group_that_costs_more_keeps_its_cost():
 def test_the_test_split_corrects_nobody():
     measured = in_turn(compute_samples(linear_law, 300, noise=0.05), lambda s: 1 + 0.2 * math.sin(s / 10))
     other = [slowed(s, 2.0) if accuracy.held_out([s]) else s for s in measured]
-    rest = [(a, b) for a, b in zip(corrected(measured), corrected(other), strict=True) if not accuracy.held_out([a])]
+    rest = [(a, b) for a, b in zip(corrected(measured), corrected(other), strict=True)
+            if not accuracy.held_out([a])]
     assert all(a == b for a, b in rest)
 
 
@@ -108,7 +112,8 @@ def test_failures_and_few_samples_stay_as_they_are():
     assert corrected(samples) == samples
     failed = [dataclasses.replace(s, id=f"{i}", forward=None, backward=None, error="out of memory")
               for i, s in enumerate(samples)]
-    assert [s for s in corrected([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed]) if s.error] == failed
+    assert [s for s in corrected([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed])
+            if s.error] == failed
 
 
 def test_folders_are_read_together_each_sample_once(tmp_path):

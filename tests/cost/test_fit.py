@@ -218,7 +218,7 @@ def test_fine_tuning_widens_what_is_known():
 
 
 def test_fine_tuning_needs_fewer_samples(known):
-    def slower(shards, batch):  # another machine: a third of the pace, and backward costs more again
+    def slower(shards, batch):  # another machine: a third of the slowdown, and backward costs more again
         forward, backward = cache_law(shards, batch)
         return 3 * forward, 4 * backward
 

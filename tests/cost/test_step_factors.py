@@ -1,4 +1,4 @@
-"""Replayed steps tell how many times as long as alone exchanges take in them, whatever the machine's pace was."""
+"""Replayed steps tell how many times as long as alone exchanges take in them, whatever the machine's slowdown was."""
 
 import dataclasses
 
@@ -44,13 +44,13 @@ def workloads(kind, n=step_factors.FEWEST_STEPS, topology=None):
     return found
 
 
-def replayed(model, workload, factors=FACTORS, pace=1.0) -> StepCost:
-    """What a machine of this pace takes, on which exchanges take `factors` as long as the model says."""
+def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
+    """What a machine of this slowdown takes, on which exchanges take `factors` as long as the model says."""
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
-    comm = {way: tuple(sum(pace * factors.get((c, way), 1.0) * both[i] for c, both in alone.items()))
+    comm = {way: tuple(sum(slowdown * factors.get((c, way), 1.0) * both[i] for c, both in alone.items()))
             for i, way in enumerate(("forward", "backward"))}
-    compute = (tuple(pace * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms))
+    compute = (tuple(slowdown * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms))
     return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms)
 
 
@@ -58,10 +58,10 @@ def found_factors(model):
     return {(c, way): collective_model.in_step(model.weights, c, way) for c, way in ALONE}
 
 
-@pytest.mark.parametrize("pace", [1.0, 1.3])
-def test_factors_are_found_whatever_the_pace_and_prices_have_them(model, pace):
+@pytest.mark.parametrize("slowdown", [1.0, 1.3])
+def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slowdown):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
-    fitted = step_factors.fit(model, [(w, replayed(model, w, pace=pace)) for w in seen])
+    fitted = step_factors.fit(model, [(w, replayed(model, w, slowdown=slowdown)) for w in seen])
     lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}  # within a host, and across them
     assert found_factors(fitted) == pytest.approx(lent, rel=1e-3)
     assert fitted.meta["steps"] == len(seen)

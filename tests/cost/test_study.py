@@ -15,11 +15,11 @@ QUICK = fit.FitConfig(epochs=4)
 def test_repeatability_is_the_error_of_one_timing():
     rng, samples = np.random.default_rng(0), compute_samples(linear_law, 300)
 
-    def timed(sample, known_to=0.05):
+    def timed(sample, relative_ci=0.05):
         by = np.exp(0.05 * rng.normal())
         spreads = {k: dataclasses.replace(getattr(sample, k), median_ms=getattr(sample, k).median_ms * by)
                    for k in ("forward", "backward")}
-        return dataclasses.replace(sample, known_to=known_to, **spreads)
+        return dataclasses.replace(sample, relative_ci=relative_ci, **spreads)
 
     repeats = [[timed(s) for _ in range(3)] for s in samples]
     control = [[timed(samples[0]) for _ in range(50)]]
@@ -33,9 +33,9 @@ def test_repeatability_by_hand():
     repeatability set."""
     [sample] = compute_samples(linear_law, 1)
 
-    def timed(ms, known_to):
+    def timed(ms, relative_ci):
         return dataclasses.replace(
-            sample, forward=spread(ms / 4), backward=spread(3 * ms / 4), known_to=known_to
+            sample, forward=spread(ms / 4), backward=spread(3 * ms / 4), relative_ci=relative_ci
         )
 
     three = [timed(99.0, 0.5), timed(10.0, 0.01), timed(13.0, 0.02)]

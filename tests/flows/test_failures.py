@@ -84,7 +84,7 @@ def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_pro
     outcome.lost = len(before - timings(project))
     samples = dataset.read_compute(folder)
     outcome.completed = len(samples) == len({s.id for s in samples}) == 31 and len(dataset.read_comm(folder)) == 12
-    assert outcome.lost == 0 and outcome.completed  # 31 with the control group
+    assert outcome.lost == 0 and outcome.completed  # 31 with the reference op
 
 
 def of_the_run(folder: Path) -> list[psutil.Process]:
@@ -191,7 +191,7 @@ def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, pre
     [last] = json.load(urllib.request.urlopen(asked, timeout=10))
     outcome.said = last["state"]["type"]
     assert outcome.said == "COMPLETED"
-    outcome.lost = 61 - len({key for key, _ in timings(measuring)})  # with the control group
+    outcome.lost = 61 - len({key for key, _ in timings(measuring)})  # with the reference op
     outcome.completed = True
     assert outcome.lost == 0
 

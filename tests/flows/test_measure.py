@@ -88,8 +88,8 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
             for name in set(re.findall(r"ray_shardcore_measure_\w+", expression)):
                 asked[name] |= {label.strip() for by in re.findall(r" by \(([^)]+)\)", expression) for label in by.split(",")}
     setting, config = SettingConfig(batch=BATCH).setting(), MeasureConfig(**TOY)
-    control = reference_request([t for t in pool() if t.pooling], setting, config.groups())
-    known = ComputeSample(dataset.compute_id(setting, control), setting, control, spread(1.0), spread(1.0), 0.0)
+    reference = reference_request([t for t in pool() if t.pooling], setting, config.groups())
+    known = ComputeSample(dataset.compute_id(setting, reference), setting, reference, spread(1.0), spread(1.0), 0.0)
     folder, head, seen = toy.folder / "data/measurements", cluster.list_all_nodes()[0], {}
     dataset.write_compute(folder, [known] * 3, dataset.write_pool(folder, pool()))  # so that it need not calibrate
     toy.set_params("measure", compute_samples=300)
@@ -131,7 +131,7 @@ def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, ou
         subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
         toy.run("flows.measure")
         outcome.lost = len(before - timings(toy))
-        outcome.completed = measured(toy) == SAMPLES + 1  # and the control group
+        outcome.completed = measured(toy) == SAMPLES + 1  # and the reference op
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
     assert outcome.lost == 0 and outcome.completed
@@ -157,11 +157,11 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluste
         assert run.process.wait(240) == 0, run.log()[-3000:]
     [(outcome.said, again)] = set(re.findall(r"(its process died.*; (\d+) samples are measured again one by one)", run.log()))
     assert 1 <= int(again) <= 4 + 4  # a chunk, and the window of ops that run in turn
-    outcome.lost = SAMPLES + 1 - measured(toy)  # with the control group
+    outcome.lost = SAMPLES + 1 - measured(toy)  # with the reference op
     outcome.completed = outcome.lost == 0
     assert outcome.completed
-    control, *disturbed = dataset.read_repeats(toy.folder / "data/measurements")
-    assert len(control) > 2 and all(g[0].known_to > 0.9 for g in disturbed)  # nothing else was measured several times
+    reference, *disturbed = dataset.read_repeats(toy.folder / "data/measurements")
+    assert len(reference) > 2 and all(g[0].relative_ci > 0.9 for g in disturbed)  # nothing else was measured several times
     assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6  # by two ranks that share what is left
     toy.set_params("measure", compute_samples=SAMPLES + 30)
     found = f"{SAMPLES + 30} samples wanted, {SAMPLES} there already, 30 missing, 1 devices; about .* at which the dataset grew"

@@ -92,13 +92,13 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     log = with_logs((project.folder / "log").read_text(), project.folder)
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
-    assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the control group
+    assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the reference op
     assert "24 exchanges and 2 steps of plans" in log and replays.digests(project.folder / "data/measurements")
     [setting] = dataset.settings(project.folder / "data/measurements")
-    control = dataset.reference_op(project.folder / "data/measurements", setting)  # ran beside replays where there is one
+    reference = dataset.reference_op(project.folder / "data/measurements", setting)  # ran beside replays where there is one
     for folder, plans in (("data/measurements/replays", 2), ("data/evaluation/replays", 1)):
         costs = [cost for kept in replays.read_all(project.folder / folder, setting) for cost in kept.costs.values()]
-        assert len(costs) >= plans and {cost.pace != 1 for cost in costs} == {control is not None}
+        assert len(costs) >= plans and {cost.slowdown != 1 for cost in costs} == {reference is not None}
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["anneal_solved"] == 1
     assert metrics["reality"]["mape"] > 0 and metrics["reality"]["random_relative_cost"] > 0
@@ -147,4 +147,4 @@ def test_edits_make_just_the_stages_stale_that_depend_on_them_and_more_samples_k
     log = with_logs(project.run("dvc", "repro", "measure").stdout, project.folder)
     after = measured_at(project)
     assert stages_run(log) == {"measure"} and ", 20 of them to measure" in log and len(after) == 141
-    assert sum(after[k] != before[k] for k in before) <= 1  # the control group, where it is now better known
+    assert sum(after[k] != before[k] for k in before) <= 1  # the reference op, where it is now better known

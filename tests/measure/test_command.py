@@ -95,7 +95,7 @@ def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
         part,
         part,
         1.0,
-        **{"known_to": 0.01, **fields},
+        **{"relative_ci": 0.01, **fields},
     )
 
 
@@ -117,13 +117,13 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     assert main([*command, *wanted]) == 0
     said = capsys.readouterr().out
     assert f"measuring for {SETTING} into {folder}, 0 samples there already" in said
-    assert float(re.search(r"the control group takes ([\d.e-]+) ms", said)[1]) > 0
+    assert float(re.search(r"the reference op takes ([\d.e-]+) ms", said)[1]) > 0
     assert re.search(
         r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said
     )
     assert "2 of 2 exchanges" in said and "2 of 2 steps" in said and len(replays.digests(folder)) == 1
-    control = reference_request(live, SETTING, SHAPE)
-    assert {s.request for s in dataset.read_compute(folder)} == {control, *drawn(live, 6)}
+    reference = reference_request(live, SETTING, SHAPE)
+    assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
     assert {s.request for s in dataset.read_comm(folder)} == {
         comm_request(i, 2, 64) for i in range(2)
@@ -135,18 +135,18 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
 
 
 def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, live, folder, tables, capsys):
-    """At the folder's pace: its control group usually takes 1,000 s, which no machine is as slow as."""
-    requests, control = drawn(live, 8), reference_request(live, SETTING, SHAPE)
+    """At the folder's slowdown: its reference op usually takes 1,000 s, which no machine is as slow as."""
+    requests, reference = drawn(live, 8), reference_request(live, SETTING, SHAPE)
     kept = [measured(r) for r in requests[:6]]
-    kept[3] = dataclasses.replace(kept[3], known_to=2.0)
+    kept[3] = dataclasses.replace(kept[3], relative_ci=2.0)
     kept[4] = dataclasses.replace(kept[4], forward=None, backward=None, error="out of memory")
-    dataset.write_compute(folder, [*kept, measured(control, 1e6)], dataset.write_pool(folder, tables))
+    dataset.write_compute(folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables))
     assert main([*command, "--samples", "7", "--again", "1"]) == 0
     said = capsys.readouterr().out
-    assert "4 samples, " in said and "the control group takes" not in said
+    assert "4 samples, " in said and "the reference op takes" not in said
     new = {s.request: s for s in dataset.read_timings(folder) if s.measured_at > 1.0}
-    assert set(new) - {control} == {requests[i] for i in (0, 3, 4, 6)}
-    assert all(s.pace < 1e-3 and s.total_ms > 1e3 for s in new.values())
+    assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}
+    assert all(s.slowdown < 1e-3 and s.total_ms > 1e3 for s in new.values())
 
 
 def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_asked_for(
@@ -249,10 +249,10 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
         os.utime(left, (time.time() - 7200,) * 2)
     assert main([*command, "--samples", "30"]) == 0
     samples, repeats = dataset.read_compute(folder), dataset.read_repeats(folder)
-    assert kept <= {s.id for s in samples} and len(samples) == 31  # with the control group
+    assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
     assert not list(folder.glob(".*.tmp"))
-    control = reference_request(live, SETTING, SHAPE)
-    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, control)}  # no other was measured twice
+    reference = reference_request(live, SETTING, SHAPE)
+    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}  # no other was measured twice
 
 
 def test_what_has_finished_is_written_though_no_part_is_full(monkeypatch):

@@ -143,7 +143,7 @@ def events(monkeypatch):
 
 def test_where_few_ops_run_in_turn_each_meets_caches_that_were_overwritten(tables, events):
     setting = Setting("test", 64)
-    request, control = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
+    request, reference = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
     few, many = (dataclasses.replace(CONFIG, interleave=n) for n in (3, 2))
     [sample] = KernelBench(setting, "cpu", few).measure([request])
     assert events == ["evict", "run"] * (sample.forward.repeats + 1)  # the first is to warm up
@@ -151,10 +151,10 @@ def test_where_few_ops_run_in_turn_each_meets_caches_that_were_overwritten(table
     list(KernelBench(setting, "cpu", many).measure([request]))
     assert events == ["run"] * (sample.forward.repeats + 1)
     for config, expected in ((few, ["evict", "run"]), (many, ["run"])):
-        bench = KernelBench(setting, "cpu", config, control)
+        bench = KernelBench(setting, "cpu", config, reference)
         del events[:]
         bench.calibrate([request], seconds=0)
-        assert events == expected * 2 * 10  # at least ten times the control, and the other in turn with it
+        assert events == expected * 2 * 10  # at least ten times the reference, and the other in turn with it
 
 
 def test_caches_are_overwritten():
@@ -170,35 +170,35 @@ def test_repeats_stop_when_the_median_is_known(tables):
         KernelConfig(arena_bytes=1 << 20, tolerance=t, min_repeats=6, max_repeats=30) for t in (0.99, 1e-9)
     )
     [soon], [late] = (KernelBench(Setting("test", 8), "cpu", c).measure([request]) for c in (loose, tight))
-    assert 6 <= soon.forward.repeats < 30 == late.forward.repeats and late.known_to > 1e-9 >= 0
+    assert 6 <= soon.forward.repeats < 30 == late.forward.repeats and late.relative_ci > 1e-9 >= 0
     assert [KernelConfig().tolerance_on(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
     assert KernelConfig(tolerance=0.3).tolerance_on("cuda") == 0.3
 
 
-def test_timings_are_at_the_pace_at_which_the_control_takes_its_usual_ms(tables):
-    """A control that usually takes a thousand times as long says that the machine is so much faster than
+def test_timings_are_at_the_speed_at_which_the_reference_takes_its_usual_ms(tables):
+    """A reference that usually takes a thousand times as long says that the machine is so much faster than
     usual."""
-    request, control = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
+    request, reference = (ComputeRequest((Shard.whole(t),), 64) for t in (tables[3], tables[4]))
     found = {}
     for usual in (1.0, 1000.0):
-        bench = KernelBench(Setting("test", 64), "cpu", CONFIG, control, usual)
+        bench = KernelBench(Setting("test", 64), "cpu", CONFIG, reference, usual)
         found[usual] = {s.request: s for s in bench.measure([request])}
-        assert found[usual][control].total_ms == pytest.approx(usual, rel=0.5)
-    assert 0 < found[1000.0][request].pace < 0.1 * found[1.0][request].pace
+        assert found[usual][reference].total_ms == pytest.approx(usual, rel=0.5)
+    assert 0 < found[1000.0][request].slowdown < 0.1 * found[1.0][request].slowdown
     assert found[1000.0][request].total_ms > 10 * found[1.0][request].total_ms
 
 
 def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
     setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
     requests = [compute_request(tables, i, setting, config=groups) for i in range(8)]
-    control = reference_request(tables, setting, groups)
-    bench = KernelBench(setting, "cpu", CONFIG, control)
-    bench.control_ms = bench.calibrate(requests, seconds=0.2)
+    reference = reference_request(tables, setting, groups)
+    bench = KernelBench(setting, "cpu", CONFIG, reference)
+    bench.reference_ms = bench.calibrate(requests, seconds=0.2)
     samples = list(bench.measure(requests))
-    assert bench.active == [] and {s.request for s in samples} == {control, *requests}
-    own = next(s for s in samples if s.request == control)
-    assert own.forward.repeats >= 3 and own.pace > 0
-    assert own.total_ms * own.pace > 0 and 0 < bench.kept_s < bench.kernel_s
+    assert bench.active == [] and {s.request for s in samples} == {reference, *requests}
+    own = next(s for s in samples if s.request == reference)
+    assert own.forward.repeats >= 3 and own.slowdown > 0
+    assert own.total_ms * own.slowdown > 0 and 0 < bench.kept_s < bench.kernel_s
     assert [s.order for s in samples] == list(range(len(samples)))
 
 

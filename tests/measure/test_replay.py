@@ -79,7 +79,7 @@ def lopsided(devices):
     return lower(Plan((Placement("column", Shard.whole(heavy), (0,)),)), problem_of((heavy,), devices))
 
 
-def _told(rank, init_method, say, workloads, control):
+def _told(rank, init_method, say, workloads, reference):
     """As a rank of replay_all's gang; and of each workload's last step, what it sent and received."""
     made, saw = [], {}
 
@@ -107,24 +107,24 @@ def _told(rank, init_method, say, workloads, control):
             return marks
 
     module._Step = Told
-    say((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG, control=control),
+    say((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG, reference=reference),
          [saw[step] for step in made]))
 
 
 @pytest.fixture(scope="module")
 def three():
-    """Workloads of three devices, their control group, and what each rank of a gang that replays them
+    """Workloads of three devices, their reference op, and what each rank of a gang that replays them
     says."""
     problem = problem_of(TABLES, 3)
     workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(3)]
-    control = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
-    last = dict(local_ranks.run("replay", _told, 3, (workloads, control), 60.0))
-    return workloads, control, [last[rank] for rank in range(3)]
+    reference = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
+    last = dict(local_ranks.run("replay", _told, 3, (workloads, reference), 60.0))
+    return workloads, reference, [last[rank] for rank in range(3)]
 
 
 def test_all_parts_of_all_plans_are_measured(three):
-    workloads, control, said = three
-    costs = combine_all([rank for rank, _ in said], control)
+    workloads, reference, said = three
+    costs = combine_all([rank for rank, _ in said], reference)
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
             for device, value in enumerate(getattr(cost, part)):
@@ -133,7 +133,7 @@ def test_all_parts_of_all_plans_are_measured(three):
         assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(3))
         assert 0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms and cost.step.repeats == CONFIG.repeats
         assert cost.oversubscribed == (3 > len(os.sched_getaffinity(0)))
-        assert cost.pace == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
+        assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
     assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in said)
     assert not processes()
 
@@ -255,13 +255,13 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
 
     noted(Caches, "evict", "evict")
     noted(module._Step, "once", "step")
-    noted(KernelBench, "once_ms", "control")
+    noted(KernelBench, "once_ms", "reference")
     workload, progress = whole(problem_of(tables[3:4], 1)), []
-    control = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)  # ten times as large as the plan's
-    marks, control_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB),
-                              progress=lambda: progress.append(1), control=control)
-    assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "control"]]
-    assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and control_ms.shape == (CONFIG.repeats,)
+    reference = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)  # ten times as large as the plan's
+    marks, reference_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB),
+                              progress=lambda: progress.append(1), reference=reference)
+    assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "reference"]]
+    assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and reference_ms.shape == (CONFIG.repeats,)
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
     of_batch = [
         tuple(batch["column"].indices.tolist())
@@ -279,15 +279,15 @@ def test_one_device_computes_and_exchanges_nothing(tables, alone):
     assert cost.forward_compute_ms[0] > 0 and cost.backward_compute_ms[0] > 0 and cost.waiting_ms == (0.0,)
 
 
-def test_a_control_group_tells_the_pace(three):
+def test_a_reference_op_tells_the_slowdown(three):
     """The median over rounds, the mean over ranks: 3 ms where 2 are usual."""
     _, _, said = three
     marks = [m for (m, _), _ in said]
     ranks = list(zip(marks, ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]), strict=True))
-    slow, alone = (combine_all(ranks, control)[0] for control in ((None, 2.0), None))
-    assert slow.pace == pytest.approx(1.5) and alone.pace == 1.0
-    usual = slow.at_usual_pace()
-    assert usual.total_ms == pytest.approx(slow.total_ms / 1.5) and usual.pace == 1.0
+    slow, alone = (combine_all(ranks, reference)[0] for reference in ((None, 2.0), None))
+    assert slow.slowdown == pytest.approx(1.5) and alone.slowdown == 1.0
+    usual = slow.at_usual_speed()
+    assert usual.total_ms == pytest.approx(slow.total_ms / 1.5) and usual.slowdown == 1.0
     assert usual.step.median_ms == pytest.approx(slow.step.median_ms / 1.5)
 
 

@@ -48,27 +48,27 @@ def signalled(bench, *numbers):
 
 def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_others_are_measured(tables):
     """What ran beside it is measured by the next process; what fails in itself costs nobody else anything.
-    The control's usual ms (a thousand times what it takes) go from process to process."""
+    The reference's usual ms (a thousand times what it takes) go from process to process."""
     slow, quick = (
         ComputeRequest((Shard.whole(t),) * n, batch)
         for t, n, batch in ((tables[1], 8, 4096), (tables[4], 1, 8))
     )
-    control = ComputeRequest((Shard.whole(tables[3]),), 64)
+    reference = ComputeRequest((Shard.whole(tables[3]),), 64)
     config = KernelConfig(arena_bytes=8 << 20, tolerance=1e-9, min_repeats=200, max_repeats=200, interleave=2)
-    with SupervisedBench(SETTING, "cpu", config, control, control_ms=1e3, hang_s=2) as bench:
+    with SupervisedBench(SETTING, "cpu", config, reference, reference_ms=1e3, hang_s=2) as bench:
         os.kill(children()[0].pid, signal.SIGINT)  # Ctrl-C is for the parent to answer, though all get it
         with signalled(bench, signal.SIGSTOP, signal.SIGKILL) as struck:
             found = list(bench.measure([HUGE, slow, quick]))
         assert len(struck) == 2 and not set(struck) & {p.pid for p in children()}
         assert 0 < bench.kept_s < bench.kernel_s > list(struck.values())[1] > list(struck.values())[0] > 0
         samples = {s.request: s for s in found}
-    assert set(samples) == {HUGE, slow, quick, control} and sum(s.request != control for s in found) == 3
+    assert set(samples) == {HUGE, slow, quick, reference} and sum(s.request != reference for s in found) == 3
     assert (
         samples[slow].error == "it ended the process by SIGKILL (out of memory?)"
         and samples[slow].forward is None
     )
     assert "huge" in samples[HUGE].error and "arena" in samples[HUGE].error and samples[quick].error is None
-    assert 0 < samples[quick].pace < 0.1
+    assert 0 < samples[quick].slowdown < 0.1
     assert not children()
 
 
@@ -118,8 +118,8 @@ class Struck(SupervisedBench):
 
 def test_calibrating_leaves_out_what_ends_the_process():
     bench = Struck(fewest=2)
-    assert bench.calibrate([HUGE] * 9, 2.0) == bench.control_ms == 7.0 and bench.told == [9, 4, 2, 1]
-    with pytest.raises(ShardCoreError, match="the control group cannot be measured on cpu: it hung"):
+    assert bench.calibrate([HUGE] * 9, 2.0) == bench.reference_ms == 7.0 and bench.told == [9, 4, 2, 1]
+    with pytest.raises(ShardCoreError, match="the reference op cannot be measured on cpu: it hung"):
         (bench := Struck(fewest=0)).calibrate([HUGE] * 3, 2.0)
     assert bench.told == [3, 1, 0]
 

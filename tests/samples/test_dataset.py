@@ -140,11 +140,11 @@ def test_ids_are_those_of_earlier_versions(tables):
 
 
 @pytest.mark.parametrize(
-    "timed, control",
+    "timed, reference",
     [([5, 2], True), ([4], True), ([4, 2], False), ([3], False), ([], False), ([9, 4, 4], True)],
 )
-def test_a_control_group_was_timed_four_times_and_twice_as_often_as_others(timed, control):
-    assert dataset.has_reference_op([[None] * n for n in timed]) == control
+def test_a_reference_op_was_timed_four_times_and_twice_as_often_as_others(timed, reference):
+    assert dataset.has_reference_op([[None] * n for n in timed]) == reference
 
 
 def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
@@ -158,7 +158,7 @@ def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
 
 def test_the_better_known_timing_counts(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    timed = [dataclasses.replace(compute_sample(tables, 0, at=float(at)), known_to=k)
+    timed = [dataclasses.replace(compute_sample(tables, 0, at=float(at)), relative_ci=k)
              for at, k in enumerate((0.5, 0.01, 0.01, 0.2, None))]
     dataset.write_compute(tmp_path, timed, pool)
     assert dataset.read_compute(tmp_path) == [timed[2]]
@@ -184,15 +184,15 @@ def test_an_empty_folder_holds_nothing(tmp_path):
 
 def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    samples = [dataclasses.replace(s, known_to=0.03) for s in (compute_sample(tables, i) for i in range(6))]
-    bad = dataclasses.replace(samples[0], known_to=0.3)
+    samples = [dataclasses.replace(s, relative_ci=0.03) for s in (compute_sample(tables, i) for i in range(6))]
+    bad = dataclasses.replace(samples[0], relative_ci=0.3)
     dataset.write_compute(tmp_path, [bad, *samples[1:]], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.2) == set()
     assert (
         dataset.disturbed_ids(tmp_path, 0.149) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.15) == set()
     )
-    again = dataclasses.replace(bad, known_to=0.04, measured_at=bad.measured_at + 60)
-    worse = dataclasses.replace(bad, known_to=0.5, measured_at=bad.measured_at + 120)
+    again = dataclasses.replace(bad, relative_ci=0.04, measured_at=bad.measured_at + 60)
+    worse = dataclasses.replace(bad, relative_ci=0.5, measured_at=bad.measured_at + 120)
     dataset.write_compute(tmp_path, [again, worse], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == set()
     dataset.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
@@ -244,9 +244,9 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
     ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"),
     ({"forward": None}, "has no timing, and no error"),
     ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"),
-    ({"pace": 0.0}, "has pace 0.0"),
-    ({"pace": float("inf")}, "pace inf"),
-    ({"pace": None}, "has nothing in column 'pace'"), ({"known_to": -0.1}, "known_to -0.1"),
+    ({"slowdown": 0.0}, "has slowdown 0.0"),
+    ({"slowdown": float("inf")}, "slowdown inf"),
+    ({"slowdown": None}, "has nothing in column 'slowdown'"), ({"relative_ci": -0.1}, "relative_ci -0.1"),
     ({"order": -1}, "order -1"),
     ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"),
     ({"batch": 0}, "batch 0"),
@@ -288,13 +288,30 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_part_of_a_version_before_has_the_columns_of_today(tables, tmp_path):
+    samples = [dataclasses.replace(compute_sample(tables, i), slowdown=1.5, relative_ci=0.25) for i in range(2)]
+    path = dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
+    table = pq.read_table(path)
+    before = {"slowdown": "pace", "relative_ci": "known_to"}
+    path.unlink()
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.rename_columns([before.get(name, name) for name in table.schema.names]), sink)
+    content = sink.getvalue().to_pybytes()
+    (tmp_path / f"compute-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
+    assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 3)], dataset.write_pool(tmp_path, tables))
+    dataset.merge_parts(tmp_path)
+    [merged] = tmp_path.glob("compute-*")
+    assert pq.read_table(merged).schema.names == table.schema.names and len(dataset.read_compute(tmp_path)) == 3
+
+
 @pytest.mark.timeout(60)
 def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     content = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()
     table = pq.read_table(pa.BufferReader(content))
-    others = {"no part of a dataset": content[:-20], "lacks the column 'pace'": table.drop_columns("pace"),
-              "has an unknown column 'more'": table.append_column("more", table["pace"]),
+    others = {"no part of a dataset": content[:-20], "lacks the column 'slowdown'": table.drop_columns("slowdown"),
+              "has an unknown column 'more'": table.append_column("more", table["slowdown"]),
               "column 'order' of type string; it needs int64": table.set_column(
                   table.schema.get_field_index("order"), "order", pa.array(["first"]))}
     for said, other in others.items():
@@ -340,9 +357,9 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
 
 
 @pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)},
-                                   {"pace": 1e300}])
-def test_an_op_takes_time_at_a_pace_that_machines_have(tables, wrong):
-    with pytest.raises(ShardCoreError, match="took 0 ms|a pace of"):
+                                   {"slowdown": 1e300}])
+def test_an_op_takes_time_at_a_slowdown_that_machines_have(tables, wrong):
+    with pytest.raises(ShardCoreError, match="took 0 ms|a slowdown of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from shardcore import files
 from shardcore.cost import replay_metrics, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -31,7 +32,7 @@ def made(problem):
 
 @pytest.fixture
 def clock():
-    """Takes 1.5 times what the analytic model says at the usual pace, at 1/1.25 of which it runs; notes how many plans it ran at
+    """Takes 1.5 times what the analytic model says at the usual speed, at 1/1.25 of which it runs; notes how many plans it ran at
     each call."""
     ran = []
 
@@ -39,7 +40,7 @@ def clock():
         ran.append(len(workloads))
         costs = [price(w, MODEL) for w in workloads]
         return [Replayed(*(tuple(1.875 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
-                         Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4), oversubscribed=False, pace=1.25)
+                         Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4), oversubscribed=False, slowdown=1.25)
                 for c in costs]
 
     replay.ran = ran
@@ -63,12 +64,16 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert "backward_compute_ms" in ratios and all(ratio == pytest.approx(1.5) for ratio in ratios.values())
 
 
-def test_sharders_have_the_names_of_today(problem, made, clock, tmp_path):
+def test_replays_of_version_1_have_the_names_of_today(problem, made, clock, tmp_path):
     before = {"anneal": "local", "anneal_columns": "local_columns"}
-    kept = replays.keep(tmp_path / "kept", problem, [(before.get(a, a), plan) for a, plan in made], SETTING, CONFIG, clock)
-    assert {"local", "local_columns"} < {algorithm for algorithm, _ in kept.made}
-    assert [algorithm for algorithm, _ in replays.read(tmp_path / "kept").made] == [algorithm for algorithm, _ in made]
-    assert replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
+    kept = replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
+    path = tmp_path / "kept/replays.json"
+    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
+    for row in body["replays"]:
+        row["pace"], row["algorithm"] = row.pop("slowdown"), before.get(row["algorithm"], row["algorithm"])
+    assert {"local", "local_columns"} < {row["algorithm"] for row in body["replays"]}
+    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 1, **body, "digest": files.digest(body)}))
+    assert replays.read(tmp_path / "kept") == kept and replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
 
 
 def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_path):
@@ -82,24 +87,24 @@ def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_pa
 
 def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, clock, tmp_path):
     def disturbed(workloads):
-        return [dataclasses.replace(cost, pace=replays.MOST_SLOWDOWN + 0.1) for cost in clock(workloads)]
+        return [dataclasses.replace(cost, slowdown=replays.MOST_SLOWDOWN + 0.1) for cost in clock(workloads)]
 
     first = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, disturbed)
     assert len(first) == 2 and replays.steps([tmp_path], SETTING) == []
     assert replays.missing(tmp_path, [(problem, made[-2:])], SETTING) == [(problem, made[-2:])]
     again = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady := (
-        lambda workloads: [dataclasses.replace(cost, pace=1.2) for cost in clock(workloads)]))
-    assert {cost.pace for cost in again.values()} == {1.2} and len(replays.steps([tmp_path], SETTING)) == 2
+        lambda workloads: [dataclasses.replace(cost, slowdown=1.2) for cost in clock(workloads)]))
+    assert {cost.slowdown for cost in again.values()} == {1.2} and len(replays.steps([tmp_path], SETTING)) == 2
     assert replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady) == again and clock.ran == [2, 2]
     assert len(replays.digests(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("pace, disturbed", [(1.5, False), (1.51, True), (0.67, False), (0.66, True)])
-def test_a_replay_is_disturbed_at_a_pace_of_half_as_much_again_either_way(
-    pace, disturbed, problem, made, clock, tmp_path
+@pytest.mark.parametrize("slowdown, disturbed", [(1.5, False), (1.51, True), (0.67, False), (0.66, True)])
+def test_a_replay_is_disturbed_at_a_slowdown_of_half_as_much_again_either_way(
+    slowdown, disturbed, problem, made, clock, tmp_path
 ):
     def at(workloads):
-        return [dataclasses.replace(cost, pace=pace) for cost in clock(workloads)]
+        return [dataclasses.replace(cost, slowdown=slowdown) for cost in clock(workloads)]
 
     folder = tmp_path / "replays" / "kept"
     replays.keep(folder, problem, made[-1:], SETTING, CONFIG, at)
@@ -178,8 +183,8 @@ def test_other_plans_repeats_or_problems_run_again_and_leave_nothing_behind(prob
 def test_a_version_that_is_not_known_is_named(problem, made, clock, tmp_path):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     path = tmp_path / "replays.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
-    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1; remove .* to replay its plans again"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
+    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1 to 2; remove .* to replay its plans again"):
         replays.read(tmp_path)
 
 

@@ -42,7 +42,7 @@ class Sleep(Poison):
 
 
 def workers(requests, hang_s=60.0, count=2, chunk=4):
-    return Workers(count, "cpu", SETTING, CONFIG, requests[0], control_ms=1.0, chunk=chunk, hang_s=hang_s)
+    return Workers(count, "cpu", SETTING, CONFIG, requests[0], reference_ms=1.0, chunk=chunk, hang_s=hang_s)
 
 
 def measure(fleet, requests, disturb=lambda: None):
@@ -53,8 +53,8 @@ def measure(fleet, requests, disturb=lambda: None):
             disturb()
         finished += some
     assert sum(f.settled for f in finished) == len(requests)
-    control = dataset.compute_id(SETTING, requests[0])
-    samples = [s for f in finished for s in f.samples if s.id != control]
+    reference = dataset.compute_id(SETTING, requests[0])
+    samples = [s for f in finished for s in f.samples if s.id != reference]
     assert sorted(s.id for s in samples) == sorted(dataset.compute_id(SETTING, r) for r in requests[1:])
     return finished, {s.id: s for s in samples}
 
@@ -68,16 +68,16 @@ def until(condition, timeout_s=60):
 
 def test_every_request_is_measured_once_though_a_worker_died_before_calibrating(requests, actor_processes):
     with workers(requests) as fleet:
-        fleet.control_ms = None
+        fleet.reference_ms = None
         os.kill(actor_processes("DeviceWorker")[0].pid, signal.SIGKILL)
         fleet.calibrate(requests, seconds=0.1)
-        found_ms = fleet.control_ms
+        found_ms = fleet.reference_ms
         assert 0 < found_ms < 1000
         fleet.calibrate(requests)  # it is known now
         finished, samples = measure(fleet, requests)
-        assert fleet.control_ms == found_ms and not any(s.error for s in samples.values())
-        control = [s for f in finished for s in f.samples if s.request == requests[0]]
-        assert len(control) >= 2 and sum(f.kernel_s for f in finished) > 0
+        assert fleet.reference_ms == found_ms and not any(s.error for s in samples.values())
+        reference = [s for f in finished for s in f.samples if s.request == requests[0]]
+        assert len(reference) >= 2 and sum(f.kernel_s for f in finished) > 0
         assert list(fleet.measure([])) == []
     until(lambda: not actor_processes("DeviceWorker", "measure[compute]"))
 
@@ -120,7 +120,7 @@ def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
     """None starts: no device of this cluster is a GPU."""
     monkeypatch.setattr(actors, "START_S", 0.1)
     with (pytest.raises(ShardCoreError, match="1 measuring actors found no free device in 0.1 s"),
-          Workers(1, "cuda", SETTING, CONFIG, requests[0], control_ms=1.0)):
+          Workers(1, "cuda", SETTING, CONFIG, requests[0], reference_ms=1.0)):
         pass
 
 
