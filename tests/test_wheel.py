@@ -24,4 +24,4 @@ def test_the_wheel_builds_installs_and_carries_its_data(tmp_path):
             "print(len(public.public_pool('mlperf-dlrm-dcnv2')), sorted(shardcore.SHARDERS)[0])")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, check=True,
                           capture_output=True, text=True)
-    assert done.stdout.split() == ["26", "dim_greedy"]
+    assert done.stdout.split() == ["26", "anneal"]

@@ -114,7 +114,7 @@ def test_plan_for_a_model():
     plan, problem = plan_for(MODULE, FOUR, MODEL, LOOKUPS, budget=Budget(evals=2000))
     assert problem.global_batch == 64
     assert lower(plan, problem)
-    with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*local"):
+    with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*anneal"):
         plan_for(MODULE, FOUR, MODEL, LOOKUPS, algorithm="best")
     with pytest.raises(ShardCoreError, match="model is 'model/'; it needs a cost model, as shardcore.load_model"):
         plan_for(MODULE, FOUR, "model/", LOOKUPS)
