@@ -43,7 +43,7 @@ PARTS = {
             ("shardcore.search.neuroshard", "feasible_pieces")],
     "starts": [("shardcore.search.anneal.sharder", "Search.starts")],
     "anneal": [("shardcore.search.anneal.sharder", "Search.run")],
-    "final": [("shardcore.search.anneal.sharder", "priced"), ("shardcore.search.greedy", "to_plan"),
+    "final": [("shardcore.search.anneal.sharder", "priced"), ("shardcore.search.placement_state", "PlacementState.plan"),
               ("shardcore.search.neuroshard", "priced")],
     "range": [("shardcore.cost.neural", "out_of_range")],
     "explain": [("shardcore.search.explain", "explain")],

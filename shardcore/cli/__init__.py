@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from shardcore.cli import measurements, plans, published
 from shardcore.cli.options import Formatter
+from shardcore.collector import rare_collections
 from shardcore.types import ShardCoreError
 
 
@@ -19,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         group.add_commands(commands)
     args = parser.parse_args(argv)
     try:
-        args.command(args)
+        with rare_collections():
+            args.command(args)
     except (ShardCoreError, OSError) as error:
         print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
               file=sys.stderr)

@@ -23,7 +23,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.pieces import items, placed, priced
+from shardcore.search.pieces import items, placed, priced, to_plan
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import Piece, ShardCostCache
 from shardcore.types import Plan, Problem, ShardCoreError
@@ -35,6 +35,8 @@ _ROWS_AT_ONCE = 16_384
 """Devices × passes × states that run in lockstep: as many as a processor takes in about the time of one."""
 _CELLS_AT_ONCE = 1 << 26
 """The same × strips: bounds the memory."""
+_PROBED = 256
+"""Pieces that tell how long a search of very many takes."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class _Found:
 def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
                config: NeuroShardConfig = NeuroShardConfig()) -> Plan:  # noqa: B008 (frozen)
     """The best plan of the beam. Deterministic: the seed is only recorded. One evaluation is one greedy pass priced.
+    Where a budget in seconds does not suffice for the first of them, some plan that fits.
 
     Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
     """
@@ -78,8 +81,13 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
     meter = (budget or Budget()).start()
     pieces = feasible_pieces(problem)
     cache = ShardCostCache(problem, model, pieces)
+    state = tuple(sorted(cache.pieces(pieces)))
+    if (search_s := _search_s(cache, state, config, meter)) and not meter.has_time(search_s):
+        packing = pack_or_raise(problem)
+        return to_plan(packing.pieces, packing.devices, problem, model, algorithm="neuroshard", seed=seed, packed=True,
+                       evals=0, config=asdict(config))
     before_s = meter.seconds()
-    [first] = _search(cache, [tuple(sorted(cache.pieces(pieces)))], config)
+    [first] = _search(cache, [state], config)
     state_s = meter.seconds() - before_s
     meter.evals += len(config.caps)
     of_packing, packing = (cache, first) if first.devices else _packed(problem, model)
@@ -90,6 +98,15 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
         cache, best = of_packing, packing
     return priced(placed(cache.items(best.pieces), best.devices, problem), problem, model, algorithm="neuroshard", seed=seed,
                   packed=best is packing and packing is not first, evals=meter.evals, config=asdict(config))
+
+
+def _search_s(cache: ShardCostCache, state: State, config: NeuroShardConfig, meter: Meter) -> float:
+    """About the seconds of an inner search, from one of a few of its pieces; 0 where no budget asks for them."""
+    if meter.budget.seconds is None or len(state) < 10 * _PROBED:
+        return 0.0
+    before_s = meter.seconds()
+    _search(cache, [state[:_PROBED]], config)
+    return (meter.seconds() - before_s) * len(state) / _PROBED
 
 
 def _packed(problem: Problem, model: CostModel) -> tuple[ShardCostCache, _Found]:

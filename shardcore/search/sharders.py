@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shardcore import renamed
+from shardcore.collector import rare_collections
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.anneal import sharder as annealing
@@ -20,15 +21,11 @@ DEFAULT_SHARDER = "anneal_columns"
 BASELINES = ("random", *greedy.ORDERS)
 """What people use without a search: published plans are shown against these."""
 
-SHARDERS: dict[str, Sharder] = {
-    "random": greedy.random,
-    **greedy.ORDERS,
-    "neuroshard": neuroshard.neuroshard,
-    "anneal": annealing.anneal,
-    "anneal_columns": annealing.anneal_columns,
-}
+_all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard, "anneal": annealing.anneal,
+        "anneal_columns": annealing.anneal_columns}
 if torchrec.installed():
-    SHARDERS["torchrec"] = torchrec.torchrec
+    _all["torchrec"] = torchrec.torchrec
+SHARDERS: dict[str, Sharder] = {name: rare_collections()(sharder) for name, sharder in _all.items()}
 
 _GONE = {"embark": "EMBark's planner is", "milp": "the integer program is"}
 

@@ -14,7 +14,8 @@ from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.pieces import devices_of
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import Constraints, Device, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.types import Constraints, Device, Infeasible, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.workload import lower
 
 
 @settings(max_examples=30, deadline=None)
@@ -67,6 +68,15 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
         # Row ranges have a device each to go to, and pinned tables few, whatever the cap.
         free = cache.allowed.all()
         assert columns.max() <= scales[k] * columns.mean() + 1e-6 or np.isinf(scales[k]) or not free
+
+
+def test_where_a_budget_is_less_than_the_first_search_takes_there_is_some_plan_that_fits():
+    problem = draw_problem(0, n_tables=3_000, memory=2**30)
+    plan = neuroshard(problem, MODEL, budget=Budget(seconds=0.05))
+    assert (plan.provenance["packed"], plan.provenance["evals"]) == (True, 0)
+    lower(plan, problem)  # raises where it is none
+    with pytest.raises(Infeasible, match="does not fit"):
+        neuroshard(draw_problem(0, n_tables=3_000, memory=2**20), MODEL, budget=Budget(seconds=0.05))
 
 
 def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:

@@ -1,0 +1,36 @@
+"""The garbage collector runs rarely while a command or a search works, and as before when it has ended, however it did."""
+
+import gc
+
+import pytest
+
+from shardcore.collector import rare_collections
+from shardcore.search import SHARDERS
+
+
+def test_collections_are_rare_within_and_as_before_afterwards():
+    before = gc.get_threshold()
+    with pytest.raises(ValueError), rare_collections():
+        assert gc.get_threshold()[0] > 100 * before[0]
+        raise ValueError
+    assert gc.get_threshold() == before
+
+def test_every_search_asks_for_it():
+    found, before = [], gc.get_threshold()
+
+    class Asked(Exception):
+        pass
+
+    def setting(self):
+        found.append(gc.get_threshold())
+        raise Asked
+
+    class Problem:
+        require_setting = setting
+
+    for sharder in SHARDERS.values():
+        with pytest.raises(Asked):
+            sharder(Problem(), type("Model", (), {"setting": None})())
+
+    assert len(found) == len(SHARDERS) and all(threshold[0] > 100 * before[0] for threshold in found)
+    assert gc.get_threshold() == before
