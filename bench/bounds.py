@@ -28,7 +28,8 @@ from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
-from shardcore.types import MIN_WIDTH, Device, Placement, Problem, Shard, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
 from shardcore.workload import entering_bytes, traffic_of_widths
 
 KINDS = tuple(LAYOUTS.values())

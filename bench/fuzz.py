@@ -52,12 +52,14 @@ from shardcore import files, report, schema
 from shardcore.cost import accuracy, fit, neural, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.errors import MOST_CHARACTERS, ShardCoreError
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measurements import Replayed, Spread
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
-from shardcore.types import MOST_CHARACTERS, Placement, Plan, Problem, Replayed, Shard, ShardCoreError, Spread
+from shardcore.types import Placement, Plan, Problem, Shard
 from shardcore.workload import lower
 from tasks import cache, served_model
 

@@ -35,8 +35,10 @@ from shardcore import report
 from shardcore.cost import accuracy, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import CommRequest, CommSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import OUTPUT_BYTES, CommRequest, CommSample, Setting, ShardCoreError, Spread
+from shardcore.types import OUTPUT_BYTES, Setting
 
 # --- measured ----------------------------------------------------------------------------------------------------------
 

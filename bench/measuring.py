@@ -20,9 +20,10 @@ import torch
 from shardcore import memory, report
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import hardware, kernels, timing
+from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
-from shardcore.types import ComputeRequest, Setting
+from shardcore.types import Setting
 
 
 def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:

@@ -46,10 +46,12 @@ from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.tables import access, streams
 from shardcore.tables.generate import generate_pool
-from shardcore.types import ComputeRequest, ComputeSample, Reuse, Setting, Shard, ShardCoreError, Table
+from shardcore.types import Reuse, Setting, Shard, Table
 
 ADDITIONS = 10_000
 

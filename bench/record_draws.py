@@ -19,9 +19,10 @@ from shardcore import files
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import Infeasible, Problem, Setting, ShardCoreError, Table
+from shardcore.types import Problem, Setting, Table
 
 EVALS = 300
 """Evaluations of a search: the datasets of before were drawn with as many."""

@@ -50,6 +50,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.memory import shard_bytes
 from shardcore.samples import dataset
@@ -57,7 +58,8 @@ from shardcore.search import Budget, compare
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.pieces import to_plan
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Device, Infeasible, Problem, Setting, Shard, ShardCoreError, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Setting, Shard
 from shardcore.workload import lower
 
 DEVICES = 4

@@ -28,11 +28,13 @@ from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.errors import Infeasible
 from shardcore.search import SHARDERS, Budget, compare
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Device, Infeasible, Plan, Problem, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 200_000)

@@ -29,7 +29,8 @@ from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Device, Problem, Shard, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Shard
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
 """Tables and devices: seconds of annealing, and of the best known plan (None: not looked for)."""

@@ -49,12 +49,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardcore import files, report, schema
 from shardcore.cost import neural, replay_metrics, replay_records
+from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import to_torchrec
 from shardcore.measure import local_ranks
 from shardcore.measure.timing import spread
+from shardcore.measurements import Spread
 from shardcore.samples import replays
 from shardcore.tables import streams
-from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, ShardCoreError, Spread
+from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.workload import lower
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)

@@ -16,8 +16,10 @@ from shardcore import report
 from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import ComputeSample
 from shardcore.samples import dataset
-from shardcore.types import ComputeSample, Setting, ShardCoreError
+from shardcore.types import Setting
 
 SIZES = (60, 120, 240, 480)
 SEEDS = 3

@@ -26,11 +26,13 @@ import numpy as np
 
 from bench.peers import PEERS
 from shardcore import files, report
+from shardcore.constraints import Constraints
 from shardcore.cost import neural
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Constraints, Problem, Table, Topology
+from shardcore.topology import Topology
+from shardcore.types import Problem, Table
 
 ROOT = Path(__file__).parents[1]
 DEVICES = (2, 4, 4, 8, 8, 16)

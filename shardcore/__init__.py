@@ -12,23 +12,10 @@ The nouns are here; the verbs live in their modules and load when asked for:
 
 from importlib import import_module
 
-from shardcore.types import (
-    Constraints,
-    Device,
-    Infeasible,
-    Placement,
-    Plan,
-    Problem,
-    Reuse,
-    Setting,
-    SettingMismatch,
-    Shard,
-    ShardCoreError,
-    StepCost,
-    Table,
-    Topology,
-    Zipf,
-)
+from shardcore.constraints import Constraints
+from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, StepCost, Table, Zipf
 
 _VERBS = {
     "lower": ("shardcore.workload", "lower"),

@@ -22,23 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardcore import plans_v1, renamed, workload
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import layout_of
+from shardcore.limits import MOST_DEVICES
 from shardcore.schema import build, read, read_bytes, read_json, read_yaml, show
-from shardcore.types import (
-    MOST_DEVICES,
-    Constraints,
-    Device,
-    Placement,
-    Plan,
-    Problem,
-    Reuse,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    Topology,
-    Zipf,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, Table, Zipf
 
 T = TypeVar("T")
 VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "model": 1}

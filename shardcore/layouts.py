@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, ShardCoreError, Topology
+from shardcore.errors import ShardCoreError
+from shardcore.topology import Topology
+from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard
 
 WORLD, HOST, CROSS = "world", "host", "cross"
 """Groups of a collective: all devices; those of one host; one device of each host, by their order on it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shardcore.errors import Infeasible
 from shardcore.layouts import Layout, layout_of, shards_on
-from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Infeasible, Plan, Problem, Shard, Table
+from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
 OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
 

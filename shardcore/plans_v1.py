@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of, shards_on, ways
-from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardcore.types import ShardCoreError, escaped, shortened
+from shardcore.errors import ShardCoreError, escaped, shortened
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore import memory
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, LAYOUTS, Layout, device_names, layout_of, require_placement, shards_on
-from shardcore.types import Plan, Problem, Shard, ShardCoreError, Topology
+from shardcore.topology import Topology
+from shardcore.types import Plan, Problem, Shard
 
 
 @dataclass(frozen=True)

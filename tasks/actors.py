@@ -12,8 +12,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
-from shardcore.types import ShardCoreError
 
 START_S = 300.0
 """Seconds that a new actor may take to start and to touch its arena."""

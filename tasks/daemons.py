@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 _MARK = "SHARDCORE_DAEMON"
 _TAIL_BYTES = 64 << 10

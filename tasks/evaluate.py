@@ -17,21 +17,14 @@ from shardcore import files
 from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
 from shardcore.draws import MOST_DRAWS
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.measure.replay import ReplayConfig
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
-from shardcore.types import (
-    MOST_COUNT,
-    MOST_REPEATS,
-    MOST_SEED,
-    Problem,
-    Setting,
-    ShardCoreError,
-    Table,
-    require_within,
-)
+from shardcore.types import Problem, Setting, Table
 from tasks import console
 from tasks.measure import cluster_setting
 from tasks.replay import EachProblem, Run, devices_of_a_host, replaying

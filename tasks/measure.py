@@ -22,21 +22,13 @@ from shardcore import files
 from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels, local_ranks
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
+from shardcore.measurements import CommRequest, ComputeRequest
 from shardcore.samples import dataset
-from shardcore.types import (
-    MOST_COUNT,
-    MOST_REPEATS,
-    MOST_SEED,
-    WAITS_S,
-    CommRequest,
-    ComputeRequest,
-    Setting,
-    ShardCoreError,
-    Table,
-    require_within,
-)
+from shardcore.types import Setting, Table
 from tasks import actors, services
 from tasks.progress import Progress
 from tasks.setting import SettingConfig

@@ -14,9 +14,10 @@ from prefect import get_run_logger, task
 
 from shardcore import files
 from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_COUNT, require_within
 from shardcore.report import model_report
 from shardcore.samples import replays
-from shardcore.types import MOST_COUNT, ShardCoreError, require_within
 from tasks import console, paths, publish_claim, registry
 
 _REPLAYS_TAG = "shardcore.replays_digest"

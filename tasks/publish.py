@@ -13,9 +13,9 @@ from prefect import get_run_logger, task
 
 from shardcore import files, report
 from shardcore.cost import neural
+from shardcore.errors import ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
-from shardcore.types import ShardCoreError
 from tasks import console, links, paths, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.setting import SettingConfig

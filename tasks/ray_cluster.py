@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small

@@ -22,7 +22,7 @@ from requests import RequestException
 
 from shardcore import files
 from shardcore.cost import neural
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import services
 
 CHALLENGER, CHAMPION = "challenger", "champion"

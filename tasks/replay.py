@@ -16,9 +16,11 @@ from prefect import get_run_logger, task
 
 from shardcore import files
 from shardcore.draws.steps import first_step_plans, step_tables
+from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
+from shardcore.measurements import Replayed
 from shardcore.samples import dataset, replays
-from shardcore.types import MIN_WIDTH, Plan, Problem, Replayed, Setting, ShardCoreError, Table
+from shardcore.types import MIN_WIDTH, Plan, Problem, Setting, Table
 from shardcore.workload import Workload
 from tasks import actors, services
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room

@@ -19,8 +19,11 @@ from pydantic import BaseModel, SkipValidation
 
 from shardcore import files, schema
 from shardcore.cost import neural
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, WHOLE_ROWS
-from shardcore.types import MOST_BATCH, Device, Setting, SettingMismatch, Shard, ShardCoreError, Topology
+from shardcore.limits import MOST_BATCH
+from shardcore.topology import Device, Topology
+from shardcore.types import Setting, Shard
 from shardcore.workload import Op, Workload
 
 CONFIDENCE = 0.9

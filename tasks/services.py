@@ -24,7 +24,7 @@ from urllib.parse import urlparse
 
 import httpx
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import console, owned, paths
 
 LOOPBACK = ("127.0.0.1", "localhost")

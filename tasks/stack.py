@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 
 from shardcore import report
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import daemons, params, paths
 from tasks.daemons import Daemon
 from tasks.services import LOOPBACK, get, reach_directly

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
               "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}

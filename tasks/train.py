@@ -20,9 +20,10 @@ from prefect import get_run_logger, task
 from shardcore import files, schema
 from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors, study
 from shardcore.cost.metrics import coverage
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import ComputeSample
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
-from shardcore.types import ComputeSample, ShardCoreError
 from tasks import console, paths, registry
 from tasks.setting import SettingConfig
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlflow
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import params, paths, publish_claim, registry, services
 from tasks.setting import SettingConfig
 

@@ -19,9 +19,11 @@ from typing import Any
 import ray
 import torch
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure import hardware, kernels
+from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
-from shardcore.types import ComputeRequest, ComputeSample, Setting, ShardCoreError
+from shardcore.types import Setting
 from tasks import actors
 
 _logger = logging.getLogger(__name__)

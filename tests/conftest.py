@@ -36,7 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 
 from ray_fixtures import actor_processes, another_node, cluster, ray_env, written_stack  # noqa: E402, F401
 
-from shardcore.types import Device, Problem, Reuse, Table, Topology, Zipf  # noqa: E402
+from shardcore.topology import Device, Topology  # noqa: E402
+from shardcore.types import Problem, Reuse, Table, Zipf  # noqa: E402
 
 MIB = 1 << 20
 

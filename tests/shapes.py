@@ -6,7 +6,8 @@ Shapes: C channels, D devices.
 import numpy as np
 
 from shardcore.layouts import CHANNELS, WORLD, Channel
-from shardcore.types import Device, Placement, Shard, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Shard, Table
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
 """By collective, and group where that is not all devices: "all_to_all", "reduce_scatter_host"."""

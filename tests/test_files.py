@@ -12,7 +12,10 @@ import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore import files
-from shardcore.types import Constraints, Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 from tasks.measure import MeasureConfig
 
 

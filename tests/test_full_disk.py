@@ -8,8 +8,8 @@ import pytest
 from laws import SETTING, compute_samples, linear_law, pool
 
 from shardcore import files
+from shardcore.errors import ShardCoreError
 from shardcore.samples import dataset
-from shardcore.types import ShardCoreError
 
 
 @contextlib.contextmanager

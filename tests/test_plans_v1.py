@@ -10,9 +10,10 @@ from shapes import column, entering, host_row, on_hosts, replica, row, sends
 from shardcore import files
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.plans_v1 import PlacedShard, PlanFile, placements
-from shardcore.types import Plan, Problem, Setting, ShardCoreError, Table
+from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 KEPT = Path(__file__).parent / "files"

@@ -6,22 +6,13 @@ import pytest
 from shapes import column, entering, host_row, on_hosts, replica, row, sends
 
 from shardcore import memory
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, LAYOUTS
-from shardcore.types import (
-    Constraints,
-    Device,
-    Infeasible,
-    Placement,
-    Plan,
-    Problem,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    Topology,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import Op, lower, require_cover, traffic_of_widths
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)

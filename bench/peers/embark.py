@@ -32,6 +32,7 @@ from itertools import product
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import Layout, even_rows, ways
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.budget import Budget, Meter
@@ -40,7 +41,7 @@ from shardcore.search.free_memory import FreeMemory, freedom
 from shardcore.search.greedy import looked_up
 from shardcore.search.pieces import Item, division, items, placed, priced, to_plan
 from shardcore.search.rates import exchange_ms, lookup_ms
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_PARTS = 1 << 20
 Grid = tuple[int, int]

@@ -24,13 +24,14 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.pieces import Item, devices_of, halve_columns, items, placed, priced
 from shardcore.search.rates import exchange_ms
-from shardcore.types import Plan, Problem, Shard, ShardCoreError
+from shardcore.types import Plan, Problem, Shard
 
 GROUP = 8
 SURROGATES = ("share", "alone")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from shardcore.cli import measurements, plans, published
 from shardcore.cli.options import Formatter
 from shardcore.collector import rare_collections
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

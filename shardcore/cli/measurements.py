@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shardcore.cli.options import command, natural, positive
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

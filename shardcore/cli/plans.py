@@ -15,16 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import amount, command, natural, positive
-from shardcore.types import (
-    MOST_DEVICES,
-    Device,
-    Plan,
-    Problem,
-    Setting,
-    ShardCoreError,
-    Topology,
-    require_within,
-)
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_DEVICES, require_within
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel

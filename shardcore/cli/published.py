@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 
 from shardcore.cli.options import amount, command, natural, positive
-from shardcore.types import Plan, Problem, ShardCoreError
+from shardcore.errors import ShardCoreError
+from shardcore.types import Plan, Problem
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

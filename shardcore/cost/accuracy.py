@@ -14,7 +14,7 @@ import numpy as np
 from shardcore.cost import collective_model, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.types import CommSample, ComputeSample
+from shardcore.measurements import CommSample, ComputeSample
 
 Sample = TypeVar("Sample", ComputeSample, CommSample)
 COVERAGES = (50, 80, 90, 95)

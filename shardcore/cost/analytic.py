@@ -12,9 +12,11 @@ import numpy as np
 
 from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.tables.access import access_share, lookups, unique_rows
-from shardcore.types import PRECISION_BYTES, Setting, Shard, ShardCoreError, Topology
+from shardcore.topology import Topology
+from shardcore.types import PRECISION_BYTES, Setting, Shard
 
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3

@@ -26,7 +26,9 @@ import numpy as np
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
-from shardcore.types import OUTPUT_BYTES, CommSample, Topology
+from shardcore.measurements import CommSample
+from shardcore.topology import Topology
+from shardcore.types import OUTPUT_BYTES
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """once = 1; messages that a device sends; rounds that wait for a link between hosts, one of an all-to-all, whose messages go all

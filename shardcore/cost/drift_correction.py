@@ -21,8 +21,10 @@ import numpy as np
 from shardcore.cost import collective_model, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import CommSample, ComputeSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, CommSample, ComputeSample, Setting, ShardCoreError, Spread
+from shardcore.types import COLLECTIVES, Setting
 
 FEWEST_BUSY = 20
 """So many collectives between busy ranks are worth more than all those between idle ones."""

@@ -24,7 +24,10 @@ from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.types import MOST_COUNT, MOST_SEED, CommSample, ComputeSample, Setting, ShardCoreError, require_within
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
+from shardcore.measurements import CommSample, ComputeSample
+from shardcore.types import Setting
 
 Progress = Callable[[str, int, dict[str, float]], None]
 

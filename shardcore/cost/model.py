@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardcore.types import Setting, Shard, StepCost, Topology
+from shardcore.topology import Topology
+from shardcore.types import Setting, Shard, StepCost
 from shardcore.workload import Workload
 
 

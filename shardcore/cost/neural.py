@@ -17,10 +17,12 @@ from shardcore import files, schema
 from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, LAYOUTS, Channel
 from shardcore.memory import gib
 from shardcore.tables import access
-from shardcore.types import Setting, Shard, ShardCoreError, Topology
+from shardcore.topology import Topology
+from shardcore.types import Setting, Shard
 from shardcore.workload import Workload
 
 _AT_ONCE = 1 << 16

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.cost.metrics import kendall_tau, mape, spearman
-from shardcore.types import Spread
+from shardcore.measurements import Spread
 
 OURS, RANDOM = "anneal_columns", "random"
 FEWEST = 5

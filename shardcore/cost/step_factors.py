@@ -21,7 +21,8 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, Channel
-from shardcore.types import StepCost, Topology
+from shardcore.topology import Topology
+from shardcore.types import StepCost
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8

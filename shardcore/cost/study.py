@@ -15,8 +15,9 @@ import numpy as np
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
+from shardcore.measurements import ComputeSample
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import ComputeSample, Setting
+from shardcore.types import Setting
 
 CONTROL = 8
 """What was timed more often than this is the reference op, not part of a repeatability set."""

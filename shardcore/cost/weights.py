@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.cost import collective_model, features, quantiles
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS
-from shardcore.types import ShardCoreError
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from shardcore.types import CommRequest, ComputeRequest
+from shardcore.measurements import CommRequest, ComputeRequest
 
 Request = TypeVar("Request", ComputeRequest, CommRequest)
 MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10

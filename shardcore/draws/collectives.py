@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardcore.draws.problems import DIMS
-from shardcore.types import CommRequest
+from shardcore.measurements import CommRequest
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls in FP32 at the full batch."""

@@ -10,18 +10,10 @@ import numpy as np
 
 from shardcore.draws import placements
 from shardcore.draws.problems import DEVICES, DIMS
-from shardcore.types import (
-    MIN_WIDTH,
-    MOST_BYTES,
-    MOST_DIM,
-    PRECISION_BYTES,
-    ComputeRequest,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    require_within,
-)
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_BYTES, MOST_DIM, require_within
+from shardcore.measurements import ComputeRequest
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
 
 REPLICATED_BYTES = 64 << 20
 """Larger tables are not worth replicating."""

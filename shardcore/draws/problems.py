@@ -8,20 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_DEVICES, MOST_DIM, MOST_TABLES, require_within
 from shardcore.memory import table_bytes
-from shardcore.types import (
-    MIN_WIDTH,
-    MOST_DEVICES,
-    MOST_DIM,
-    MOST_TABLES,
-    Device,
-    Problem,
-    Setting,
-    ShardCoreError,
-    Table,
-    Topology,
-    require_within,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import MIN_WIDTH, Problem, Setting, Table
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""

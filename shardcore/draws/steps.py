@@ -9,21 +9,11 @@ import numpy as np
 
 from shardcore.draws.placements import deal_columns
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, even_share, ways
 from shardcore.memory import table_bytes
-from shardcore.types import (
-    MIN_WIDTH,
-    PRECISION_BYTES,
-    Device,
-    Placement,
-    Plan,
-    Problem,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    Topology,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 
 STEP_KINDS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
 """The plans of a problem. All have tables whole or cut by columns; some have divided rows or copies

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore import files, schema
+from shardcore.errors import ShardCoreError
 from shardcore.tables.access import BIN_HIGH
-from shardcore.types import REUSE_BINS, Reuse, ShardCoreError, Table
+from shardcore.types import REUSE_BINS, Reuse, Table
 
 if TYPE_CHECKING:
     from torch import nn

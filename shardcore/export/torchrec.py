@@ -22,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.pieces import consolidate
 from shardcore.search.torchrec import placements_of
-from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.topology import Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_cover
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore import files, schema
-from shardcore.types import MOST_DEVICES, ShardCoreError
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_DEVICES
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
@@ -24,7 +26,8 @@ from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
 from shardcore.tables.public import DEFAULT_ACCESS
-from shardcore.types import Constraints, Device, Plan, Problem, Reuse, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Reuse, Table, Zipf
 
 if TYPE_CHECKING:
     import torch.distributed as dist

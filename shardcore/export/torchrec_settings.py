@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_json
-from shardcore.types import ShardCoreError
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan

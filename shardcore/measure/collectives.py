@@ -1,6 +1,6 @@
 """Collectives among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
 
-Each rank runs one Rank; all are given the same requests (types.CommRequest defines the collectives). An exchange's waiting
+Each rank runs one Rank; all are given the same requests (measurements.CommRequest defines the collectives). An exchange's waiting
 lasts until the last rank starts, its transfer from there to a rank's own end.
 
 BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and decoded after the
@@ -35,10 +35,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import local_ranks
 from shardcore.measure.timing import spread
+from shardcore.measurements import CommRequest, CommSample
 from shardcore.samples import dataset
-from shardcore.types import MOST_REPEATS, WAITS_S, CommRequest, CommSample, Setting, ShardCoreError, require_within
+from shardcore.types import Setting
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""

@@ -18,24 +18,16 @@ from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.draws.steps import first_step_plans
+from shardcore.errors import ShardCoreError
+from shardcore.limits import WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import SupervisedBench
+from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample
 from shardcore.samples import dataset, replays
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import (
-    WAITS_S,
-    CommRequest,
-    CommSample,
-    ComputeRequest,
-    ComputeSample,
-    Problem,
-    Setting,
-    ShardCoreError,
-    Table,
-    require_within,
-)
+from shardcore.types import Problem, Setting, Table
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""

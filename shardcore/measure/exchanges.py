@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from shardcore.layouts import CHANNELS, CROSS, HOST, LAYOUTS, WORLD, Channel
 from shardcore.measure.collectives import all_gather, reduce_scatter
-from shardcore.types import OUTPUT_BYTES, Topology
+from shardcore.topology import Topology
+from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
 
 Full = Callable[[Sequence[int]], torch.Tensor]

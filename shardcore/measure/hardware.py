@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 AUTO = "auto"
 

@@ -34,23 +34,13 @@ import numpy as np
 import torch
 
 from shardcore import memory
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_BYTES, MOST_REPEATS, require_within
 from shardcore.measure import hardware, timing
+from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.tables import access, streams
-from shardcore.types import (
-    MIN_WIDTH,
-    MOST_BYTES,
-    MOST_REPEATS,
-    OUTPUT_BYTES,
-    PRECISION_BYTES,
-    ComputeRequest,
-    ComputeSample,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    require_within,
-)
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard, Table
 
 _TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
 _REFERENCE_RUNS = 48

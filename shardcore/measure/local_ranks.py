@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 _GRACE_S = 1.0
 """How long a rank that lost another waits to be told why: the other's own report comes first if there is one."""

@@ -29,24 +29,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import exchanges, local_ranks
 from shardcore.measure.collectives import CommConfig, Rank, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
+from shardcore.measurements import ComputeRequest, Replayed
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import (
-    MOST_BYTES,
-    MOST_REPEATS,
-    MOST_SEED,
-    PRECISION_BYTES,
-    WAITS_S,
-    ComputeRequest,
-    Replayed,
-    Setting,
-    SettingMismatch,
-    ShardCoreError,
-    require_within,
-)
+from shardcore.types import PRECISION_BYTES, Setting
 from shardcore.workload import Workload
 
 _GRADIENT = 1e-3

@@ -18,10 +18,13 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from shardcore.errors import ShardCoreError
+from shardcore.limits import WAITS_S, require_within
 from shardcore.measure import local_ranks
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
-from shardcore.types import WAITS_S, ComputeRequest, ComputeSample, Setting, ShardCoreError, require_within
+from shardcore.types import Setting
 
 _START_S = 300.0
 """Seconds that a process may take to start and to touch its arena."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import torch
 
-from shardcore.types import Spread
+from shardcore.measurements import Spread
 
 
 def spread(values_ms: Sequence[float]) -> Spread:

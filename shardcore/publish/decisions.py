@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardcore import files, schema
-from shardcore.types import ShardCoreError, is_path_name
+from shardcore.errors import ShardCoreError
+from shardcore.limits import is_path_name
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 DEFAULT_THRESHOLD = 0.02

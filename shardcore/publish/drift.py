@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel, price
+from shardcore.errors import ShardCoreError
 from shardcore.publish.decisions import DEFAULT_THRESHOLD, worth_it
 from shardcore.publish.diff import Diff, diff, rebind_tables
 from shardcore.publish.replan import ReplanConfig, replan
-from shardcore.types import Plan, Problem, ShardCoreError, Table
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 

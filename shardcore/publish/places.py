@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, schema
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
 

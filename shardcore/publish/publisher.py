@@ -13,6 +13,8 @@ from typing import Any
 from shardcore import files
 from shardcore.cost import neural
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.publish import store
 from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices
@@ -23,16 +25,7 @@ from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
-from shardcore.types import (
-    MOST_COUNT,
-    MOST_SEED,
-    Infeasible,
-    Plan,
-    Problem,
-    ShardCoreError,
-    StepCost,
-    require_within,
-)
+from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import lower
 
 HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",

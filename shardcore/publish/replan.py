@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.memory import require_fits
 from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
-from shardcore.types import Plan, Problem, ShardCoreError
+from shardcore.types import Plan, Problem
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files, schema
+from shardcore.errors import ShardCoreError
+from shardcore.limits import is_path_name
 from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
 from shardcore.publish.places import Place
-from shardcore.types import Plan, Problem, ShardCoreError, is_path_name
+from shardcore.types import Plan, Problem
 
 FEWEST_KEPT = 2
 """A reader may still be at the version before."""

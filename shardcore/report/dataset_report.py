@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardcore.measurements import CommSample, ComputeSample
 from shardcore.memory import gib
 from shardcore.samples.dataset import has_reference_op
-from shardcore.types import CommSample, ComputeSample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

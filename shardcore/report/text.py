@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from shardcore.types import escaped
+from shardcore.errors import escaped
 
 _NUMBER = re.compile(r"[+-]?\d")
 

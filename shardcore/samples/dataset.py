@@ -19,20 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import parts
 from shardcore.samples.parts import Row
 from shardcore.schema import show
-from shardcore.types import (
-    CommRequest,
-    CommSample,
-    ComputeRequest,
-    ComputeSample,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Spread,
-    Table,
-)
+from shardcore.types import Setting, Shard, Table
 
 REPLAYS = "replays"
 _FEWEST_OF_REFERENCE = 4

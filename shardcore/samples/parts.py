@@ -23,8 +23,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardcore import files, renamed
+from shardcore.errors import ShardCoreError
 from shardcore.schema import MOST_FILE_BYTES, read_bytes, show
-from shardcore.types import Setting, ShardCoreError
+from shardcore.types import Setting
 
 MEASUREMENT_VERSION = 2
 """Raised by hand when the meaning of a timing changes. Older samples then no longer count."""

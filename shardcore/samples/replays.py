@@ -20,18 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, plans_v1, renamed, schema
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_MS, MOST_SPEED
+from shardcore.measurements import Replayed, Spread
 from shardcore.samples import dataset, parts
-from shardcore.types import (
-    MOST_MS,
-    MOST_SPEED,
-    Plan,
-    Problem,
-    Replayed,
-    Setting,
-    ShardCoreError,
-    Spread,
-    StepCost,
-)
+from shardcore.types import Plan, Problem, Setting, StepCost
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 2

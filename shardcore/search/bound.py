@@ -29,7 +29,8 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Layout, even_share
-from shardcore.types import MIN_WIDTH, Problem, Shard, Table, Topology
+from shardcore.topology import Topology
+from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_PARTS = 150_000
 """A space with more possible parts is made smaller: widths of powers of two alone."""

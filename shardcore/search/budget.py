@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 
 @dataclass(frozen=True)

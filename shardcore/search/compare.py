@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel, price
+from shardcore.errors import Infeasible
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import BASELINES, SHARDERS, known
-from shardcore.types import Constraints, Infeasible, Plan, Problem, StepCost
+from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import lower
 
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
+from shardcore.errors import Infeasible
 from shardcore.memory import free_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import BASELINES, SHARDERS
-from shardcore.types import Device, Infeasible, Plan, Problem, StepCost, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import Workload, lower
 
 MORE_MEMORY = (0.1, 0.5)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from shardcore.constraints import Constraints
+from shardcore.errors import Infeasible
 from shardcore.layouts import device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
 from shardcore.search.free_memory import item_bytes, piece_bytes
 from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, surely_fits, too_tall, whole_impossible
 from shardcore.search.pieces import Item, division, items
-from shardcore.types import MIN_WIDTH, Constraints, Infeasible, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_DEVICES = 256
 """More than this many more devices are not advised."""

@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
 from shardcore.search.pieces import items, placed, priced, to_plan
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import Piece, ShardCostCache
-from shardcore.types import Plan, Problem, ShardCoreError
+from shardcore.types import Plan, Problem
 
 State = tuple[Piece, ...]
 """Sorted pieces: what is cut how, not yet where it goes."""

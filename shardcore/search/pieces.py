@@ -18,7 +18,8 @@ from typing import Any
 
 from shardcore.cost.model import CostModel, price
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Layout, layout_of, possible_groups, shards_on
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table, Topology
+from shardcore.topology import Topology
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]

@@ -7,10 +7,11 @@ from typing import Protocol
 from shardcore import renamed
 from shardcore.collector import rare_collections
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.anneal import sharder as annealing
 from shardcore.search.budget import Budget
-from shardcore.types import Plan, Problem, ShardCoreError
+from shardcore.types import Plan, Problem
 
 
 class Sharder(Protocol):

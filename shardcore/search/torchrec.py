@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
 from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
@@ -46,7 +47,8 @@ from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.greedy import looked_up
 from shardcore.search.pieces import Item, items, placed, priced, to_plan
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.types import Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.topology import Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
            "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")

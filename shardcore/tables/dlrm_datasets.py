@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardcore.errors import ShardCoreError
 from shardcore.tables.access import reuse_of
-from shardcore.types import ShardCoreError, Table
+from shardcore.types import Table
 
 
 def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:

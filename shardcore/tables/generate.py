@@ -12,18 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shardcore.limits import MOST_DIM, MOST_SEED, MOST_TABLES, require_within
 from shardcore.tables import access
 from shardcore.tables.statistics import published, read_release
-from shardcore.types import (
-    MIN_WIDTH,
-    MOST_DIM,
-    MOST_SEED,
-    MOST_TABLES,
-    REUSE_BINS,
-    Reuse,
-    Table,
-    require_within,
-)
+from shardcore.types import MIN_WIDTH, REUSE_BINS, Reuse, Table
 
 _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2

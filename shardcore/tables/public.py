@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardcore.types import ShardCoreError, Table, Zipf
+from shardcore.errors import ShardCoreError
+from shardcore.types import Table, Zipf
 
 DEFAULT_ACCESS = Zipf(1.05)
 """What public_pool assumes where a list says nothing about accesses: a common choice, not a measurement."""

@@ -9,7 +9,8 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files
 from shardcore.cost import fit, neural
-from shardcore.types import Device, Problem, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table, Zipf
 
 MIB = 1 << 20
 

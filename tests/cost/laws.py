@@ -6,9 +6,10 @@ import numpy as np
 
 from shardcore.cost import features
 from shardcore.cost.neural import NeuralModel
+from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.tables import access
-from shardcore.types import CommRequest, CommSample, ComputeRequest, ComputeSample, Reuse, Setting, Shard, Spread, Table, Zipf
+from shardcore.types import Reuse, Setting, Shard, Table, Zipf
 
 SETTING = Setting("law", 256)
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)

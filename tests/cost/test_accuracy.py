@@ -7,7 +7,8 @@ import pytest
 from laws import SETTING, by_hand, comm_samples, spread
 
 from shardcore.cost import accuracy, collective_model
-from shardcore.types import ComputeRequest, ComputeSample, Shard, Table
+from shardcore.measurements import ComputeRequest, ComputeSample
+from shardcore.types import Shard, Table
 
 SHARD = Shard.whole(Table("t", 1000, 32, 1.0))
 ONE, TWO = (1.4 + 0.256, 2.1 + 0.768), (2.4 + 0.512, 4.1 + 1.536)

@@ -10,8 +10,10 @@ from shapes import host_row, on_hosts, row, sends
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
+from shardcore.errors import ShardCoreError
 from shardcore.tables.access import unique_rows
-from shardcore.types import Device, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1, update_gbps=0.5,

@@ -10,7 +10,9 @@ from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 from bench import links
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.layouts import CHANNELS, LAYOUTS, Channel
-from shardcore.types import CommRequest, CommSample, Device, Plan, Problem, Table, Topology
+from shardcore.measurements import CommRequest, CommSample
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 QUICK = fit.FitConfig(epochs=3)

@@ -17,8 +17,9 @@ from shardcore.cost.drift_correction import (
     corrected,
     read,
 )
+from shardcore.errors import ShardCoreError
 from shardcore.samples import dataset
-from shardcore.types import Setting, ShardCoreError
+from shardcore.types import Setting
 
 
 def in_turn(samples, slowdown_of, seconds: float = 0.3):

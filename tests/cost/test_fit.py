@@ -10,19 +10,11 @@ from shapes import sends
 
 from shardcore import schema
 from shardcore.cost import accuracy, fit, quantiles
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample
 from shardcore.tables.access import access_share
-from shardcore.types import (
-    CommRequest,
-    CommSample,
-    ComputeRequest,
-    ComputeSample,
-    Device,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    Topology,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import Setting, Shard, Table
 
 QUICK = fit.FitConfig(epochs=3)
 

@@ -10,7 +10,8 @@ from shapes import replica
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
-from shardcore.types import Device, Placement, Plan, Problem, Setting, Shard, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
 
 SETTING = Setting("law", 256)

@@ -14,8 +14,10 @@ from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, repli
 from shardcore import files, schema
 from shardcore.cost import collective_model, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS
-from shardcore.types import Device, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
 from shardcore.workload import lower
 
 GIB = 1 << 30

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardcore.cost import quantiles
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 
 def draws(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.search import SHARDERS
-from shardcore.types import Device, Plan, Problem, StepCost, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)

@@ -6,7 +6,7 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files
 from shardcore.cost import collective_model, fit, neural, weights
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 
 
 @pytest.fixture(scope="module")

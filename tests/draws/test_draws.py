@@ -10,10 +10,11 @@ from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
 from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem
 from shardcore.draws.steps import first_step_plans, step_plans
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.samples import dataset
-from shardcore.types import Setting, Shard, ShardCoreError
+from shardcore.types import Setting, Shard
 from shardcore.workload import lower
 
 SETTING = Setting("test", 256)

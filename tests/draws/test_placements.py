@@ -14,7 +14,8 @@ from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.memory import table_bytes
 from shardcore.samples import dataset
-from shardcore.types import Device, Placement, Plan, Setting, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Setting, Table, Zipf
 from shardcore.workload import lower
 
 SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"

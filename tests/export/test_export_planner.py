@@ -18,11 +18,13 @@ from torchrec.distributed.types import ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
-from shardcore.types import Device, Setting, ShardCoreError, Topology  # noqa: E402
+from shardcore.topology import Device, Topology
+from shardcore.types import Setting
 from shardcore.workload import lower  # noqa: E402
 
 FOUR = Topology((Device(10**9),) * 4)

@@ -25,6 +25,7 @@ from training import in_processes  # noqa: E402
 
 from shardcore import files  # noqa: E402
 from shardcore.cli import main  # noqa: E402
+from shardcore.errors import ShardCoreError
 from shardcore.export import fbgemm_statistics  # noqa: E402
 from shardcore.export.fbgemm_statistics import (  # noqa: E402
     TablePart,
@@ -37,7 +38,8 @@ from shardcore.export.fbgemm_statistics import (  # noqa: E402
 from shardcore.export.torchrec import to_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
 from shardcore.tables import access, streams  # noqa: E402
-from shardcore.types import Device, Placement, Plan, Reuse, Shard, ShardCoreError, Table, Topology, Zipf  # noqa: E402
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Reuse, Shard, Table, Zipf
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
 TABLES = {"a": (20000, 8, ["f0", "f1"]), "b": (20000, 8, ["f2"]), "c": (5000, 4, ["f3"]), "d": (300, 12, ["f4"])}

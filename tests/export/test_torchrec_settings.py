@@ -20,12 +20,13 @@ from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, K
 
 from shardcore import files  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_settings import settings_of, unpriced  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
-from shardcore.types import Placement, Plan, Setting, Shard, ShardCoreError  # noqa: E402
+from shardcore.types import Placement, Plan, Setting, Shard
 
 MODULE = training.Model()
 GIVEN = training.problem(1, 2)

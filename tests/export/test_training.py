@@ -16,7 +16,8 @@ import training  # noqa: E402  (beside this file)
 from shapes import column  # noqa: E402
 
 from bench import torchrec as bench  # noqa: E402
-from shardcore.types import Placement, Plan, Shard, ShardCoreError  # noqa: E402
+from shardcore.errors import ShardCoreError
+from shardcore.types import Placement, Plan, Shard
 
 EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 

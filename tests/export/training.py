@@ -32,7 +32,8 @@ from shardcore.export.torchrec import from_torchrec, tables_of, to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
 from shardcore.layouts import LAYOUTS, even_rows, shards_on
 from shardcore.search.pieces import consolidate
-from shardcore.types import Device, Placement, Plan, Problem, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Table
 from shardcore.workload import lower
 
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3

@@ -29,7 +29,8 @@ from shardcore import files, schema
 from shardcore.cost import fit, neural
 from shardcore.publish import store
 from shardcore.samples import dataset
-from shardcore.types import Device, Problem, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem
 from tasks import publish_claim, registry
 
 

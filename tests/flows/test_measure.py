@@ -19,8 +19,8 @@ from scratch import timings, until
 import flows.measure
 from shardcore import files
 from shardcore.draws.groups import reference_request
+from shardcore.measurements import ComputeSample
 from shardcore.samples import dataset
-from shardcore.types import ComputeSample
 from tasks import console, services
 from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig

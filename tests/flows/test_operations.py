@@ -34,10 +34,12 @@ from flows.publish import publish
 from flows.refresh import refresh
 from shardcore import files
 from shardcore.cost import fit, neural
+from shardcore.errors import ShardCoreError
 from shardcore.publish import store
 from shardcore.samples import dataset
 from shardcore.search.explain import explain
-from shardcore.types import Device, Problem, ShardCoreError, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem
 from tasks import publish_claim, registry, watch
 from tasks.refresh import repro
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shardcore.draws.collectives import comm_request
+from shardcore.errors import ShardCoreError
 from shardcore.measure import collectives, local_ranks
+from shardcore.measurements import CommRequest
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, CommRequest, Setting, ShardCoreError
+from shardcore.types import COLLECTIVES, Setting
 
 SETTING = Setting("test", 48)
 CONFIG = collectives.CommConfig(repeats=3, warmups=1, timeout_s=60)

@@ -21,8 +21,9 @@ from shardcore.draws import different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import command as measuring
+from shardcore.measurements import CommSample, ComputeSample, Spread
 from shardcore.samples import dataset, replays
-from shardcore.types import CommSample, ComputeSample, Setting, Spread
+from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure import hardware
-from shardcore.types import ShardCoreError
 
 
 @pytest.mark.parametrize("model, name", [

@@ -7,8 +7,9 @@ import torch
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
-from shardcore.types import ComputeRequest, Setting, Shard, Table, Zipf
+from shardcore.types import Setting, Shard, Table, Zipf
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from shardcore.types import ShardCoreError
 
 
 def count(rank, init_method, say, up_to):

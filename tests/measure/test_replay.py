@@ -15,27 +15,15 @@ from shardcore import files
 from shardcore.cli import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure import exchanges, local_ranks
 from shardcore.measure.collectives import CommConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
-from shardcore.types import (
-    ComputeRequest,
-    Device,
-    Placement,
-    Plan,
-    Problem,
-    Reuse,
-    Setting,
-    SettingMismatch,
-    Shard,
-    ShardCoreError,
-    StepCost,
-    Table,
-    Topology,
-    Zipf,
-)
+from shardcore.measurements import ComputeRequest
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, StepCost, Table, Zipf
 from shardcore.workload import lower
 
 MIB = 1 << 20

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.supervise import SupervisedBench, _Ended
-from shardcore.types import ComputeRequest, Setting, Shard, ShardCoreError, Table, Zipf
+from shardcore.measurements import ComputeRequest
+from shardcore.types import Setting, Shard, Table, Zipf
 
 SETTING = Setting("test", 256)
 HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))),), 256)

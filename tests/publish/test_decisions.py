@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from publishing import publish, sealed_decision
 
+from shardcore.errors import ShardCoreError
 from shardcore.publish import decisions, store
 from shardcore.publish.decisions import Decision
-from shardcore.types import ShardCoreError
 
 
 def test_a_repeated_decision_says_so(problem, tmp_path):

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import even_share, shards_on
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.types import Constraints, Device, Placement, Plan, Setting, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Setting, Table, Zipf
 from shardcore.workload import lower
 
 

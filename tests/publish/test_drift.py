@@ -8,12 +8,14 @@ from laws import SETTING
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish.diff import diff, rebind_tables
 from shardcore.publish.drift import drift, refreshed
 from shardcore.publish.replan import ReplanConfig
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.types import Device, Infeasible, Problem, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table, Zipf
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001, exchange_gbps=4)

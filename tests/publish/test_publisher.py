@@ -11,11 +11,13 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 from shardcore import files
 from shardcore.cost import fit
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search import BASELINES, SHARDERS, Budget
-from shardcore.types import Device, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
 from shardcore.workload import lower
 
 CONFIG = PublishConfig(budget_evals=2_000)

@@ -7,10 +7,12 @@ import pytest
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish.diff import diff
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
-from shardcore.types import Device, Infeasible, Placement, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 240), lookup_ns=20)

@@ -19,9 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from publishing import plan
 
 from shardcore import files
+from shardcore.errors import ShardCoreError
 from shardcore.publish import places, store
 from shardcore.publish.decisions import Decision
-from shardcore.types import ShardCoreError
 
 FOLDER = [(builtins, "open"), (io, "open"), (fcntl, "flock"), *((os, name) for name in (
     "fsync", "link", "listdir", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat", "truncate", "unlink"))]

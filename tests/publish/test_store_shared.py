@@ -14,8 +14,8 @@ import pytest
 from publishing import plan, publish
 
 from shardcore import files
+from shardcore.errors import ShardCoreError
 from shardcore.publish import store
-from shardcore.types import ShardCoreError
 
 PUBLISHER = """
 import sys

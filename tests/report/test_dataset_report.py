@@ -3,9 +3,10 @@ import dataclasses
 from shardcore import report
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
+from shardcore.measurements import CommSample, ComputeSample, Spread
 from shardcore.report import dataset_report
 from shardcore.samples import dataset
-from shardcore.types import CommSample, ComputeSample, Setting, Spread
+from shardcore.types import Setting
 
 SETTING = Setting("test", 256)
 

@@ -20,7 +20,8 @@ from shardcore.publish.diff import diff
 from shardcore.report import plan_page
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
-from shardcore.types import Device, Setting, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Setting
 
 MODEL = AnalyticModel(Setting("made-up", 256))
 BUDGET = Budget(evals=300)

@@ -11,17 +11,10 @@ import pytest
 
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
+from shardcore.errors import ShardCoreError
+from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset, parts
-from shardcore.types import (
-    CommRequest,
-    CommSample,
-    ComputeRequest,
-    ComputeSample,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Spread,
-)
+from shardcore.types import Setting, Shard
 
 SETTING = Setting("cpu-test", 256)
 SPREAD = Spread(1.0, 0.9, 1.1, 7)

@@ -9,10 +9,13 @@ from shardcore import files
 from shardcore.cost import replay_metrics, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measurements import Replayed, Spread
 from shardcore.samples import parts, replays
 from shardcore.search import Budget, compare
-from shardcore.types import Device, Plan, Problem, Replayed, Setting, ShardCoreError, Spread, StepCost, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, StepCost
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)

@@ -18,28 +18,17 @@ from hypothesis import strategies as st
 from shapes import host_row, row
 
 from bench.peers import PEERS
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, SettingMismatch
 from shardcore.export.torchrec import sharded
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.pieces import consolidate
-from shardcore.types import (
-    MIN_WIDTH,
-    Constraints,
-    Device,
-    Infeasible,
-    Placement,
-    Plan,
-    Problem,
-    Setting,
-    SettingMismatch,
-    Shard,
-    Table,
-    Topology,
-    Zipf,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it

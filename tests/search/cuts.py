@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.layouts import CHANNELS, shards_on
 from shardcore.search.pieces import consolidate, division, halve_columns, placed
-from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
 BATCH = 48

@@ -7,24 +7,17 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, every_plan, model_for
 from shapes import on_hosts, sends
 
+from shardcore.constraints import Constraints
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
+from shardcore.errors import SettingMismatch
 from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound
-from shardcore.types import (
-    Constraints,
-    Device,
-    Problem,
-    Setting,
-    SettingMismatch,
-    Shard,
-    Table,
-    Topology,
-    Zipf,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from shardcore.errors import ShardCoreError
 from shardcore.search.budget import Budget, Meter
-from shardcore.types import ShardCoreError
 
 
 def used(budget: Budget, evals: int = 0, seconds: float = 0.0) -> Meter:

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import ShardCoreError
 from shardcore.search import DEFAULT_SHARDER, Budget, compare, known
-from shardcore.types import Device, Problem, Setting, ShardCoreError, StepCost, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, StepCost
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
 SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}

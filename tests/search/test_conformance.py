@@ -24,10 +24,13 @@ from conformance import test_plan_is_valid_and_says_where_it_comes_from as is_va
 from shapes import column, host_row, on_hosts, replica, row
 
 from bench.peers import PEERS
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.search import SHARDERS, Budget, compare
 from shardcore.search.pieces import consolidate
-from shardcore.types import MIN_WIDTH, Constraints, Device, Plan, Problem, Shard, ShardCoreError, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
 
 
 def test_every_sharder_is_in_one_file_of_the_suite():

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 from conformance import BATCH, MIB, draw_problem, model_for
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
+from shardcore.errors import Infeasible
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.explain import explain
-from shardcore.types import Constraints, Device, Infeasible, Placement, Plan, Problem, Setting, Shard, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)

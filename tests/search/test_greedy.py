@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import column, host_row, on_hosts, replica, row
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
@@ -18,7 +19,8 @@ from shardcore.search.free_memory import FreeMemory, piece_bytes
 from shardcore.search.greedy import looked_up
 from shardcore.search.packing import best_fit, pack
 from shardcore.search.pieces import column_runs, consolidate, halve_columns
-from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import require_cover
 
 BATCH = 48  # 2, 3, 4 and 24 devices divide it

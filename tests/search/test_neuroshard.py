@@ -8,13 +8,16 @@ from cuts import BATCH, MODEL, draw_cuts, draw_problem, on_two_hosts, total_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardcore.constraints import Constraints
 from shardcore.cost.model import group_costs
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory import shard_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.pieces import devices_of
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import Constraints, Device, Infeasible, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Shard, Table
 from shardcore.workload import lower
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from shapes import column, host_row, row
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS, feasible
@@ -19,18 +21,8 @@ from shardcore.search.feasible import feasible_pieces
 from shardcore.search.free_memory import FreeMemory, item_bytes, piece_bytes
 from shardcore.search.packing import best_fit, least_bytes, pack, surely_fits
 from shardcore.search.pieces import devices_of, division, layout_of_piece, placed
-from shardcore.types import (
-    OPTIMIZERS,
-    Constraints,
-    Device,
-    Infeasible,
-    Plan,
-    Problem,
-    Setting,
-    Shard,
-    Table,
-    Topology,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH = 48

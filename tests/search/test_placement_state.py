@@ -8,11 +8,14 @@ from cuts import BATCH, MODEL, draw_cuts, draw_problem, on_two_hosts, total_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
 from shardcore.memory import shard_bytes, used_bytes
 from shardcore.search.pieces import devices_of, halve_columns
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import Constraints, Device, Problem, Shard, ShardCoreError, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Shard, Table
 
 MIB = 2**20
 

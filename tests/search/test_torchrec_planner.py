@@ -6,10 +6,12 @@ import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import ShardCoreError
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig, placements_of
-from shardcore.types import Device, Problem, Setting, Shard, ShardCoreError, Table, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH, MIB = 64, 2**20

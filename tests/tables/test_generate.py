@@ -4,10 +4,10 @@
 import numpy as np
 import pytest
 
+from shardcore.errors import ShardCoreError
 from shardcore.tables import access, streams
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.statistics import pool_statistics, published
-from shardcore.types import ShardCoreError
 
 BATCH = 65536
 

@@ -1,7 +1,8 @@
 import pytest
 
+from shardcore.errors import ShardCoreError
 from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pools
-from shardcore.types import ShardCoreError, Zipf
+from shardcore.types import Zipf
 
 
 @pytest.mark.parametrize(("name", "tables", "gib"), [("mlperf-dlrm-dcnv2", 26, 97), ("hugectr-180", 177, None)])

@@ -5,8 +5,8 @@ import time
 import pytest
 import ray
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
-from shardcore.types import ShardCoreError
 from tasks import actors
 
 pytestmark = pytest.mark.usefixtures("cluster")

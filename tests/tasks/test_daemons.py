@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import daemons
 from tasks.daemons import Daemon
 

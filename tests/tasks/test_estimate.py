@@ -5,8 +5,10 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore import files
+from shardcore.measurements import CommRequest, ComputeRequest
 from shardcore.samples import dataset
-from shardcore.types import CommRequest, ComputeRequest, Device, Placement, Plan, Problem, Shard, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
 from shardcore.workload import lower
 from tasks import estimate
 from tasks.estimate import Estimate

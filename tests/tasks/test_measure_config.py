@@ -5,10 +5,11 @@ import ray
 from laws import pool
 
 from shardcore.draws.groups import GroupConfig
+from shardcore.errors import ShardCoreError
 from shardcore.measure.collectives import CommConfig
 from shardcore.measure.kernels import KernelConfig
 from shardcore.samples import dataset
-from shardcore.types import Setting, ShardCoreError
+from shardcore.types import Setting
 from tasks.measure import (
     MeasureConfig,
     actor_count,

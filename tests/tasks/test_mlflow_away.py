@@ -11,8 +11,8 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from prefect.logging import disable_run_logger
 
 from shardcore.cost import fit, neural
+from shardcore.errors import ShardCoreError
 from shardcore.samples import dataset
-from shardcore.types import ShardCoreError
 from tasks import registry
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import PublishConfig, publish_plans

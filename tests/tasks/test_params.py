@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from shardcore.errors import ShardCoreError
 from shardcore.schema import MOST_INT
-from shardcore.types import ShardCoreError
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig

@@ -16,9 +16,9 @@ from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measurements import Replayed, Spread
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
-from shardcore.types import Replayed, Spread
 from tasks import publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import ray
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import ray_cluster, services
 
 NOWHERE = "127.0.0.1:9"

@@ -8,19 +8,10 @@ import pytest
 import ray
 
 import tasks.replay
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure.replay import ReplayConfig
-from shardcore.types import (
-    Device,
-    Placement,
-    Plan,
-    Problem,
-    Setting,
-    SettingMismatch,
-    Shard,
-    ShardCoreError,
-    StepCost,
-    Topology,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, StepCost
 from shardcore.workload import lower
 from tasks import actors
 from tasks.measure import MeasureConfig

@@ -9,7 +9,7 @@ import sys
 import dvc.lock
 import pytest
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import console, refresh
 from tasks.evaluate import EvaluateConfig
 from tasks.publish import PublishConfig

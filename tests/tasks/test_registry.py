@@ -13,7 +13,7 @@ from tracking import tracked
 
 from shardcore import files
 from shardcore.cost import fit, neural
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import registry
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks import daemons, services, stack
 from tasks.daemons import Daemon
 from tasks.stack import Service, StackConfig, logging_config, ray_folder

@@ -15,10 +15,13 @@ from shardcore import files, schema
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
+from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measurements import Replayed, Spread
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
-from shardcore.types import Device, Problem, Replayed, Setting, ShardCoreError, Spread, Topology
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting
 from tasks import registry
 from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig

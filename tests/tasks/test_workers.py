@@ -8,9 +8,11 @@ import pytest
 from ray_fixtures import raylet
 
 from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.errors import ShardCoreError
 from shardcore.measure.kernels import KernelConfig
+from shardcore.measurements import ComputeRequest
 from shardcore.samples import dataset
-from shardcore.types import ComputeRequest, Setting, ShardCoreError
+from shardcore.types import Setting
 from tasks import actors
 from tasks.workers import Workers, chunk_size
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Group, Layout, device_names, even_share, layout_of, shards_on
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.pieces import division, placed
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, ShardCoreError, Table
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import traffic_of_widths
 
 _PROBES = 64

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, shards_on
 from shardcore.memory import free_bytes
 from shardcore.search import greedy
@@ -26,7 +27,7 @@ from shardcore.search.feasible import feasible_pieces, pack_or_raise, shown
 from shardcore.search.packing import least_bytes
 from shardcore.search.pieces import placed, priced
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import MIN_WIDTH, Infeasible, Placement, Plan, Problem, Shard, ShardCoreError
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard
 from shardcore.workload import traffic_of_widths
 
 if TYPE_CHECKING:  # numba takes a second to import, and only this needs it

@@ -3,11 +3,14 @@
 import pytest
 
 from bench.peers.embark import EmbarkConfig, embark
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import Budget
-from shardcore.types import Constraints, Device, Plan, Problem, Setting, Shard, ShardCoreError, Table, Topology, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 
 BATCH, MIB = 64, 2**20
 HOT = Table("hot", 1000, 64, 40.0, Zipf(0))

@@ -7,8 +7,10 @@ import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, needed_bytes
 from shapes import column, on_hosts, row
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import budget as budget_module
@@ -16,19 +18,8 @@ from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.search_space import Reshard, exchange_rates
 from shardcore.search.anneal.sharder import Search, anneal
-from shardcore.types import (
-    Constraints,
-    Device,
-    Infeasible,
-    Plan,
-    Problem,
-    Setting,
-    Shard,
-    ShardCoreError,
-    Table,
-    Topology,
-    Zipf,
-)
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
 MIB = 2**20

@@ -1,0 +1,104 @@
+"""What a user asks of a plan, and the devices that its pins mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_BYTES, MOST_PINS, require, require_within
+
+Pins = Mapping[str, Sequence[int | str]]
+"""Of some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a user asks of a plan.
+
+    reserved_bytes: kept free on every device.
+    unsplit: names of tables that stay whole.
+    pinned: of some tables, the devices that they may live on: indices, or names of hosts for all of theirs.
+    together: groups of tables that live on one device, whole.
+    """
+
+    reserved_bytes: int = 0
+    unsplit: tuple[str, ...] = ()
+    pinned: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unsplit", tuple(self.unsplit))
+        require_within(self, "constraints", reserved_bytes=(0, MOST_BYTES))
+        for name, where in self.pinned:
+            require(isinstance(where, (list, tuple)) and len(where) > 0
+                    and all(isinstance(d, (int, str)) and not isinstance(d, bool) for d in where),
+                    f"constraints have table {name!r} pinned to {where!r}; it needs a list of one or more "
+                    "devices (such as 0) or hosts (such as 'host-0')")
+        for group in self.together:
+            require(isinstance(group, (list, tuple)) and len(group) > 0
+                    and all(isinstance(name, str) for name in group),
+                    f"constraints keep together {group!r}; it needs a list of one or more names of tables")
+        object.__setattr__(self, "pinned", tuple((name, tuple(where)) for name, where in self.pinned))
+        object.__setattr__(self, "together", tuple(map(tuple, self.together)))
+        for name in _twice(name for name, _ in self.pinned):
+            raise ShardCoreError(f"constraints pin table {name!r} twice; it needs one list of its devices")
+        for name in _twice(name for group in self.together for name in group):
+            raise ShardCoreError(f"constraints keep table {name!r} together twice; it needs to be in one "
+                                 "group, once")
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return [name for name, n in Counter(names).items() if n > 1]
+
+
+def devices_of_pins(pins: Pins, together: Iterable[Sequence[str]], on_hosts: Mapping[str, Sequence[int]],
+                    what: str) -> dict[str, tuple[int, ...]]:
+    """Of each table that is pinned, or kept together with one that is, the devices where it may live, rising.
+
+    together: groups of tables that live on one device.
+    on_hosts: the devices of each host.
+    what: the problem, for messages.
+
+    Raises ShardCoreError for a pin to what does not exist, for a group without a device in common, and for
+    pins that mean more than MOST_PINS devices in all.
+    """
+    _require_known(pins, on_hosts, what)
+    sets: dict[Any, frozenset[int]] = {}
+    left = MOST_PINS
+
+    def once(key: Any, make: Callable[[], frozenset[int]]) -> frozenset[int]:
+        """Equal pins share one set: there may be a million."""
+        nonlocal left
+        if key not in sets:
+            sets[key] = make()
+            left -= len(sets[key])
+            require(left >= 0, f"{what} pins tables to sets of more than {MOST_PINS} devices in all; "
+                    "it needs fewer or smaller ones")
+        return sets[key]
+
+    def meant(where: Sequence[int | str]) -> frozenset[int]:
+        return frozenset(d for w in where for d in (on_hosts[w] if isinstance(w, str) else (w,)))
+
+    own = {name: once(where, lambda w=where: meant(w)) for name, where in pins.items()}
+    for group in together:
+        if shared := frozenset(own[name] for name in group if name in own):
+            common = once(shared, lambda s=shared: frozenset.intersection(*s))
+            if not common:
+                shown = ", ".join(f"{n!r} to {list(pins[n])}" for n in group if n in pins)
+                raise ShardCoreError(f"{what} keeps tables {list(group[:5])} together but pins {shown}; "
+                                     "they need a device in common")
+            own.update(dict.fromkeys(group, common))
+    rising = {devices: tuple(sorted(devices)) for devices in set(own.values())}
+    return {name: rising[devices] for name, devices in own.items()}
+
+
+def _require_known(pins: Pins, on_hosts: Mapping[str, Sequence[int]], what: str) -> None:
+    n_devices = sum(map(len, on_hosts.values()))
+    for name, where in pins.items():
+        for w in where:
+            if not (w in on_hosts if isinstance(w, str) else 0 <= w < n_devices):
+                raise ShardCoreError(f"{what} pins table {name!r} to {w!r}; its devices are 0 to "
+                                     f"{n_devices - 1}, its hosts {', '.join(list(on_hosts)[:5])}")

@@ -1,0 +1,48 @@
+"""What goes wrong and a user can mend: errors of one line."""
+
+MOST_CHARACTERS = 300
+"""Of an error's message; a longer one is cut in the middle."""
+
+
+class ShardCoreError(ValueError):
+    """What a user can mend: the message names the thing, its value and what would be right.
+
+    It is one line of printable characters, at most `most`: values in it come from files that anybody may have
+    written.
+    """
+
+    most = MOST_CHARACTERS
+
+    def __init__(self, message: str = ""):
+        super().__init__(shortened(escaped(shortened(message, 1 << 12)), self.most))
+
+
+class Infeasible(ShardCoreError):
+    """No plan fits. The message says what does not fit, by how much, and what would make it fit.
+
+    So it may be longer.
+    """
+
+    most = 3 * MOST_CHARACTERS
+
+
+class SettingMismatch(ShardCoreError):
+    """A problem, dataset or plan belongs to another setting than the model; the message shows both."""
+
+
+def escaped(text: str) -> str:
+    """Text with escapes for what is not printable: line ends, control characters, lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """Text of at most `most` characters. Of a longer one its start and its end are kept.
+
+    They tell the thing and what would be right.
+    """
+    if len(text) <= most:
+        return text
+    end = most * 2 // 5
+    return f"{text[:most - end - 5]} ... {text[-end:]}"

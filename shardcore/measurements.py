@@ -1,0 +1,207 @@
+"""Measurements: what is asked of a machine, and what it answered.
+
+A request says what to run; a sample is its timing with spread and repeats, or why there is none.
+
+Shapes: D ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_MS, SLOWDOWN_LIMIT, require, require_known
+from shardcore.types import COLLECTIVES, PAYLOADS, Setting, Shard, StepCost
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one timing.
+
+    median_ms: their median.
+    q1_ms, q3_ms: their quartiles.
+    repeats: how many there are.
+    """
+
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    repeats: int
+
+    def __post_init__(self) -> None:
+        fine = 0 <= self.median_ms <= MOST_MS and 0 <= self.q1_ms <= MOST_MS and 0 <= self.q3_ms <= MOST_MS
+        if not (fine and self.repeats >= 1):  # a dataset has many: words only where they are needed
+            raise ShardCoreError(f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
+                                 f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more")
+
+
+@dataclass(frozen=True)
+class Replayed(StepCost):
+    """A measured StepCost: each part the median over the repeats, per device. Times are as the clock showed.
+
+    step: the slowest device's total, over the repeats. On a busy machine it lies above total_ms, whose parts
+        leave out disturbances one by one.
+    oversubscribed: whether there were more processes than cores: parts then measure the scheduler as well.
+    slowdown: how slow the machine was meanwhile, by a dataset's reference op: its time over the usual one. 1
+        where no reference op ran.
+    """
+
+    step: Spread
+    oversubscribed: bool
+    slowdown: float = 1.0
+
+    def at_usual_speed(self) -> Replayed:
+        """The same step, had the machine been as fast as usual."""
+        parts = {f.name: tuple(ms / self.slowdown for ms in getattr(self, f.name)) for f in fields(StepCost)}
+        step = replace(self.step, median_ms=self.step.median_ms / self.slowdown,
+                       q1_ms=self.step.q1_ms / self.slowdown,
+                       q3_ms=self.step.q3_ms / self.slowdown)
+        return replace(self, **parts, step=step, slowdown=1.0)
+
+
+@dataclass(frozen=True)
+class ComputeRequest:
+    """Shards to run as one fused op.
+
+    batch: samples that it runs over.
+    """
+
+    shards: tuple[Shard, ...]
+    batch: int
+
+
+@dataclass(frozen=True)
+class CommRequest:
+    """One collective among D ranks, as workload.Workload has them and a replay runs them.
+
+    widths: [D] columns that each rank owns.
+    batch: B, the rows that travel.
+    start_ms: [D] ms after the first rank that each enters the first exchange (forward, or the all-reduce).
+    collective: one of types.COLLECTIVES, see below.
+    payload: "fp32", or "bf16" to which FP32 tensors are cast to travel.
+    hosts: how many the ranks are spread over, evenly.
+    busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
+        exchange up to three times as fast.
+
+    What travels, by collective:
+      all_to_all      forward: rank d sends each other rank its B / D rows of the widths[d] columns of pooled
+                      outputs; backward: their gradients go the way back
+      reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum of
+                      its B / D rows; backward: an all-gather of their gradients
+      all_reduce      backward only: the sum of dense gradients [B, width], all widths being equal
+    """
+
+    widths: tuple[int, ...]
+    batch: int
+    start_ms: tuple[float, ...]
+    collective: str = "all_to_all"
+    payload: str = "fp32"
+    hosts: int = 1
+    busy_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
+        object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
+        ranks = len(self.widths)
+        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS)
+        require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
+                f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
+                "ranks, and one above 0")
+        require(self.collective != "all_reduce" or len(set(self.widths)) == 1,
+                f"exchange all_reduce has widths {self.widths}; the same gradient on all ranks has one width")
+        require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % ranks == 0),
+                f"exchange has batch {self.batch}, which its {ranks} ranks need to divide evenly")
+        require(len(self.start_ms) == ranks and all(0 <= s < math.inf for s in self.start_ms),
+                f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} "
+                "ranks")
+        require(self.hosts >= 1 and ranks % self.hosts == 0,
+                f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks "
+                "each")
+        require(0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or "
+                "more")
+
+
+@dataclass(frozen=True)
+class ComputeSample:
+    """One measured op.
+
+    id: hash of its setting, its request and the version of what a timing means.
+    forward, backward: of the op at the machine's usual speed, the optimizer being fused into backward.
+    measured_at: when it was done, Unix s.
+    error: why there is no timing; None where there is one.
+    slowdown: how slow the machine was meanwhile: the clock showed slowdown times forward and backward.
+    relative_ci: half the 95% interval of the median of forward + backward, relative to it.
+    order: its place among what its process measured, from 0.
+    """
+
+    id: str
+    setting: Setting
+    request: ComputeRequest
+    forward: Spread | None
+    backward: Spread | None
+    measured_at: float
+    error: str | None = None
+    slowdown: float = 1.0
+    relative_ci: float | None = None
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        _require_sample(self, self.forward is not None and self.backward is not None)
+        require(1 / SLOWDOWN_LIMIT <= self.slowdown <= SLOWDOWN_LIMIT
+                and (self.relative_ci is None or self.relative_ci >= 0),
+                f"sample {self.id} has slowdown {self.slowdown} and relative_ci {self.relative_ci}; it "
+                f"needs a slowdown of {1 / SLOWDOWN_LIMIT:g} to {SLOWDOWN_LIMIT:g}, and 0 or more")
+        require(self.forward is None or self.backward is None or self.total_ms > 0, f"sample {self.id} took "
+                "0 ms; no op does")
+        require(self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at "
+                "least 1")
+
+    @property
+    def total_ms(self) -> float:
+        """Median forward + backward. Only where there is a timing."""
+        return self.forward.median_ms + self.backward.median_ms
+
+
+@dataclass(frozen=True)
+class CommSample:
+    """One measured exchange among D ranks. A cast to and from BF16 is part of it.
+
+    id: hash of its setting, its request and the version of what a timing means.
+    forward, backward: [D] transfers, from the last rank's start to the own end; an all_reduce has no forward.
+    waiting_ms: [D] ms for the last rank before the first exchange.
+    measured_at: when it was done, Unix s.
+    error: why there is no timing; None where there is one.
+    order: its place in the run of its ranks, from 0.
+    oversubscribed: whether a host had more ranks than cores: then it measures the scheduler as well.
+    """
+
+    id: str
+    setting: Setting
+    request: CommRequest
+    forward: tuple[Spread, ...] | None
+    backward: tuple[Spread, ...] | None
+    waiting_ms: tuple[float, ...] | None
+    measured_at: float
+    error: str | None = None
+    order: int = 0
+    oversubscribed: bool = False
+
+    def __post_init__(self) -> None:
+        one_way = self.request.collective == "all_reduce"
+        _require_sample(self, self.backward is not None and self.waiting_ms is not None
+                        and (self.forward is None) == one_way)
+        of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms) if x is not None]
+        require(all(len(x) == len(self.request.widths) for x in of_ranks),
+                f"sample {self.id} has {[len(x) for x in of_ranks]} timings; it needs one for each of its "
+                f"{len(self.request.widths)} ranks")
+        require(all(0 <= ms <= MOST_MS for ms in self.waiting_ms or ()),
+                f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more")
+
+
+def _require_sample(sample: ComputeSample | CommSample, is_timed: bool) -> None:
+    require(is_timed or sample.error is not None, f"sample {sample.id} has no timing, and no error for "
+            "which there is none")
+    require(0 <= sample.measured_at < math.inf and sample.order >= 0,
+            f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs 0 "
+            "or more")

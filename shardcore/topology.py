@@ -1,0 +1,105 @@
+"""The devices that tables live on, and how they are joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardcore.limits import (
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_GBPS,
+    MOST_MS,
+    MOST_SPEED,
+    PATH_NAME,
+    is_path_name,
+    require,
+    require_name,
+    require_within,
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    memory_bytes: what embeddings may use.
+    speed: of its compute, relative to the measured hardware (2 is twice as fast).
+    host: the name of the machine that it is in.
+    """
+
+    memory_bytes: int
+    speed: float = 1.0
+    host: str = "host-0"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speed", float(self.speed))
+        require_name(self.host, "a device's host")
+        require_within(self, "a device", memory_bytes=(1, MOST_BYTES))
+        require(1 / MOST_SPEED <= self.speed <= MOST_SPEED,
+                f"a device has speed {self.speed}; it needs {1 / MOST_SPEED:g} to {MOST_SPEED:g}, 1 being "
+                "the measured hardware")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices and how they are joined.
+
+    devices: of all hosts, in the order of their numbers.
+    hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
+    within_host_gbps, between_hosts_gbps: bandwidths per device, GB/s; None: as the cost model measured them.
+    latency_ms: of a collective, ms; None: as the cost model measured it.
+    """
+
+    devices: tuple[Device, ...]
+    hardware: str | None = None
+    within_host_gbps: float | None = None
+    between_hosts_gbps: float | None = None
+    latency_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        require(1 <= len(self.devices) <= MOST_DEVICES,
+                f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
+        require(self.hardware is None or is_path_name(self.hardware),
+                f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
+        gbps = (1 / MOST_GBPS, MOST_GBPS)
+        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps)
+        require_within(self, "topology", latency_ms=(0, MOST_MS))
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(d.host for d in self.devices))
+
+    @cached_property
+    def on_hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each of `hosts`."""
+        found: dict[str, list[int]] = {host: [] for host in self.hosts}
+        for d, device in enumerate(self.devices):
+            found[device.host].append(d)
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The devices as TorchRec numbers them, host by host."""
+        return tuple(d for devices in self.on_hosts for d in devices)
+
+    @property
+    def equal_hosts(self) -> bool:
+        """Whether all hosts have the same number of devices."""
+        return len({len(devices) for devices in self.on_hosts}) == 1
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.hardware, self.within_host_gbps, self.between_hosts_gbps,
+                     self.latency_ms))
+
+    def __hash__(self) -> int:  # of thousands of devices, and looked up often
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
