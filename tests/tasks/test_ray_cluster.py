@@ -147,7 +147,7 @@ def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(n
 WAITS = """
 import os, signal, sys, threading, time
 import psutil, ray
-from shardcore.types import ShardCoreError
+from shardcore.errors import ShardCoreError
 from tasks.ray_cluster import ray_cluster
 
 @ray.remote
