@@ -61,7 +61,7 @@ from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.types import Placement, Plan, Problem, Shard
 from shardcore.workload import lower
-from tasks import cache, served_model
+from tasks import cache, params, served_model
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:
@@ -240,7 +240,7 @@ def use_fbgemm(folder: Path, sound: Sound) -> None:
 
 def use_params(folder: Path, sound: Sound) -> None:
     for name, cls in SECTIONS.items():
-        files.read_params(folder / "params.yaml", name, cls, (*SECTIONS, "stack"))
+        params.section(name, cls, folder / "params.yaml")
 
 
 def use_lock(folder: Path, sound: Sound) -> None:

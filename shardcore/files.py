@@ -1,4 +1,4 @@
-"""Every on-disk format: problems, pools of tables, plans, models, parameters. (Measurements: dataset.py.)
+"""Every on-disk format: problems, pools of tables, plans, models. (Measurements: samples/.)
 
 Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what it holds: an
 unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited by hand is refused by name. What
@@ -15,9 +15,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +26,10 @@ from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
-from shardcore.schema import build, read, read_bytes, read_json, read_yaml, show
+from shardcore.schema import build, read, read_bytes, read_json, show
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, Table, Zipf
 
-T = TypeVar("T")
 VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "model": 1}
 """By schema. A file of an earlier version is read by its migration.
 
@@ -135,22 +134,6 @@ def _unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
     if found != digest(body):
         raise ShardCoreError(f"{path} does not match its digest {show(found)}; it was edited after ShardCore wrote it")
     return body
-
-
-# --- parameters --------------------------------------------------------------------------------------------------------
-
-
-def read_params(path: str | Path, section: str, cls: type[T], sections: Collection[str]) -> T:
-    """One section of params.yaml as its config dataclass; raises ShardCoreError naming an unknown key, in it or beside
-    `sections`."""
-    params = read_yaml(path) or {}
-    if not isinstance(params, dict):
-        raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
-    unknown = sorted(map(str, set(params) - set(sections)))
-    if unknown:
-        raise ShardCoreError(f"{path} has an unknown section {show(unknown[0])}; known are {', '.join(sections)}")
-    found = params.get(section)
-    return build(cls, {} if found is None else found, f"{path}, section {section!r}")
 
 
 # --- tables, problems --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
-from tasks.measure import MeasureConfig
 
 
 @pytest.fixture
@@ -269,22 +268,6 @@ def test_a_models_digest_is_of_its_weights_and_what_it_says_of_them_not_of_where
     first = written({"a": 1, "provenance": {"git_commit": "x"}}, 1.0)
     assert len(first) == 16 and written({"a": 1, "provenance": {"git_commit": "y"}}, 1.0) == first
     assert len({first, written({"a": 2}, 1.0), written({"a": 1}, 2.0)}) == 3
-
-
-def test_parameters_name_an_unknown_key(tmp_path):
-    path = tmp_path / "params.yaml"
-    path.write_text("measure:\n  compute_sample: 3\n")
-    with pytest.raises(ShardCoreError, match="section 'measure' has an unknown key 'compute_sample'"):
-        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
-    path.write_text("measure:\n  compute_samples: lots\n")
-    with pytest.raises(ShardCoreError, match="compute_samples is 'lots'"):
-        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
-    path.write_text("mesure:\n  compute_samples: 3\n")
-    with pytest.raises(ShardCoreError, match="unknown section 'mesure'; known are measure, train"):
-        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
-    path.write_text("measure: [\n")
-    with pytest.raises(ShardCoreError, match="not YAML"):
-        files.read_params(path, "measure", MeasureConfig, ("measure", "train"))
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 from shardcore.errors import ShardCoreError
 from shardcore.schema import MOST_INT
+from tasks import params
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
@@ -39,3 +40,19 @@ def test_numbers_have_ends(config, name):
 
 def test_there_are_numbers():
     assert len(NUMBERS) > 40
+
+
+def test_parameters_name_an_unknown_key(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("measure:\n  compute_sample: 3\n")
+    with pytest.raises(ShardCoreError, match="section 'measure' has an unknown key 'compute_sample'"):
+        params.section("measure", MeasureConfig, path)
+    path.write_text("measure:\n  compute_samples: lots\n")
+    with pytest.raises(ShardCoreError, match="compute_samples is 'lots'"):
+        params.section("measure", MeasureConfig, path)
+    path.write_text("mesure:\n  compute_samples: 3\n")
+    with pytest.raises(ShardCoreError, match="unknown section 'mesure'; known are setting, tables"):
+        params.section("measure", MeasureConfig, path)
+    path.write_text("measure: [\n")
+    with pytest.raises(ShardCoreError, match="not YAML"):
+        params.section("measure", MeasureConfig, path)
