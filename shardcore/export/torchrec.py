@@ -26,7 +26,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.pieces import consolidate
-from shardcore.search.torchrec import placements_of
+from shardcore.search.torchrec_placements import placements_of
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_cover

@@ -1,4 +1,4 @@
-"""TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), swept as a careful user would, and its plans as ours.
+"""TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), swept as a careful user would.
 
 It needs TorchRec, which depends on the CUDA build of FBGEMM by name, so that no extra of ours can ask for it on a CPU machine:
 
@@ -39,7 +39,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
+from shardcore.layouts import WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_pieces, pack_or_raise
@@ -47,7 +47,7 @@ from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
 from shardcore.search.greedy import looked_up
 from shardcore.search.pieces import Item, items, placed, priced, to_plan
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.topology import Topology
+from shardcore.search.torchrec_placements import placements_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
@@ -60,8 +60,12 @@ HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 @dataclass(frozen=True)
 class TorchRecConfig:
-    """Swept: min_partition: the fewest columns of a part (None: TorchRec's own, 128); all_types: whether beside table- and
-    column-wise. grid: combinations of sharding options that its exhaustive proposer may try."""
+    """What is swept, and how far one run goes.
+
+    min_partition: swept: the fewest columns of a part (None: TorchRec's own, 128).
+    all_types: swept: whether other sharding types than table- and column-wise are tried.
+    grid: combinations of sharding options that its exhaustive proposer may try.
+    """
 
     min_partition: tuple[int | None, ...] = (None, 16, 32, 64)
     all_types: tuple[bool, ...] = (False, True)
@@ -114,64 +118,13 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
 
-def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table], topology: Topology) -> list[Placement]:
-    """What TorchRec's plan of a collection places where, in our terms; to be consolidated.
-
-    shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is.
-    tables: ours by these names.
-
-    Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, a sharding type that is no
-    kind's, and shards that are not as the type has them.
-    """
-    if missing := sorted(set(tables) ^ set(shardings)):
-        raise ShardCoreError(f"the plan has tables {sorted(shardings)[:5]}, of {sorted(tables)[:5]} expected; differing are "
-                             f"{missing[:5]}")
-    return [p for name, sharding in shardings.items() for p in _placed_as(sharding, tables[name], name, topology)]
-
-
-def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
-    layout = layout_of_torchrec(sharding.sharding_type)
-    if layout is None:
-        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type}; known are "
-                             f"{', '.join(t for k in LAYOUTS.values() for t in k.torchrec)}")
-    if layout.dense_gradient:  # TorchRec takes no account of ranks there
-        return [Placement((layout if len(topology) > 1 else WHOLE_ROWS).name, Shard.whole(table), topology.ranks)]
-    if sharding.sharding_spec is None:
-        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one")
-    parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-    for part in sharding.sharding_spec.shards:
-        (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
-        if rows and columns:
-            device = _device(part.placement.rank(), topology.ranks, name)
-            parts.setdefault((column, column + columns), {})[device] = (row, row + rows)
-    found = []
-    for (low, high), ranges in parts.items():
-        if len(ranges) == 1:  # as on the only host, or device
-            layout = WHOLE_ROWS
-        elif tuple(ranges) == topology.ranks and layout.divides_rows:
-            layout = next(k for k in ways(topology) if k.divides_rows)
-        placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
-        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if _is_even(placement) else None
-        if ranges != expected:
-            raise ShardCoreError(f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; TorchRec runs "
-                                 f"{sharding.sharding_type} with even ranges only")
-        found.append(placement)
-    return found
-
-
-def _is_even(placement: Placement) -> bool:
-    return not LAYOUTS[placement.kind].divides_rows or even_rows(placement.shard.rows, len(placement.devices)) is not None
-
-
-def _device(rank: int, devices: Sequence[int], name: str) -> int:
-    if not 0 <= rank < len(devices):
-        raise ShardCoreError(f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(devices) - 1}")
-    return devices[rank]
-
-
 @dataclass(frozen=True)
 class _Given:
-    """Tables that are placed before TorchRec plans; left [D] bytes and busy [D] ms with them."""
+    """Tables that are placed before TorchRec plans.
+
+    left: [D] bytes that each device has left beside them.
+    busy: [D] ms that each device has to do for them.
+    """
 
     tables: frozenset[Table]
     placements: list[Placement]
@@ -205,8 +158,9 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
 class _Theirs:
     """Tables to place beside what is given, as TorchRec has it: a module, a topology, constraints.
 
-    names: our tables by the module's names (not any of ours would do). ranks: the device of each rank, host by host. per_host:
-    ranks of a host.
+    names: our tables by the module's names (not any of ours would do).
+    ranks: the device of each rank, host by host.
+    per_host: ranks of a host.
     """
 
     def __init__(self, problem: Problem, model: CostModel, tables: Sequence[Table], given: _Given) -> None:

@@ -1,0 +1,72 @@
+"""Plans of TorchRec as placements of ours: what each rank's shards are, and of which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardcore.errors import ShardCoreError
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
+from shardcore.topology import Topology
+from shardcore.types import Placement, Shard, Table
+
+
+def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table],
+                  topology: Topology) -> list[Placement]:
+    """What TorchRec's plan of a collection places where, in our terms; to be consolidated.
+
+    shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is.
+    tables: ours by these names.
+
+    Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, a
+    sharding type that is no kind's, and shards that are not as the type has them.
+    """
+    if missing := sorted(set(tables) ^ set(shardings)):
+        raise ShardCoreError(f"the plan has tables {sorted(shardings)[:5]}, of {sorted(tables)[:5]} "
+                             f"expected; differing are {missing[:5]}")
+    return [p for name, sharding in shardings.items()
+            for p in _placed_as(sharding, tables[name], name, topology)]
+
+
+def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
+    layout = layout_of_torchrec(sharding.sharding_type)
+    if layout is None:
+        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type}; known are "
+                             f"{', '.join(t for k in LAYOUTS.values() for t in k.torchrec)}")
+    if layout.dense_gradient:  # TorchRec takes no account of ranks there
+        kind = (layout if len(topology) > 1 else WHOLE_ROWS).name
+        return [Placement(kind, Shard.whole(table), topology.ranks)]
+    if sharding.sharding_spec is None:
+        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a "
+                             "sharding_spec; it needs one")
+    parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    for part in sharding.sharding_spec.shards:
+        (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
+        if rows and columns:
+            device = _device(part.placement.rank(), topology.ranks, name)
+            parts.setdefault((column, column + columns), {})[device] = (row, row + rows)
+    found = []
+    for (low, high), ranges in parts.items():
+        if len(ranges) == 1:  # as on the only host, or device
+            layout = WHOLE_ROWS
+        elif tuple(ranges) == topology.ranks and layout.divides_rows:
+            layout = next(k for k in ways(topology) if k.divides_rows)
+        placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
+        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if _is_even(placement) else None
+        if ranges != expected:
+            raise ShardCoreError(f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "
+                                 f"TorchRec runs {sharding.sharding_type} with even ranges only")
+        found.append(placement)
+    return found
+
+
+def _is_even(placement: Placement) -> bool:
+    divided = LAYOUTS[placement.kind].divides_rows
+    return not divided or even_rows(placement.shard.rows, len(placement.devices)) is not None
+
+
+def _device(rank: int, devices: Sequence[int], name: str) -> int:
+    if not 0 <= rank < len(devices):
+        raise ShardCoreError(f"the plan puts table {name!r} on rank {rank}; "
+                             f"there are ranks 0 to {len(devices) - 1}")
+    return devices[rank]
