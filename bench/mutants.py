@@ -5,7 +5,8 @@ bench/defects/*.toml list the defects: `file`, `old` (which occurs once in it), 
 a comparison turned, a term's sign, a constant, a condition, a statement or an argument left out; the tests that import the
 module, or one that imports it, run against them. Some of those change nothing that a test could see, so their score is a floor.
 
-A defect is caught where a test fails, or hangs until its time limit. First the tests run without a defect: they must pass. What
+A defect is caught where a test fails, hangs until its time limit, or crashes.
+First the tests run without a defect: they must pass. What
 was done is kept in --out, and is done again only where the code or its tests changed. Exit code 1 where a listed defect survives
 that gives no reason, or more than 5% survive in all.
 
@@ -32,7 +33,7 @@ import tempfile
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -217,8 +218,10 @@ def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[bool, 
         except ProcessLookupError:
             pass
     lines = [line for line in said.splitlines() if line.strip()]
-    if process.returncode not in (0, 1, 2):  # 2: a module does not import any more, or a test asked to stop
+    if process.returncode > 2:  # 2: a module does not import any more, or a test asked to stop
         raise RuntimeError(f"pytest ended with exit code {process.returncode} for {' '.join(tests)}:\n" + "\n".join(lines[-15:]))
+    if process.returncode < 0:
+        return False, f"ended by {signal.Signals(-process.returncode).name}"
     failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")
     return process.returncode == 0, failed[:300]
 
@@ -289,7 +292,8 @@ def main() -> int:
                 print(f"error: the tests fail without a defect: {said}", file=sys.stderr)
                 return 2
         with open(args.out, "a") as out:
-            for i, row in enumerate(threads.map(copies.judge, left)):
+            for i, judged in enumerate(as_completed([threads.submit(copies.judge, defect) for defect in left])):
+                row = judged.result()
                 done[row["key"]] = row
                 out.write(json.dumps(row) + "\n")
                 out.flush()
