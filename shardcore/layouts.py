@@ -144,6 +144,7 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
 CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels))
 """All channels. Arrays of bytes [C, ...] use this order."""
 
+# Found by its properties, so that no code names a kind.
 WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)
 """The kind in which one device has all rows. Searches place most tables in this kind."""
 
@@ -177,6 +178,7 @@ def even_share(rows: int, n: int) -> int | None:
 def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
     """The row ranges [lo, hi) of n devices, in their order. None as in `even_share`."""
     each = even_share(rows, n)
+    # The last range may be shorter.
     return each and [(i * each, min((i + 1) * each, rows)) for i in range(n)]
 
 
@@ -187,6 +189,7 @@ def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
         for device in devices:
             yield device, shard
         return
+    # Row ranges are relative to the shard's own first row.
     for device, (lo, hi) in zip(devices, even_rows(shard.rows, len(devices)) or (), strict=True):
         yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
 
@@ -196,6 +199,7 @@ def possible_groups(layout: Layout, rows: int, topology: Topology, allowed: Coll
 
     allowed: devices where the table may live; None for all.
     """
+    # An empty last range would break TorchRec's kernels (see even_share).
     return [group for group in layout.groups(topology)
             if (allowed is None or set(group) <= set(allowed))
             and (not layout.divides_rows or even_share(rows, len(group)))]
@@ -213,6 +217,7 @@ def require_placement(placement: Placement, problem: Problem) -> None:
     groups = layout.groups(problem.topology)
     if not groups:
         raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, 2 or more")
+    # The order matters: row ranges are dealt out in it.
     if devices not in groups:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")

@@ -20,6 +20,7 @@ def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool =
     """
     dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
     state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
+    # 2: the pooled output and its gradient, both FP32.
     return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_bytes
 
 
@@ -31,6 +32,7 @@ def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
 def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = None) -> int:
     """`shard_bytes` of a whole table, or of some of its columns. Faster than to create a Shard."""
     width = width or table.dim
+    # Bytes per row.
     weights_and_state = width * PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_ROW[optimizer]
     return table.rows * weights_and_state + 2 * batch * width * OUTPUT_BYTES
 
@@ -54,6 +56,7 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     """[D] `used_bytes` of a plan. Raises Infeasible, naming the first device that holds more than it may."""
     held = used_bytes(plan, problem)
     for device, (used, free) in enumerate(zip(held, free_bytes(problem), strict=True)):
+        # A reservation larger than the device leaves negative bytes: nothing fits then.
         if used > max(0, free):
             raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; it may hold {gib(free)}")
     return held

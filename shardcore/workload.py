@@ -100,6 +100,7 @@ def traffic_of_widths(widths: Mapping[Layout, np.ndarray], problem: Problem) -> 
     traffic = np.zeros((len(CHANNELS), *shape))
     for layout, width in widths.items():
         for channel, entering in layout.channels.items():
+            # 0 rows: pooled outputs do not depend on them.
             traffic[CHANNELS.index(channel)] += entering(0, width, problem)
     return traffic
 
@@ -133,6 +134,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         for left, right in zip(shards, shards[1:], strict=False):
             if right.col_lo < left.col_hi:
                 raise ShardCoreError(f"plan places cells twice: {left.label} and {right.label}")
+        # No cell twice, and the right number of cells: so every cell once.
         placed = sum(s.rows * s.width for s in shards)
         if placed != table.rows * table.dim:
             raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}")
@@ -143,6 +145,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
 
     Tables that must stay whole are whole. All live only where they may. Bundles are on one device.
     """
+    # Most problems have no constraints.
     if not problem.whole and not problem.pinned:
         return
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}

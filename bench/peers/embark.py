@@ -154,6 +154,7 @@ def _replica_bytes(table: Table, problem: Problem) -> int:
 
 class _Search:
     """One search with fixed parameters."""
+
     def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter) -> None:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
@@ -169,6 +170,7 @@ class _Search:
         if (uniform := self._uniform()) and self.meter.left():
             best = min(best, self._pass(uniform), key=lambda p: p.cost)
         for _ in range(rounds - 1):
+            # Cut the table that found no memory, or else the hottest one that can be cut.
             ways = self._doubled(now.stuck, grids) if now.stuck else next(filter(None, (
                 self._doubled(t, grids) for t in self._by_heat(grids))), [])
             if not ways or not self.meter.left():

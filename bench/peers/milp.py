@@ -128,6 +128,7 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
                 program = _Program(problem, model, packing.pieces, surrogate, per_column_ms)
                 where = dict(zip(packing.pieces, packing.devices, strict=True))
                 devices = np.array([where[item[0]] for item in program.items])
+            # Both plans are kept: the surrogate may prefer the one that the model does not.
             start = devices
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
@@ -209,6 +210,7 @@ class _Program:
             return devices, nodes
         result = devices.copy()
         result[mine] = group[found]
+        # HiGHS's objective has a tolerance, so compare the real loads.
         after = np.bincount(found, load[np.arange(len(mine)), found], len(group)).max()
         return (result if after < before and self._fits(result) else devices), nodes
 
@@ -256,6 +258,7 @@ def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarra
     """
     from scipy import optimize, sparse
 
+    # Bytes are scaled to 1: large numbers would make the program ill-conditioned.
     scale = 1 / max(1, free.max())
     load = load * (_LARGEST / at_most)
     allowed = may & (needs[:, None] <= free) & ~_symmetric(load, may, free)

@@ -132,6 +132,7 @@ def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
     """
     n_devices, several = len(hosts), float(np.ptp(hosts) > 0)
     moved = owned * (n_devices - 1) / n_devices
+    # On one host no bytes go between hosts.
     far = several * moved
     return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far]
 
@@ -161,6 +162,7 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
         return forward, backward
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way), topology)
              for way in WAYS[channel.collective]}
+    # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
     terms = exchange_terms(channel, grouped, _counted(hosts, np.stack(list(rates.values()))), skew)

@@ -110,6 +110,7 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
     theirs, own = found[trusted], residual[trusted]
     # The slope of a sample's residual on its neighbours': 0 where they say nothing, 1 where they say all.
     foretold = float(theirs @ own / (theirs @ theirs)) if theirs.any() else 0.0
+    # A negative slope would mean neighbours predict the opposite: then correct nothing.
     return np.clip(foretold, 0.0, 1.0) * found
 
 
@@ -118,6 +119,7 @@ def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray
     drivers = np.stack([features.features(s.request.shards, s.request.batch)[0].sum(0) for s in timed])
     terms = np.concatenate([np.ones((len(timed), 1)), drivers], 1)
     measured = np.array([s.total_ms for s in timed])
+    # The column of ones stands for the launch.
     law = fit_law(terms[trusted], measured[trusted])
     residual = np.log(measured / np.maximum(terms @ law, 1e-9))
     return residual - np.median(residual[trusted])
@@ -133,7 +135,9 @@ def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarr
     found = np.zeros(len(at_s))
     for i, place in enumerate(np.searchsorted(at_s[order], at_s)):
         near = [j for j in order[max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1]
+                # The same op, timed again, would correct itself.
                 if ids[j] != ids[i] and abs(at_s[j] - at_s[i]) <= REACH_S]
+        # A median of few samples is mostly noise.
         if len(near) >= NEIGHBOURS // 2:
             found[i] = np.median(residual[near])
     return found

@@ -47,9 +47,11 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         width, height, element_bytes, pooling = np.array(
             [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s)) for s in shards],
             dtype=float).T
+        # Lookups scale with the share that hits the shard's rows.
         unique, lookups, row_bytes = access.unique_rows_of(shards, batch), pooling * batch, width * element_bytes
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
+        # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
         additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
         conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique * row_bytes + 1, height, height * row_bytes,

@@ -115,6 +115,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start), **collective_model.fit(*_sides(comm), note)}
     ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
+    # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
         ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
@@ -210,6 +211,7 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
     known, unseen = _Groups.of(train_side), _Groups.of(validation)
     fixed, raw = _initial(known, config) if start is None else _continued(known, start)
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
+    # Enough steps an epoch, even for small datasets.
     batch_size = max(1, min(config.batch_size, len(train_side) // _LEAST_STEPS))
     optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, pct_start=0.1, total_steps=1
@@ -248,6 +250,7 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     terms = np.concatenate([np.ones((len(drivers), 1)), drivers], 1)
     laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
     spread = known.conditions.std(0)
+    # Conditions are standardised, and loads are relative to the median op.
     fixed = {"rates": laws[1:], "condition_low": known.conditions.min(0), "condition_high": known.conditions.max(0),
              "condition_mean": known.conditions.mean(0), "condition_sd": np.where(spread > 1e-9, spread, 1.0),
              "load_typical": np.maximum(np.median(drivers, 0), 1.0)}
@@ -264,6 +267,7 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
         raw[f"network.{i}.bias"] = torch.zeros(n_out, dtype=torch.float64)
     raw["log.contention.0.weight"] = 0.3 * normal(len(features.DRIVERS), _CONTENTIONS) - 2
     raw["contention.0.bias"] = normal(_CONTENTIONS)
+    # exp(-5): next to no contention at first.
     raw["log.contention.1.weight"] = torch.full((_CONTENTIONS, 2), -5.0, dtype=torch.float64)
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
 
@@ -275,6 +279,7 @@ def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray
     These then apply over both measured ranges.
     """
     old = start.weights
+    # Under both, costs are linear in rates and launch. So least squares still applies.
     correction, contention = nets.correction(old, known.conditions), nets.contention(old, known.sums(known.drivers))
     laws = []
     for way in (0, 1):
@@ -302,6 +307,7 @@ def _predict(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, tor
     rows, group = _shards_of(groups, chosen)
     w = {**fixed, **_positive(raw)}
     codes = nets.encode(w, torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows]), torch)
+    # Sum shards by op. index_add is torch's form of np.add.at.
     sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype).index_add(0, torch.from_numpy(group), codes)
     return nets.parts(w, sums, torch)
 
@@ -310,6 +316,7 @@ def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Rows of the chosen ops' shards, and for each row the position of its op in `chosen`."""
     sizes = np.diff(groups.starts)[chosen]
     group = np.repeat(np.arange(len(chosen)), sizes)
+    # 0, 1, 2, ... within each op.
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return groups.starts[chosen][group] + within, group
 

@@ -156,6 +156,7 @@ class QuantileCostModel:
 
     @property
     def lower(self) -> BoundableCostModel | None:
+        # The inner model's bound holds only if no quantile lies below its head.
         return self.model.lower if self.model.is_above_head(self.confidence) else None
 
 
@@ -170,6 +171,7 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
     if not flat:
         return np.zeros(len(groups))
     codes = model.encode(flat, batch)
+    # Sum encodings by group: the model encodes all shards in one call.
     sums = np.zeros((len(groups), codes.shape[1]))
     np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
     costs = np.asarray(model.head(sums), dtype=float)

@@ -49,6 +49,7 @@ class NeuralModel:
 
         None: the setting's batch.
         """
+        # In chunks, which bound the memory (see _AT_ONCE).
         found = [nets.encode(self.weights, *features.features(shards[i:i + _AT_ONCE], batch or self.setting.batch))
                  for i in range(0, max(1, len(shards)), _AT_ONCE)]
         return found[0] if len(found) == 1 else np.concatenate(found)
@@ -105,6 +106,7 @@ class NeuralModel:
 
         Contention grows with the drivers, so its value at `least` is a lower bound.
         """
+        # The last two entries are ms, not drivers.
         drivers = np.asarray(least, dtype=float)[:-2]
         return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)])
 
@@ -132,6 +134,7 @@ class NeuralModel:
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
         forward, backward = map(sum, zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
+        # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
@@ -185,6 +188,7 @@ def load(folder: str | Path) -> NeuralModel:
     """
     meta, weights = files.read_model(folder)
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
+    # Weights are matrices by position, so names have to agree in order too.
     for what, names in _NAMES.items():
         found = meta.pop(what, None)
         if found != names:
@@ -289,6 +293,7 @@ def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[f
     if measured is None:
         return
     low, high = measured
+    # The slack avoids warnings about sizes just beyond the range.
     above = sorted({(v, n) for n, v in values if v > high * quantity.slack}, reverse=True)
     below = sorted({(v, n) for n, v in values if v < low / quantity.slack}) if quantity.lower else []
     for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):

@@ -102,6 +102,7 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
         plans = distinct(own)
         predicted, replayed = _arrays(plans)
         several = len(plans) > 1
+        # From all records, not distinct plans: an equal plan may be listed under another algorithm.
         our_ms = [r.replayed_ms for r in own if r.algorithm == ours]
         for name, value in (
             ("kendall_tau", kendall_tau(predicted, replayed) if several else np.nan),
@@ -125,10 +126,12 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
             if theirs and mine:
                 their_ms, our_ms = (np.mean([r.replayed_ms for r in x]) for x in (theirs, mine))
                 costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
+                # Two independent errors add in quadrature.
                 if our_ms - their_ms > np.hypot(*(np.mean([r.noise_ms for r in x]) for x in (theirs, mine))):
                     losses[problem] = float(our_ms / their_ms - 1)
         if costs:
             their, our, best = np.array(costs).T
+            # Both relative to the best plan replayed, so that problems weigh alike.
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
             found[name] = SharderComparison(len(costs), bootstrap(their / our), closed, losses)
@@ -147,6 +150,7 @@ def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
     # A fixed seed: the same records give the same interval.
     drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
     below = over[drawn].mean(1)
+    # A draw whose denominator is 0 has no ratio.
     means = values[drawn].mean(1)[below > 0] / below[below > 0]
     return Interval(float(values.mean() / over.mean()), *map(float, np.percentile(means, [2.5, 97.5])))
 
@@ -179,6 +183,7 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
     """
     new, old = by_problem(challenger), by_problem(champion)
     for name, words, sign, form in (("regret", "regret", 1, "{:.1f}%"), ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}")):
+        # The same problems in both, so differences are paired.
         worse_by = sign * (new[name] - old[name])
         if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
             ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))

@@ -41,6 +41,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
+    # Without old factors, or new ones would be relative to them.
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     factors: dict[str, np.ndarray] = {}
     told = 0

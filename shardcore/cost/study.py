@@ -89,6 +89,7 @@ def learning_curve(compute: Sequence[ComputeSample], setting: Setting, config: f
     Each subset contains the smaller ones. None with too few samples for three points.
     """
     timed = sorted((s for s in compute if s.error is None), key=lambda s: s.id)
+    # Sorted by id, which is random: each prefix is a random sample.
     rest, test = [s for s in timed if accuracy.split_of(s.id) != "test"], accuracy.held_out(timed)
     sizes = [n for part in _PARTS if (n := len(rest) // part) >= fit.MIN_COMPUTE]
     if len(sizes) < 3 or not test:
@@ -109,6 +110,7 @@ def _law(rows: Sequence[tuple[int, float]]) -> LearningCurve:
     for power in _POWERS:
         terms = np.stack([np.ones_like(samples), samples**-power], 1)
         constant, scale = fit_law(terms, error)
+        # Relative error, as for the fit itself.
         missed = float(np.abs(terms @ [constant, scale] / error - 1).mean())
         found.append((missed, LearningCurve(tuple(rows), float(constant), float(scale), float(power))))
     return min(found, key=lambda x: x[0])[1]

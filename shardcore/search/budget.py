@@ -57,6 +57,7 @@ class Meter:
         if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
             return 0
         if self.budget.seconds is not None and seconds_each > 0:
+            # The seconds of work ahead are estimated from work done.
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 

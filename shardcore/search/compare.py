@@ -40,6 +40,7 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0, budge
         plan = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
     except Infeasible as error:
         return Outcome(algorithm, time.monotonic() - began, error=str(error))
+    # Pricing for the report is not part of the search's time.
     seconds = time.monotonic() - began
     return Outcome(algorithm, seconds, plan, price(lower(plan, problem), model))
 
@@ -97,6 +98,7 @@ def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str,
     reference: the sharder whose cost is 1. None: the best of the others, on each problem.
     """
     table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
+    # Only problems that all solved compare fairly.
     common = np.isfinite(table).all(0)
     found = {}
     for i, name in enumerate(costs):

@@ -103,6 +103,7 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     searcher = algorithm if algorithm in SHARDERS else OTHERWISE
     workload = lower(plan, problem)
     cost = price(workload, model)
+    # The forward exchange begins when the last device is ready.
     ready = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]

@@ -32,10 +32,7 @@ Placed = list[tuple[Shard, int]]
 
 @dataclass(frozen=True)
 class Packing:
-    """A plan that fits.
-
-    pieces, devices: pieces[i] goes to devices[i].
-    """
+    """pieces[i] fits on devices[i]."""
 
     pieces: tuple[Shard, ...]
     devices: tuple[int, ...]
@@ -77,7 +74,6 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
     First, tables of which MIN_WIDTH columns fit no device where they may live.
     Then also the tallest of the others, 1, 2, 4, ... more: their columns are the coarsest to pack.
-
     It ends where a table that has to be divided cannot be, or where too little memory is left.
     """
     now, more = Division((), problem.tables, tuple(free)), 1
@@ -103,7 +99,7 @@ def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> 
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem, most: int | None = None) -> tuple[Division, int]:
-    """The division with the rows of up to `most` further tables divided, and how many those are.
+    """The division with up to `most` further tables divided by rows, and how many those are.
 
     Tables whose rows cannot be divided, or do not fit, are passed over.
     """
@@ -257,7 +253,6 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
 
     A state is (next item, sorted free bytes), and is entered only once.
     Devices with equal bytes are the same if the remaining items may use both.
-
     Returns the devices or None, and whether that is certain. It is not if the steps ran out.
     """
     if not any(allowed):
@@ -314,10 +309,7 @@ def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
 
 
 def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[list[int]]:
-    """For the items from i on, each device's class. These items may use devices of one class alike.
-
-    An empty list means that all devices are alike.
-    """
+    """Class of each device for items from i on: devices of one class are alike to them. Empty: all are."""
     classes: list[int] = []
     result, met = [classes], set()
     # Going backwards, each new constraint splits the classes into inside and outside.

@@ -116,9 +116,11 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
+        # The most common case by far.
         if len(group) == 1:
             result += group
             continue
+        # Columns of each owner: merging them loses nothing, as columns are exchangeable.
         widths: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for placement in group:
             widths[_ORDER[placement.kind], placement.devices] += placement.shard.width
@@ -170,6 +172,7 @@ def placed(items: Sequence[Item], devices: Sequence[int], problem: Problem) -> l
                 ranges[shard.table].append((int(device), shard))
     for table, parts in ranges.items():
         whole = division(table, problem)
+        # A bug in a search, not in the user's input: hence RuntimeError.
         if sorted(parts, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
             raise RuntimeError(f"a search placed rows of table {table.name!r} as {parts[:3]}; they are divided as {whole}")
         found.append(whole)

@@ -14,6 +14,7 @@ from shardcore.types import Plan, Problem, ShardCoreError
 
 class Sharder(Protocol):
     """The signature of every sharder (see shardcore/search/__init__.py)."""
+
     def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
 
 

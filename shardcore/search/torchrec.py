@@ -217,6 +217,7 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
 
     def load(item: Item) -> np.ndarray:
         """[D] ms of an item on each device."""
+        # The same cost formula that TorchRec gets, from the model's rates.
         return sum(map(looked_up, item)) * lookup / speed + sum(s.width for s in item) * exchange
 
     order = sorted(items(map(Shard.whole, chosen), problem),
@@ -277,6 +278,7 @@ class _Theirs:
         """TorchRec's Topology with our devices' memory, speed and work given before."""
         from torchrec.distributed.planner.types import Topology
 
+        # Memory differs by device; TorchRec's constructor takes one value for all.
         left = [int(self.given.left[d]) for d in self.ranks]
         topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0, local_world_size=self.per_host,
                             **bandwidths)
@@ -291,6 +293,7 @@ class _Theirs:
 
         several = self.per_host < len(self.ranks)
         types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
+        # Devices over which a type divides rows.
         over = {"row_wise": len(self.ranks), "table_row_wise": self.per_host, "grid_shard": self.per_host}
 
         def of(table: Table) -> list[str]:
@@ -415,6 +418,7 @@ class _Metered:
             if proposal:
                 self.meter.evals += 1
                 return proposal
+            # This proposer is exhausted.
             self.waiting.pop(0)
         return None
 

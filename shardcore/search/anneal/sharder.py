@@ -131,6 +131,7 @@ class Start:
 
 class Search:
     """One annealing run: starts, cooling, and the choice among them."""
+
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         # The clock stands still while numba compiles or reads from disk.
         before_s = meter.seconds()
@@ -167,6 +168,7 @@ class Search:
         The starts are improved in turn. Then the best one continues, from a lower temperature.
         """
         if len(self.problem.topology) > 1:
+            # Shares of the budget: one for each start, equal, and then one for the best.
             at = begin + (end - begin) * np.append(np.linspace(0, _RACE, len(starts) + 1), 1.0)
             for i, start in enumerate(starts):
                 self._cool(start, at[i], at[i + 1], _HOT)
@@ -201,6 +203,7 @@ class Search:
         ms = self._exact_ms(start)
         if ms >= best[0]:
             return best
+        # The log and the random generator are not part of the plan.
         return ms, start.state._replace(**{name: of.copy() for name, of in start.state._asdict().items()
                                            if name not in ("log", "random")})
 
@@ -222,6 +225,7 @@ class Search:
         traffic = traffic_of_widths(widths, self.problem)
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
+                # Group sizes count cells of gradients, or units of columns (see _shared).
                 rows, width = (size, 1) if layout.dense_gradient else (0, MIN_WIDTH * size)
                 traffic[CHANNELS.index(channel), devices] += entering(rows, width, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
@@ -246,6 +250,7 @@ class Search:
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
                 found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
         fit = [start for start in found if start] or [self._packed(kind)]
+        # Improving a hopeless start would waste its share of the budget.
         least = min(start.state.value[self.compiled.BEST] for start in fit)
         return [start for start in fit if start.state.value[self.compiled.BEST] <= _HOPEFUL * least]
 
@@ -314,6 +319,7 @@ class Search:
             hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
             if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free), space.fixed.size[hottest]):
                 break
+            # `begin` keeps this array: further cuts add to it.
             n[hottest] += 1
             state = self._greedy(space, n, shared)
             misses += 1

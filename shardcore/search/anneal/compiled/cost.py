@@ -120,6 +120,7 @@ def cost_of(fx, st):
             st.number[WIDEST + k] = widest
             cost += fx.once[k] + fx.total[k] * st.all_width[k] + fx.busiest[k] * st.width[widest, k]
             if fx.host_busiest[k] > 0.0:
+                # A host's link is shared by its devices: the host that sends most decides.
                 most = 0
                 for h in range(len(st.hosts)):
                     most = max(most, st.hosts[h, k])

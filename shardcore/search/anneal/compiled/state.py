@@ -91,6 +91,7 @@ def recompute_groups(head, fx, st):
             st.group_sums[g, f] += fx.shared_codes[y, s, f]
     for g in range(len(st.group_size)):
         st.group_ms[g] = head(st.group_sums[g], fx.parameters) if st.group_size[g] > 0.0 else 0.0
+    # In each layout a device is in one group at most. Over layouts its costs add up.
     st.shared_ms[:] = 0.0
     st.own_ms[:] = 0.0
     for y in range(len(fx.shared_once)):
@@ -119,6 +120,7 @@ def recompute(head, fx, st):
     for d in range(n_devices):
         st.sums[d] = 0.0
         st.width[d] = 0
+        # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
             s = st.items[d, i]
             p, k = fx.part[s, st.held[s, d]], fx.kind[s]
@@ -127,6 +129,7 @@ def recompute(head, fx, st):
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] += fx.codes[p, f]
         for k in range(n_kinds):
+            # An empty op is not launched, so it costs 0.
             st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.width[d, k] > 0 else 0.0
             st.hosts[fx.host[d], k] += st.width[d, k]
             st.all_width[k] += st.width[d, k]
@@ -136,6 +139,7 @@ def recompute(head, fx, st):
     for k in range(n_kinds):
         st.ref[1, k] = max(st.all_width[k] / n_devices, 1.0)
         st.ref[2, k] = max(st.all_width[k] / len(st.hosts), 1.0)
+    # Norms are summed after the references are known.
     st.norm[:] = 0.0
     for d in range(n_devices):
         st.norm[0, 0] += power(st.load[d] / st.ref[0, 0])
@@ -154,6 +158,7 @@ def refresh(head, fx, st):
     This plan is the best met from now on; the log starts empty.
     """
     recompute(head, fx, st)
+    # From here on, `rewind` leads back to this plan.
     st.number[LOG] = 0
     st.value[BEST] = cost_of(fx, st)
     return st.value[BEST]
@@ -163,6 +168,7 @@ def refresh(head, fx, st):
 def rewind(head, fx, st):
     """Go back to the best plan met. Returns its cost in ms."""
     undo(fx, st)
+    # The log restores only `held` and `group`.
     recompute(head, fx, st)
     st.value[BEST] = cost_of(fx, st)
     return st.value[BEST]
@@ -181,4 +187,5 @@ def share(head, fx, st, pairs):
     """Let groups share strips, before anything else is placed. pairs: [N, 2] strip, group."""
     for i in range(len(pairs)):
         set_group(st, pairs[i, 0], pairs[i, 1])
+    # Greedy needs loads and memory of shared tables from the start.
     recompute(head, fx, st)
