@@ -175,6 +175,7 @@ class _Search:
                 self._doubled(t, grids) for t in self._by_heat(grids))), [])
             if not ways or not self.meter.left():
                 break
+            # min keeps the first of equals: rows.
             now, grids = min(((self._pass(way), way) for way in ways), key=lambda found: found[0].cost)
             best = min(best, now, key=lambda p: p.cost)
         return best
@@ -209,6 +210,7 @@ class _Search:
 
         None if one table cannot be, or if the parts would take gigabytes.
         """
+        # One part for each table and device.
         if len(self.tables) * len(self.speed) > _MOST_PARTS:
             return None
         grids = {t: self._by_rows(t) for t in self.tables}

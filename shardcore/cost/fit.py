@@ -90,7 +90,7 @@ class TrainedModel:
 
 def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting: Setting, config: FitConfig | None = None,
           progress: Progress | None = None, start: NeuralModel | None = None) -> TrainedModel:
-    """Train a model for `setting` on the train and validation splits. The test split is left alone.
+    """Train a model for `setting` on the train and validation splits. The test split is not used.
 
     Samples with an error are skipped. The same samples and config give the same model.
 

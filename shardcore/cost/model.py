@@ -175,6 +175,7 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
     sums = np.zeros((len(groups), codes.shape[1]))
     np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
     costs = np.asarray(model.head(sums), dtype=float)
+    # An empty group has no op, so no launch.
     return np.where([len(g) > 0 for g in groups], costs, 0.0)
 
 
@@ -188,6 +189,7 @@ def price(workload: Workload, model: CostModel) -> StepCost:
         for op in ops:
             if id(op) not in known:
                 sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
+                # The op's forward part; the rest is backward.
                 share = float(model.forward_share(sums)[0])
                 known[id(op)] = float(model.head(sums)[0]), share
             op_ms, share = known[id(op)]
@@ -195,5 +197,6 @@ def price(workload: Workload, model: CostModel) -> StepCost:
             cost = op_ms / workload.topology.devices[device].speed
             forward[device] += share * cost
             backward[device] += (1 - share) * cost
+    # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
     return StepCost(*(tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms)))

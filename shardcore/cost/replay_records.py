@@ -21,6 +21,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]
     for one in replayed:
         steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
         predicted = {name: price(step, model).total_ms for name, step in steps.items()}
+        # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
         rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
                         predicted_ms=predicted[name], replayed_ms=costs[name].total_ms,

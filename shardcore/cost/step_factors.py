@@ -1,9 +1,9 @@
-"""The time of a collective within a training step, relative to its time alone: a factor, from replays.
+"""The time of a collective within a training step, relative to its time in isolation: a factor, from replays.
 
 In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer.
 There is one factor for each collective and direction.
 
-Ops take as long in a step as alone, at the slowdown that the reference op shows (docs/log.md).
+Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/log.md).
 So a replay whose compute took longer than predicted ran on a slower machine.
 Its exchanges are divided by that slowdown.
 
@@ -90,13 +90,14 @@ def _runs(workload: Workload, channel: Channel) -> bool:
 
 def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Channel]) -> tuple[np.ndarray,
                                                                                               np.ndarray]:
-    """[D, C] predicted ms of each channel alone, and [D] ms that all of them took.
+    """[D, C] predicted ms of each channel in isolation, and [D] ms that all of them took.
 
     The measured times are scaled to the slowdown of the measurements.
     """
     workload, measured = step
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
+    # Index into the pair (forward, backward) of NeuralModel.collectives.
     which = ("forward", "backward").index(way)
     took = np.array(getattr(measured, f"{way}_comm_ms")) * sum(said.compute_ms) / sum(measured.compute_ms)
     # A transfer that ended before the last device arrived has no measured time.

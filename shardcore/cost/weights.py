@@ -46,6 +46,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
     ran = [(channel, way) for channel in CHANNELS for way in collective_model.WAYS[channel.collective]]
+    # Collectives may be unmeasured, and factors exist only with replays.
     optional = {collective_model.weight(*x): ((e,), _RATE)
                 for x in ran} | {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     for name in sorted(set(w) - set(rules) - set(optional)):
@@ -79,6 +80,7 @@ def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str,
                                                                                  name))), default=0)
     if last >= _MOST_LAYERS:
         raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
+    # The name of a layer gives its number: network.0, network.1, ...
     for i in range(last + 1):
         outputs = 2 if i == last else _length(w, f"network.{i}.bias")
         rules |= {f"network.{i}.weight": ((inputs, outputs), _ANY), f"network.{i}.bias": ((outputs,), _ANY)}

@@ -67,6 +67,7 @@ class Meter:
 
     def progress(self) -> float:
         """The share of the budget that is used, from 0 to 1. The limit closer to its end counts."""
+        # Without any limit, progress stays 0.
         parts = [0.0]
         if self.budget.evals is not None:
             parts.append(self.evals / self.budget.evals)

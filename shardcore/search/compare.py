@@ -103,6 +103,7 @@ def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str,
     found = {}
     for i, name in enumerate(costs):
         others = [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
         own_s = np.array(seconds[name], dtype=float)
         found[name] = Standing(float(np.isfinite(table[i]).mean()), int(common.sum()), float(ratios.mean()), float(ratios.max()),

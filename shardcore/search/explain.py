@@ -107,6 +107,7 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     ready = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
+    # Bytes of all channels, [D].
     sent = workload.traffic.sum(0)
     if known is None:
         baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in (*BASELINES, "neuroshard")
@@ -168,6 +169,7 @@ def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, see
     """The cost of a problem under an algorithm. kept_ms: cost of the present plan there, if possible."""
     try:
         ms, error = SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"], None
+    # That an alternative has no plan is an answer, not an error.
     except Infeasible as refused:
         ms, error = None, str(refused)
     return Alternative(what, min((x for x in (ms, kept_ms) if x is not None), default=None), error)

@@ -48,10 +48,12 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
     if needed > available:
         raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; its {len(free)} devices may hold "
                                    f"{gib(available)} together, {gib(needed - available)} too little")
+    # Bundles and whole tables cannot be cut, so each needs a device that holds it.
     uncut = items((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
     for item, largest in zip(uncut, largest_free(problem, [item[0].table for item in uncut], free), strict=True):
         if item_bytes(item, problem) > largest:
             raise _infeasible(problem, f"{_describe(item, problem)} takes {_too_much(item, problem, largest)}")
+    # Too large even as a narrow column: only a division of rows helps.
     for table in too_tall(problem, problem.tables, free):
         if why := _undividable(table, problem, free):
             [largest] = largest_free(problem, [table], free)
@@ -161,6 +163,7 @@ def _remedy(problem: Problem) -> str:
             surely(free) or (few and pack(problem, free, _STEPS) is not None))
 
     enough = enough_of(problem)
+    # With every byte on each device, all tables fit on one: an upper end to search from.
     memory = _least(lambda extra: enough([f + extra for f in free]), needed + max(0, -min(free)))
     remedies = [f"{gib(memory)} more per device"] if memory else []
     n_devices = _least(lambda n: enough(free + [max(free)] * n), MOST_DEVICES)

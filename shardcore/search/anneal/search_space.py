@@ -1,7 +1,7 @@
 """SearchSpace: what annealing may do with a problem's tables, as arrays.
 
-A strip's columns are divided over devices. Or a group of devices shares the whole strip,
-in a kind of sharding whose groups have several devices: all devices, or those of a host.
+A strip's columns are divided over devices, or a group of devices shares the whole strip.
+The latter needs a kind whose groups have several devices: all of them, or those of a host.
 
 Strip, unit and part are defined in shard_cost_cache.py.
 

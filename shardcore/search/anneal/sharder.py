@@ -7,8 +7,8 @@ Starts differ in what they do with tables:
 - the rows of large tables divided over groups of devices;
 - small tables data-parallel, where that pays.
 
-The compiled search takes the cost of exchanges as linear in three widths:
-those of each device, of the widest device and of the widest host.
+The compiled search takes the cost of exchanges as linear in three widths.
+These are the widths of each device, of the widest device and of the widest host.
 The model itself decides which start continues, and which plan is returned.
 
 Shapes: S strips, D devices. Strip, unit and part are defined in shard_cost_cache.py.
