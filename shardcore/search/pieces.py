@@ -92,15 +92,15 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
-def column_runs(shards: Iterable[Shard]) -> list[Shard]:
+def join_columns(shards: Iterable[Shard]) -> list[Shard]:
     """Join neighbouring pieces of a row range into wider ones."""
-    runs: list[Shard] = []
+    joined: list[Shard] = []
     for shard in sorted(shards, key=_position):
-        if runs and row_range(runs[-1]) == row_range(shard) and runs[-1].col_hi == shard.col_lo:
-            runs[-1] = replace(runs[-1], col_hi=shard.col_hi)
+        if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
+            joined[-1] = replace(joined[-1], col_hi=shard.col_hi)
         else:
-            runs.append(shard)
-    return runs
+            joined.append(shard)
+    return joined
 
 
 def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -124,7 +124,7 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
         widths: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for placement in group:
             widths[_ORDER[placement.kind], placement.devices] += placement.shard.width
-        result += _deal(column_runs(p.shard for p in group), sorted(widths.items()))
+        result += _deal(join_columns(p.shard for p in group), sorted(widths.items()))
     return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
 
 
@@ -133,16 +133,16 @@ _ORDER = {kind: i for i, kind in enumerate(_KINDS)}
 """Sort keys: the order of kinds is that of LAYOUTS."""
 
 
-def _deal(runs: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], int]]) -> Iterator[Placement]:
+def _deal(shards: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], int]]) -> Iterator[Placement]:
     """Give each owner its number of columns, from left to right."""
-    waiting = iter(runs)
-    run = next(waiting)
+    waiting = iter(shards)
+    shard = next(waiting)
     for (kind, devices), width in widths:
         while width:
-            taken = min(width, run.width)
-            yield Placement(_KINDS[kind], replace(run, col_hi=run.col_lo + taken), devices)
+            taken = min(width, shard.width)
+            yield Placement(_KINDS[kind], replace(shard, col_hi=shard.col_lo + taken), devices)
             width -= taken
-            run = replace(run, col_lo=run.col_lo + taken) if taken < run.width else next(waiting, run)
+            shard = replace(shard, col_lo=shard.col_lo + taken) if taken < shard.width else next(waiting, shard)
 
 
 def _position(shard: Shard) -> tuple[str, int, int, int, int]:

@@ -23,7 +23,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS
 from shardcore.search.free_memory import item_bytes
-from shardcore.search.pieces import Item, RowRange, column_runs, devices_of, items, layout_of_piece, row_range
+from shardcore.search.pieces import Item, RowRange, devices_of, items, join_columns, layout_of_piece, row_range
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 from shardcore.workload import traffic_of_widths
 
@@ -50,16 +50,16 @@ class ShardCostCache:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         self._strips = _strips_of(pieces, problem)
-        self._runs: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
-        for i, runs in enumerate(self._strips):
-            for run in runs:
-                self._runs[row_range(run)].append((run, i))
-        of_strip = [layout_of_piece(runs[0], problem) for runs in self._strips]
+        self._shards: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
+        for i, item in enumerate(self._strips):
+            for shard in item:
+                self._shards[row_range(shard)].append((shard, i))
+        of_strip = [layout_of_piece(item[0], problem) for item in self._strips]
         self.kinds = tuple(layout for layout in LAYOUTS.values() if layout is WHOLE_ROWS or layout in of_strip)
         self.kind = np.array([self.kinds.index(layout) for layout in of_strip])
-        self.size = np.array([self._units(i, runs[0]) for i, runs in enumerate(self._strips)])
+        self.size = np.array([self._units(i, item[0]) for i, item in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
-        for i, first in enumerate(runs[0] for runs in self._strips):
+        for i, first in enumerate(item[0] for item in self._strips):
             if self.kind[i] or first.table.name in problem.pinned:
                 self.allowed[i] = False
                 self.allowed[i, list(devices_of(first, problem))] = True
@@ -85,7 +85,8 @@ class ShardCostCache:
 
     def piece(self, shard: Shard) -> Piece:
         """The piece of a shard. A table of a bundle belongs to the bundle's piece."""
-        strip = next(i for run, i in self._runs[row_range(shard)] if run.col_lo <= shard.col_lo < run.col_hi)
+        strip = next(i for whole, i in self._shards[row_range(shard)]
+                     if whole.col_lo <= shard.col_lo < whole.col_hi)
         return strip, self._units(strip, shard)
 
     def pieces(self, shards: Iterable[Shard]) -> list[Piece]:
@@ -105,12 +106,13 @@ class ShardCostCache:
 
     def _item(self, strip: int, low: int, high: int) -> Item:
         """The shards of units low to high of a strip."""
-        runs = self._strips[strip]
+        item = self._strips[strip]
         # Only a whole bundle, or a strip with gaps, has several shards.
         if high - low == self.size[strip]:
-            return runs
-        run = runs[0]
-        return (Shard(run.table, run.row_lo, run.row_hi, run.col_lo + low * MIN_WIDTH, run.col_lo + high * MIN_WIDTH),)
+            return item
+        whole = item[0]
+        col_lo, col_hi = (whole.col_lo + units * MIN_WIDTH for units in (low, high))
+        return (Shard(whole.table, whole.row_lo, whole.row_hi, col_lo, col_hi),)
 
     def may_split(self, piece: Piece) -> bool:
         """Whether the piece may be cut by columns. A row range may not: it has only one device."""
@@ -198,4 +200,4 @@ class ShardCostCache:
 
 
 def _strips_of(pieces: Iterable[Shard], problem: Problem) -> list[Item]:
-    return items(column_runs(pieces), problem)
+    return items(join_columns(pieces), problem)
