@@ -49,15 +49,15 @@ class Meter:
     evals: int = 0
 
     def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
-        """How many of `wanted` units of work the budget still allows.
+        """How many of `wanted` repeats of some work the budget still allows.
 
-        evals_each: evaluations of a unit of work.
+        evals_each: evaluations of one repeat.
         seconds_each: about its seconds; 0 if unknown.
         """
         if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
             return 0
         if self.budget.seconds is not None and seconds_each > 0:
-            # The seconds of work ahead are estimated from work done.
+            # The estimate may be wrong: callers ask again after each chunk of work.
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 
