@@ -1,8 +1,9 @@
 """How functions are compiled with numba, and where the result is kept.
 
-Numba keeps what it compiled beside a function's file, and compiles again when that file changes; but it does not notice a
-change of another file whose functions it took in. So the cache is a folder named after all compiled sources. Import this
-before compiling anything.
+Numba stores compiled code beside a function's file, and compiles again when that file changes.
+It does not notice a change in another file whose functions were inlined.
+So the cache folder is named after a digest of all compiled sources.
+Import this module before anything is compiled.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from numba.core.caching import UserProvidedCacheLocator as Locator
 _PACKAGE = Path(__file__).parent
 _SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/compiled/*.py")
 _KEPT = 3
-"""Folders of so many versions of the sources are kept."""
+"""Number of cache folders to keep, one for each version of the sources."""
 
+# error_model="numpy": a division by zero gives inf, and needs no check in inner loops.
 OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False}
-"""Of a function that Python calls: kept on disk, without Python's errors, and without reference counts."""
+"""For functions that Python calls: kept on disk, no Python errors, no reference counts."""
 inner = njit(error_model="numpy", _nrt=False)
-"""Of a function that only compiled ones call."""
+"""For functions that only compiled ones call. They are inlined, so they need no cache entry."""
 
 
 def copy_compiled(package: Path, copy: Path) -> None:
-    """Give a copy of the package, with the same sources, what is compiled for it. Numba names its folders after the sources'."""
+    """Give a copy of the package what is compiled for it. The copy needs the same sources."""
+    # Numba names subfolders after the path of the sources, which differs for the copy.
     made = cache_folder()
     for folder in {path.parent for pattern in _SOURCES for path in package.glob(pattern)}:
         source, target = (made / Locator.get_suitable_cache_subpath(str(f / "module.py"))
@@ -38,7 +41,8 @@ def copy_compiled(package: Path, copy: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Beside the package's other compiled files or, where these cannot be written, in the user's cache."""
+    """The folder for compiled code: in the package's `__pycache__`, else in the user's cache."""
+    # A digest, not a time stamp: checkouts and copies change times.
     sources = sorted(path for pattern in _SOURCES for path in _PACKAGE.glob(pattern))
     name = f"numba-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:16]}"
     for parent in (_PACKAGE / "__pycache__", Path.home() / ".cache/shardcore"):
@@ -48,7 +52,9 @@ def cache_folder() -> Path:
             for old in sorted(parent.glob("numba-*"), key=lambda p: -p.stat().st_mtime)[_KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
             return parent / name
+    # Neither folder can be written: numba falls back to its own default.
     return Path()
 
 
+# Numba reads this where a function is declared with cache=True.
 numba.config.CACHE_DIR = str(cache_folder())

@@ -1,10 +1,15 @@
-"""Kinds of sharding: how shards of each kind run in a training step. One row a kind, and nothing else knows one.
+"""Kinds of sharding: how shards of each kind run in a training step. One row of LAYOUTS defines a kind.
 
-A step of TorchRec runs, on each device, one fused op for the shards of each kind, and one collective on each channel of
-that kind. A row of LAYOUTS says where such a shard may live, over which batch its op runs, what its channels carry, and
-what stays in memory. `lower`, memory checks, searches, replays, exports and reports read these rows.
+On each device, a step of TorchRec runs one fused op for the shards of each kind.
+It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 
-To add a kind: add a row. Where it brings a collective that nobody measured yet, measure that too.
+- where such a shard may live,
+- over which batch its op runs,
+- what its channels carry,
+- what stays in memory.
+
+`lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
+To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
 Shapes: C channels, D devices. A formula takes numbers or arrays of rows and widths alike.
 """
@@ -20,7 +25,12 @@ from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard
 
 WORLD, HOST, CROSS = "world", "host", "cross"
-"""Groups of a collective: all devices; those of one host; one device of each host, by their order on it."""
+"""Scope of a collective's groups.
+
+WORLD: all devices.
+HOST: the devices of one host.
+CROSS: one device of each host, by their order on it.
+"""
 
 Group = tuple[int, ...]
 """Devices that share one shard, in the order in which row ranges are dealt out."""
@@ -30,10 +40,12 @@ Bytes = Callable[[Any, Any, Problem], Any]
 
 @dataclass(frozen=True)
 class Channel:
-    """A collective among groups of devices; each channel runs once forward and once backward, if at all.
+    """A collective among groups of devices. Each channel runs at most once forward and once backward.
 
-    collective: one of types.COLLECTIVES. The way back of a reduce-scatter is an all-gather; an all-reduce only runs backward.
+    collective: one of types.COLLECTIVES.
     group: WORLD, HOST or CROSS.
+
+    The backward of a reduce-scatter is an all-gather. An all-reduce runs backward only.
     """
 
     collective: str
@@ -41,7 +53,7 @@ class Channel:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The collective in words, for people."""
         return self.collective.replace("_", "-") + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group]
 
 
@@ -52,12 +64,12 @@ class Layout:
     name: as placements and files say it.
     words: what it does to a table, for people.
     groups: the sets of devices that may share a shard.
-    divides_rows: whether each device of a group has an even range of the rows; else each has all of them.
-    cuts_columns: whether a shard may have some of the columns only.
-    local_batch: whether its op runs over a device's share of the batch; else over the global batch.
+    divides_rows: whether each device of a group has an even range of rows. Otherwise each has all rows.
+    cuts_columns: whether a shard may have only some of the columns.
+    local_batch: whether its op runs over a device's share of the batch. Otherwise over the global batch.
     dense_gradient: whether a device keeps a gradient of the shard's size.
-    channels: what its shards enter into each channel.
-    torchrec: the sharding types that TorchRec runs so, that of a whole table first.
+    channels: what its shards enter into each channel, in bytes.
+    torchrec: the sharding types that TorchRec runs in this way, that of a whole table first.
     """
 
     name: str
@@ -76,31 +88,38 @@ class Layout:
 
 
 def _each_device(topology: Topology) -> tuple[Group, ...]:
+    """Every device is a group of its own."""
     return tuple((d,) for d in range(len(topology)))
 
 
 def _all_devices(topology: Topology) -> tuple[Group, ...]:
+    """One group of all devices."""
     return (topology.ranks,)
 
 
 def _each_host(topology: Topology) -> tuple[Group, ...]:
-    """TorchRec only knows hosts of equal size. On the only host it is the same as over all devices, and on hosts of one device
-    it divides nothing."""
+    """One group for each host; none where that is no kind of its own.
+
+    TorchRec needs hosts of equal size. A single host equals all devices. Hosts of one device divide nothing.
+    """
     return topology.on_hosts if topology.equal_hosts and 1 < len(topology.hosts) < len(topology) else ()
 
 
 def _outputs(rows: Any, width: Any, problem: Problem) -> Any:
-    """Pooled outputs of the global batch."""
+    """Bytes of the pooled outputs of the global batch."""
     return problem.global_batch * OUTPUT_BYTES * width
 
 
 def _outputs_of_a_host(rows: Any, width: Any, problem: Problem) -> Any:
-    """What is left of pooled outputs once the devices of a host have summed theirs: each has its share of the batch."""
+    """Bytes of pooled outputs after the devices of a host have summed theirs.
+
+    The reduce-scatter leaves each device with its share of the batch.
+    """
     return _outputs(rows, width, problem) / len(problem.topology.on_hosts[0])
 
 
 def _gradients(rows: Any, width: Any, problem: Problem) -> Any:
-    """A dense gradient of the shard."""
+    """Bytes of a dense gradient of the shard."""
     return OUTPUT_BYTES * rows * width
 
 
@@ -122,13 +141,14 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
            channels={Channel("all_reduce"): _gradients},
            torchrec=("data_parallel",)),
 )}
-"""The kinds by name. Ops, and collectives of one way, run in this order."""
+"""The kinds by name. Ops, and collectives of one direction, run in this order."""
 
 CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels))
-"""All channels, in the order in which arrays of bytes [C, ...] have them."""
+"""All channels. Arrays of bytes [C, ...] use this order."""
 
+# Found by its properties, so that no code names a kind.
 WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)
-"""The kind by which one device has all rows: what every search places most tables by."""
+"""The kind in which one device has all rows. Searches place most tables in this kind."""
 
 
 def ways(topology: Topology) -> tuple[Layout, ...]:
@@ -137,29 +157,30 @@ def ways(topology: Topology) -> tuple[Layout, ...]:
 
 
 def layout_of(kind: str) -> Layout:
-    """The row of a kind. Raises ShardCoreError naming one that is not known."""
+    """The row of a kind. Raises ShardCoreError for an unknown name."""
     if kind not in LAYOUTS:
         raise ShardCoreError(f"placement has kind {kind!r}; known are {', '.join(LAYOUTS)}")
     return LAYOUTS[kind]
 
 
 def layout_of_torchrec(sharding_type: str) -> Layout | None:
-    """The kind that TorchRec runs under a name; None for one that is not known."""
+    """The kind that TorchRec runs under a name. None for an unknown name."""
     return next((layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec), None)
 
 
 def even_share(rows: int, n: int) -> int | None:
-    """Rows of each device but the last among which TorchRec divides a table over n: ceil(rows / n).
+    """Rows of each device except the last, when TorchRec divides a table over n: ceil(rows / n).
 
-    None where that leaves the last none, with which its kernels fail.
+    None if the last device would get no rows: TorchRec's kernels fail then.
     """
     each = -(-rows // n)
     return each if each * (n - 1) < rows else None
 
 
 def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
-    """The row ranges [lo, hi) of n devices, in their order; None as `even_share`."""
+    """The row ranges [lo, hi) of n devices, in their order. None as in `even_share`."""
     each = even_share(rows, n)
+    # The last range may be shorter.
     return each and [(i * each, min((i + 1) * each, rows)) for i in range(n)]
 
 
@@ -170,29 +191,35 @@ def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
         for device in devices:
             yield device, shard
         return
+    # Row ranges are relative to the shard's own first row.
     for device, (lo, hi) in zip(devices, even_rows(shard.rows, len(devices)) or (), strict=True):
         yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
 
 
 def possible_groups(layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None) -> list[Group]:
-    """The groups of a kind that can share a table of so many rows; allowed: devices where it may live (None: all)."""
+    """The groups of a kind that can share a table of so many rows.
+
+    allowed: devices where the table may live; None for all.
+    """
+    # An empty last range would break TorchRec's kernels (see even_share).
     return [group for group in layout.groups(topology)
             if (allowed is None or set(group) <= set(allowed))
             and (not layout.divides_rows or even_share(rows, len(group)))]
 
 
 def require_placement(placement: Placement, problem: Problem) -> None:
-    """Raise ShardCoreError unless the placement's devices and cuts are those of its kind."""
+    """Raise ShardCoreError unless the placement's devices and cuts are possible for its kind."""
     layout, shard, devices = layout_of(placement.kind), placement.shard, placement.devices
     what = f"plan places {shard.label} by {layout.name} on {device_names(devices)}"
     if max(devices) >= len(problem.topology):
         raise ShardCoreError(f"plan places {shard.label} on device {max(devices)}; "
                              f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}")
     if layout is WHOLE_ROWS and len(devices) == 1 and shard.full_rows:
-        return  # as most are
+        return  # the most common case
     groups = layout.groups(problem.topology)
     if not groups:
         raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, 2 or more")
+    # The order matters: row ranges are dealt out in it.
     if devices not in groups:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
@@ -203,6 +230,6 @@ def require_placement(placement: Placement, problem: Problem) -> None:
 
 
 def device_names(devices: Sequence[int]) -> str:
-    """Devices for people, the first few of many."""
+    """Devices for people: the first few of many."""
     shown = ", ".join(map(str, devices[:8])) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
     return f"device{'s' * (len(devices) > 1)} {shown}"

@@ -1,4 +1,7 @@
-"""What a device must hold for the shards placed on it."""
+"""The memory that shards take on a device.
+
+Shapes: D devices.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,36 @@ from shardcore.layouts import Layout, layout_of, shards_on
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
 OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
+"""Row-wise Adagrad keeps one FP32 a row; exact SGD keeps nothing."""
 
 
 def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool = False) -> int:
     """Bytes that a shard takes on a device that runs it over `batch` samples.
 
-    Weights, optimizer state (row-wise Adagrad keeps one FP32 a row), the pooled output and its gradient; and a dense gradient,
-    where its kind keeps one for the all-reduce.
+    It sums the weights, the optimizer state, the pooled output and its gradient.
+    A kind with an all-reduce also keeps a dense gradient.
     """
     dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
     state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
+    # 2: the pooled output and its gradient, both FP32.
     return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_bytes
 
 
 def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
-    """Bytes of what one device has of a shard, run as this kind."""
+    """Bytes of one device's part of a shard, run as this kind."""
     return shard_bytes(shard, layout.batch(problem), problem.optimizer, layout.dense_gradient)
 
 
 def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = None) -> int:
-    """What `shard_bytes` says of the whole table, or so many of its columns, without a Shard for each of many tables."""
+    """`shard_bytes` of a whole table, or of some of its columns. Faster than to create a Shard."""
     width = width or table.dim
+    # Bytes per row.
     weights_and_state = width * PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_ROW[optimizer]
     return table.rows * weights_and_state + 2 * batch * width * OUTPUT_BYTES
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:
-    """Bytes per device that a plan takes, [D]."""
+    """[D] bytes that a plan takes on each device."""
     used = [0] * len(problem.topology)
     for placement in plan.placements:
         layout = layout_of(placement.kind)
@@ -43,21 +49,22 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
 
 
 def free_bytes(problem: Problem) -> list[int]:
-    """Bytes per device that embeddings may use, [D]: the device's memory less what the constraints reserve."""
+    """[D] bytes that embeddings may use: the device's memory less what constraints reserve."""
     return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
 
 
 def require_fits(plan: Plan, problem: Problem) -> list[int]:
-    """What `used_bytes` says; raises Infeasible naming the first device that holds more than it may."""
+    """[D] `used_bytes` of a plan. Raises Infeasible, naming the first device that holds more than it may."""
     held = used_bytes(plan, problem)
     for device, (used, free) in enumerate(zip(held, free_bytes(problem), strict=True)):
+        # A reservation larger than the device leaves negative bytes: nothing fits then.
         if used > max(0, free):
             raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; it may hold {gib(free)}")
     return held
 
 
 def gib(n_bytes: float) -> str:
-    """A size for people, in GiB (MiB below 0.1 GiB, bytes below 0.1 MiB)."""
+    """A size for people, in GiB. MiB below 0.1 GiB, bytes below 0.1 MiB."""
     if abs(n_bytes) >= 0.1 * 2**30:
         return f"{n_bytes / 2**30:.1f} GiB"
     return f"{n_bytes / 2**20:.1f} MiB" if abs(n_bytes) >= 0.1 * 2**20 else f"{n_bytes:.0f} bytes"

@@ -1,10 +1,11 @@
-"""lower: what one training step of a plan does.
+"""lower: turn a plan into what one training step does.
 
-A step, per device: look up (forward), exchange pooled outputs, [dense part], exchange their gradients, update (backward).
-As in TorchRec, the shards of a kind run as one fused FBGEMM op with its collectives: see layouts.
+Each device looks up rows (forward) and exchanges pooled outputs.
+After the dense part it exchanges their gradients and updates rows (backward).
+As in TorchRec, the shards of a kind run as one fused FBGEMM op with its collectives (see layouts).
 
-Input ids also travel, but TorchRec's pipeline overlaps that with the previous batch's compute. So a step does not wait for it,
-and it is not part of the Workload.
+Input ids also travel. TorchRec's pipeline overlaps that with the previous batch's compute.
+So a step does not wait for it, and a Workload does not contain it.
 
 Shapes: C channels (layouts.CHANNELS), D devices.
 """
@@ -29,6 +30,7 @@ class Op:
     """Shards that run as one fused FBGEMM op.
 
     kind: of sharding.
+    shards: in the op.
     batch: samples it runs over.
     """
 
@@ -41,9 +43,11 @@ class Op:
 class Workload:
     """One step of a plan.
 
-    ops: of each device (D tuples), in the order of LAYOUTS; devices that run the same shards share an Op.
+    ops: (D tuples) of each device, in the order of LAYOUTS. Devices that run the same shards share an Op.
     traffic: [C, D] bytes that enter each channel. All 0 along D means that its collective does not run.
-    memory_bytes: of each device (D).
+    memory_bytes: (D) bytes held on each device.
+    topology: the devices and links.
+    global_batch: samples of a step.
     """
 
     ops: tuple[tuple[Op, ...], ...]
@@ -56,8 +60,9 @@ class Workload:
 def lower(plan: Plan, problem: Problem) -> Workload:
     """The Workload of a plan.
 
-    Raises ShardCoreError where the plan does not cover the problem's tables exactly once, places one as its kind cannot be, or
-    breaks a constraint; Infeasible where a device would hold more than it may.
+    Raises ShardCoreError if the plan does not cover the problem's tables exactly once.
+    Raises it too for a placement that its kind does not allow, and for a broken constraint.
+    Raises Infeasible if a device would hold more than it may.
     """
     require_cover(plan, problem)
     require_constraints(plan, problem)
@@ -73,6 +78,7 @@ def lower(plan: Plan, problem: Problem) -> Workload:
         last, entering = None, np.zeros(len(CHANNELS))
         for device in (d for d in range(n_devices) if held[kind, d]):
             shards = tuple(held[kind, device])
+            # Devices of a replicated kind run the same shards. They share an Op, so that it is priced once.
             if last is None or last.shards != shards:
                 last = Op(kind, shards, layout.batch(problem))
                 entering = entering_bytes(layout, shards, problem)
@@ -88,18 +94,21 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
 
 
 def traffic_of_widths(widths: Mapping[Layout, np.ndarray], problem: Problem) -> np.ndarray:
-    """[C, ..., D] bytes that enter each channel where devices have columns [..., D] of some kinds. For kinds whose channels carry
-    outputs, which do not depend on rows."""
+    """[C, ..., D] bytes that enter each channel, if devices hold columns [..., D] of some kinds.
+
+    Only for kinds whose channels carry pooled outputs, as these do not depend on rows.
+    """
     shape = next(iter(widths.values())).shape
     traffic = np.zeros((len(CHANNELS), *shape))
     for layout, width in widths.items():
         for channel, entering in layout.channels.items():
+            # 0 rows: pooled outputs do not depend on them.
             traffic[CHANNELS.index(channel)] += entering(0, width, problem)
     return traffic
 
 
 def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
-    """Raise what `lower` raises; without `fits`, all but Infeasible."""
+    """Raise what `lower` raises. Without `fits`, everything except Infeasible."""
     require_cover(plan, problem)
     require_constraints(plan, problem)
     if fits:
@@ -107,7 +116,10 @@ def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
 
 
 def require_cover(plan: Plan, problem: Problem) -> None:
-    """Raise ShardCoreError unless every cell of every table is placed exactly once, as its kind can be, on devices that exist."""
+    """Raise ShardCoreError unless every cell of every table is placed exactly once.
+
+    Placements have to be possible for their kind, on devices that exist.
+    """
     by_table: dict[str, list[Shard]] = defaultdict(list)
     known = {t.name: t for t in problem.tables}
     for placement in plan.placements:
@@ -119,18 +131,23 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         require_placement(placement, problem)
         by_table[shard.table.name].append(shard)
     for table in problem.tables:
+        # Shards of a table have all rows. So they overlap only if their columns do.
         shards = sorted(by_table[table.name], key=lambda s: s.col_lo)
         for left, right in zip(shards, shards[1:], strict=False):
             if right.col_lo < left.col_hi:
                 raise ShardCoreError(f"plan places cells twice: {left.label} and {right.label}")
+        # No cell twice, and the right number of cells: so every cell once.
         placed = sum(s.rows * s.width for s in shards)
         if placed != table.rows * table.dim:
             raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}")
 
 
 def require_constraints(plan: Plan, problem: Problem) -> None:
-    """Raise ShardCoreError unless the tables that must stay whole are, all live only where they may, and those that are kept
-    together are on one device."""
+    """Raise ShardCoreError if the plan breaks a constraint.
+
+    Tables that must stay whole are whole. All live only where they may. Bundles are on one device.
+    """
+    # Most problems have no constraints.
     if not problem.whole and not problem.pinned:
         return
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}

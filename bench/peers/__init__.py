@@ -1,4 +1,7 @@
-"""PEERS: other people's planners, reimplemented as sharders, for comparisons. (TorchRec's is among shardcore's own.)"""
+"""PEERS: other people's planners, reimplemented as sharders for comparisons.
+
+TorchRec's planner is not here: it is one of shardcore's own sharders.
+"""
 
 from bench.peers import embark, milp
 

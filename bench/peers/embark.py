@@ -1,24 +1,38 @@
-"""EMBark's planner (Liu et al., RecSys 2024; in NVIDIA HugeCTR: samples/dlrm/sharding and, with columns, the benchmark of its
-embedding collection): split the hottest table again and again, with a greedy pass after each split.
+"""EMBark's planner (Liu et al., RecSys 2024): split the hottest table again and again, with greedy passes.
 
-A table is cut into equal parts, in rows, columns or both, of which a device takes one at most. A part's cost is what it looks
-up and what it exchanges: hotness × columns + bw_ratio × columns, hotness being the lookups of a sample, which a cut by rows
-divides. A pass places parts by falling cost, each on the device that costs least. A round then cuts the table with the
-costliest part further, by rows or in twice the columns, whichever the next pass ends cheaper (rows, if even); where a part found
-no room, its table instead. The cheapest pass of 20 rounds stays, or the plan that cuts every table by rows over all devices.
-The smallest tables are data-parallel and take memory everywhere; the cost does not know of them.
+The code followed is NVIDIA HugeCTR's: samples/dlrm/sharding, and the benchmark of its embedding collection.
 
-Against the public code: what its users set by hand is swept, and the cheapest plan under the model that all sharders are
-compared with stays. bw_ratio: its default (2000 GB/s of memory over 25 of links, over 4 for the bytes of a lookup and its
-update), and what the cost model says of this hardware and the topology's links. Whether columns may become narrower than 32.
-The rows below which a table is data-parallel: none, or 0.28 of the batch (0.008 GB at dim 128 and batch 55,296: its MLPerf
-entries on a DGX H100).
-The public code once confuses rows with columns, where only one of both ways leads to a pass that fits; the one that fits is
-taken. Costs are at a device's speed, with the part's own, which on equal devices is the published rule. Its parts of rows are
-interleaved, on any number of devices; here they are ranges on all, which TorchRec trains: so rows are cut once, not doubled, and
-without columns, and tables ordered by frequency by columns alone. Tables that must stay whole, are kept together or pinned are
-never data-parallel. `packing` takes over where no round fits. Left out: the
-hierarchical variant, and the concatenated unique rows that are its compression.
+A table is cut into equal parts by rows, columns or both. A device takes at most one of them.
+The cost of a part is hotness × columns + bw_ratio × columns: what it looks up, and what it exchanges.
+Hotness is the lookups of a sample. A cut by rows divides it.
+
+A pass places parts by falling cost, each on the device that costs least.
+A round then cuts the table with the costliest part further: by rows, or in twice the columns.
+It takes the way whose next pass is cheaper (rows, if equal).
+If a part found no memory, the round cuts its table instead.
+The cheapest pass of 20 rounds stays, or the plan that cuts every table by rows over all devices.
+The smallest tables are data-parallel. They take memory everywhere, but the cost ignores them.
+
+Where its users choose parameters by hand, here they are swept.
+The cheapest plan stays, under the model that all sharders are compared with. Swept are:
+
+- bw_ratio: its default, and what the cost model says of this hardware and the topology's links.
+  The default is 2000 GB/s of memory over 25 of links, over 4 for a lookup's bytes and its update's.
+- Whether columns may become narrower than 32.
+- The rows below which a table is data-parallel: none, or 0.28 of the batch.
+  That is 0.008 GB at dim 128 and batch 55,296, its MLPerf entries on a DGX H100.
+
+Differences to the public code:
+
+- It once confuses rows with columns, if only one of both ways leads to a pass that fits.
+  Here the one that fits is taken.
+- Costs are at a device's speed and include the part. On equal devices this is the published rule.
+- Its row parts are interleaved, on any number of devices. Here they are ranges on all, as TorchRec trains.
+  So rows are cut once, not doubled, and without columns.
+- Tables ordered by frequency are cut by columns only.
+- Tables that must stay whole, are in bundles or are pinned are never data-parallel.
+- `packing` takes over if no round fits.
+- Left out: the hierarchical variant, and its compression by concatenated unique rows.
 
 Shapes: D devices.
 """
@@ -45,13 +59,18 @@ from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_PARTS = 1 << 20
 Grid = tuple[int, int]
-"""Parts of a table by rows, and by columns."""
+"""Number of parts of a table by rows, and by columns."""
 
 
 @dataclass(frozen=True)
 class EmbarkConfig:
-    """rounds: of splitting. Swept: replicated_rows: tables of fewer rows, relative to the batch, are data-parallel; bw_ratio:
-    cost of a column exchanged over one looked up (None: as the model has it); narrowest: columns no wider are not halved."""
+    """Parameters; all but rounds are swept.
+
+    rounds: of splitting.
+    replicated_rows: tables with fewer rows than this multiple of the batch are data-parallel.
+    bw_ratio: cost of an exchanged column over one looked up. None: the model's.
+    narrowest: columns no wider than this are not halved.
+    """
 
     rounds: int = 20
     replicated_rows: tuple[float, ...] = (0.0, 0.28)
@@ -65,7 +84,12 @@ class EmbarkConfig:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A greedy pass: its cost, and the items with their devices; or, at infinite cost, the table that found no room."""
+    """A greedy pass.
+
+    cost: of the busiest device; infinite if a table found no memory.
+    chosen, devices: items and their devices.
+    stuck: the table that found no memory.
+    """
 
     cost: float
     chosen: tuple[Item, ...] = ()
@@ -75,9 +99,9 @@ class _Pass:
 
 def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
            config: EmbarkConfig = EmbarkConfig()) -> Plan:  # noqa: B008 (frozen)
-    """The cheapest plan of the sweep. Deterministic: the seed is only recorded. One evaluation is one greedy pass.
+    """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
-    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    One evaluation is one greedy pass. Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
     """
     problem.require_setting(model.setting)
     feasible_pieces(problem)  # for its refusals
@@ -102,13 +126,16 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
 
 
 def _bw_ratio(problem: Problem, model: CostModel) -> float:
-    """1 where the model says nothing of lookups or of the exchange: with one of both alone, the ratio is of no account."""
+    """The cost of an exchanged column over one looked up, by the model.
+
+    1 if the model has no cost for one of the two. The ratio then does not matter.
+    """
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
     return exchange / lookup if lookup > 0 and exchange > 0 else 1.0
 
 
 def _replicas(problem: Problem, share: float) -> list[Table]:
-    """The tables with fewer rows than share × batch that are free to be everywhere; none where they alone do not fit."""
+    """Tables to replicate: few rows (share × batch), and no constraint. Empty if they alone do not fit."""
     if len(problem.topology) == 1:
         return []
     small = [t for t in problem.tables if t.rows < share * problem.global_batch
@@ -122,10 +149,13 @@ def replicating(problem: Problem) -> Layout:
 
 
 def _replica_bytes(table: Table, problem: Problem) -> int:
+    """Bytes of a replica of a table."""
     return bytes_as(replicating(problem), Shard.whole(table), problem)
 
 
 class _Search:
+    """One search with fixed parameters."""
+
     def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter) -> None:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
@@ -135,29 +165,34 @@ class _Search:
         self.tables = [t for t in problem.tables if t not in set(replicas)]
 
     def run(self, rounds: int) -> _Pass:
-        """The cheapest pass of so many rounds, as far as the budget goes: always a first one."""
+        """The cheapest pass of these rounds, as far as the budget goes. There is always a first pass."""
         grids: dict[Table, Grid] = dict.fromkeys(self.tables, (1, 1))
         now = best = self._pass(grids)
         if (uniform := self._uniform()) and self.meter.left():
             best = min(best, self._pass(uniform), key=lambda p: p.cost)
         for _ in range(rounds - 1):
+            # Cut the table that found no memory, or else the hottest one that can be cut.
             ways = self._doubled(now.stuck, grids) if now.stuck else next(filter(None, (
                 self._doubled(t, grids) for t in self._by_heat(grids))), [])
             if not ways or not self.meter.left():
                 break
+            # min keeps the first of equals: rows.
             now, grids = min(((self._pass(way), way) for way in ways), key=lambda found: found[0].cost)
             best = min(best, now, key=lambda p: p.cost)
         return best
 
     def _cost(self, shard: Shard) -> float:
+        """Cost of a part, in elements looked up."""
         return looked_up(shard) + self.ratio * shard.width
 
     def _by_heat(self, grids: Mapping[Table, Grid]) -> list[Table]:
+        """Tables by falling cost of a part."""
         return sorted(grids, key=lambda t: -self._cost(_parts(t, grids[t])[0]))
 
     def _doubled(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
         """The ways to cut a table further: by rows, or in twice the columns."""
         rows, columns = grids[table]
+        # Rows are divided once, over all devices: such a table cannot be cut further.
         if rows > 1 or table.name in self.problem.whole:
             return []
         width, most = table.dim // columns, len(self.problem.allowed_devices(table.name))
@@ -167,25 +202,33 @@ class _Search:
         return [{**grids, table: way} for way in ways if way]
 
     def _by_rows(self, table: Table) -> Grid | None:
+        """The cut by rows over all devices. None if TorchRec does not train it."""
         whole = None if table.ordered else division(table, self.problem)
         return (len(whole.devices), 1) if whole else None
 
     def _uniform(self) -> dict[Table, Grid] | None:
-        """Every table by rows over all devices that may hold it; None where one cannot be, or the parts would take gigabytes."""
+        """Every table by rows over all devices that may hold it.
+
+        None if one table cannot be, or if the parts would take gigabytes.
+        """
+        # One part for each table and device.
         if len(self.tables) * len(self.speed) > _MOST_PARTS:
             return None
         grids = {t: self._by_rows(t) for t in self.tables}
         return grids if all(grids.values()) else None
 
     def _pass(self, grids: Mapping[Table, Grid]) -> _Pass:
+        """One greedy pass over the parts of all tables."""
         self.meter.evals += 1
         parts = items((part for t, grid in grids.items() for part in _parts(t, grid)), self.problem)
         costs = np.array([sum(map(self._cost, item)) for item in parts])
         room, holds = FreeMemory(self.problem, self.free), {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
         looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
         chosen, devices = [], []
+        # Least freedom first, then the highest cost.
         for i in np.lexsort((-costs, [freedom(item, self.problem) for item in parts])):
             item, table = parts[i], parts[i][0].table
+            # A device takes at most one part of a table.
             ok = room.fits(item[0]) & ~holds[table]
             if not ok.any():
                 return _Pass(np.inf, stuck=table)
@@ -203,7 +246,7 @@ class _Search:
 
 
 def _parts(table: Table, grid: Grid) -> list[Shard]:
-    """Equal parts, by rows as far as the rows divide."""
+    """Equal parts. Row ranges are as even as the number of rows allows."""
     n_ranges, columns = grid
     width = table.dim // columns
     return [Shard(table, *rows, c * width, (c + 1) * width) for rows in even_rows(table.rows, n_ranges) for c in range(columns)]

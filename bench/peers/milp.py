@@ -1,16 +1,29 @@
 """A mixed-integer program on an additive surrogate, solved by HiGHS (Huangfu and Hall 2018; scipy.optimize.milp).
 
-Items i, a piece or the tables that are kept together, go to devices d: minimise the largest over d of the sum over its items of
-ms_i / speed_d + columns_i × exchange_ms, while their bytes fit. What an item costs is, in turn, its cost alone times what fusion
-saves on a mean device; and its share in a mean device's op, the derivative of the fused cost where all devices hold the same
-(SurCo, Ferber et al., ICML 2023, learns such a linear surrogate). Pieces are the tables, and these with all that cost more than
-a device's mean load in halves of columns, as NeuroShard cuts. Each program starts from a greedy plan, which bounds it from above
-and stays where HiGHS finds nothing cheaper within its limits; where no greedy plan fits, from one that `packing` finds. The
-cheapest of all, starts too, under the model stays.
+Items i go to devices d, and their bytes have to fit. Minimise the largest load of a device:
 
-Equal devices are told apart by order: the costliest item may only go to the first of them, the next to the first two, and so on.
-Above GROUP devices the greedy plan deals the items to groups of devices, loaded much and little in turn, each with a program of
-its own: a single one spends a second at its root for 16 devices and 200 tables, a minute for 64 and 800.
+    load_d = sum over its items of (ms_i / speed_d + columns_i × exchange_ms)
+
+The fused cost is not additive. So ms_i is one of two surrogates, tried in turn:
+
+- alone: the cost of the item alone, times what fusion saves on a mean device.
+- share: its share in a mean device's op, the derivative of the fused cost if all devices hold the same.
+  SurCo (Ferber et al., ICML 2023) learns such a linear surrogate.
+
+Pieces are the tables. A second set halves columns of all that cost more than a device's mean load,
+as NeuroShard cuts.
+
+Each program starts from a greedy plan, which bounds it from above.
+That plan stays if HiGHS finds nothing cheaper within its limits.
+If no greedy plan fits, `packing` gives the start.
+The cheapest of all plans and starts stays, under the model.
+
+Equal devices are told apart by order, to avoid equivalent solutions.
+The costliest item may only go to the first of them, the next to the first two, and so on.
+
+Above GROUP devices, the items of the greedy plan are dealt to groups of busy and idle devices.
+Each group has a program of its own. A single one spends long at its root:
+a second for 16 devices and 200 tables, a minute for 64 and 800.
 
 Shapes: I items, D devices, X pairs of them, one for each binary variable.
 """
@@ -34,15 +47,25 @@ from shardcore.search.rates import exchange_ms
 from shardcore.types import Plan, Problem, Shard
 
 GROUP = 8
+"""The most devices of a program."""
 SURROGATES = ("share", "alone")
+"""Ways to give an item a cost of its own."""
 _LARGEST = 0.002
-"""Loads are scaled to this: HiGHS repairs solutions that break its absolute tolerance, 1e-6, and prints that it does."""
+"""Loads are scaled to this maximum.
+
+HiGHS repairs solutions that break its absolute tolerance of 1e-6, and prints that it does.
+"""
 
 
 @dataclass(frozen=True)
 class MilpConfig:
-    """surrogates: of SURROGATES; shares: pieces that cost more than these of a device's mean load are halved; nodes: of a branch
-    and bound, where the budget is not in seconds; gap: relative, at which it ends."""
+    """What is tried, and the limits of a program.
+
+    surrogates: of SURROGATES.
+    shares: pieces that cost more than this share of a device's mean load are halved.
+    nodes: the most of a branch and bound, without a budget in seconds.
+    gap: relative gap at which it ends.
+    """
 
     surrogates: tuple[str, ...] = SURROGATES
     shares: tuple[float, ...] = (float("inf"), 1.0)
@@ -58,7 +81,12 @@ class MilpConfig:
 
 @dataclass
 class _Limits:
-    """What the programs that are still to be solved may use: nodes each, or the seconds until `end` (monotonic) together."""
+    """What the programs still to be solved may use.
+
+    programs: how many there are.
+    nodes: for each.
+    end: monotonic time at which all end. None: nodes limit them.
+    """
 
     programs: int
     nodes: int
@@ -69,13 +97,16 @@ class _Limits:
         self.programs -= 1
         if self.end is None:
             return {"mip_rel_gap": gap, "node_limit": self.nodes}
+        # Divide the remaining time evenly over the remaining programs.
         return {"mip_rel_gap": gap, "time_limit": max(0.0, (self.end - time.monotonic()) / (self.programs + 1))}
 
 
 def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
          config: MilpConfig = MilpConfig()) -> Plan:  # noqa: B008 (frozen)
-    """The cheapest plan of the programs. Deterministic unless the budget is in seconds: the seed is only recorded. One evaluation
-    is one node of a branch and bound, at least one for each program.
+    """The cheapest plan of all programs. The seed is only recorded.
+
+    Deterministic, unless the budget is in seconds.
+    One evaluation is one node of a branch and bound, at least one for each program.
 
     Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
     """
@@ -98,6 +129,7 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
                 program = _Program(problem, model, packing.pieces, surrogate, per_column_ms)
                 where = dict(zip(packing.pieces, packing.devices, strict=True))
                 devices = np.array([where[item[0]] for item in program.items])
+            # Both plans are kept: the surrogate may prefer the one that the model does not.
             start = devices
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
@@ -110,7 +142,10 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
 
 
 def _cut(pieces: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
-    """The pieces, those of all rows halved by columns as long as one costs more, alone, than so much of a device's mean load."""
+    """The pieces, those with all rows halved by columns until none costs more than the limit.
+
+    The limit is a share of a device's mean load. A piece counts at its cost alone.
+    """
     limit = share * float(model.head(model.encode(pieces)).sum()) / sum(d.speed for d in problem.topology.devices)
     done, waiting = [], list(pieces)
     while waiting:
@@ -123,7 +158,14 @@ def _cut(pieces: Sequence[Shard], share: float, problem: Problem, model: CostMod
 
 
 class _Program:
-    """items; load [I, D] ms of each on each device; bytes [I]; may [I, D]: where it may live; free [D] bytes."""
+    """Items to assign, with their loads.
+
+    items: [I] to place.
+    load: [I, D] ms of each item on each device.
+    bytes: [I] memory.
+    may: [I, D] where an item may live.
+    free: [D] bytes.
+    """
 
     def __init__(self, problem: Problem, model: CostModel, pieces: Sequence[Shard], surrogate: str, per_column_ms: float) -> None:
         self.problem, self.items = problem, items(pieces, problem)
@@ -137,7 +179,10 @@ class _Program:
             self.may[i, list(devices_of(item[0], problem))] = True
 
     def start(self) -> np.ndarray | None:
-        """[I] devices: items by falling load, each where the device is then done first; None where one finds no room."""
+        """[I] devices of a greedy plan. None if an item finds no memory.
+
+        Items go by falling load, each to the device that is then done first.
+        """
         room, busy, devices = FreeMemory(self.problem), np.zeros(len(self.free)), np.zeros(len(self.items), dtype=int)
         for i in np.lexsort((-self.load.min(1), [freedom(item, self.problem) for item in self.items])):
             fits = room.fits(self.items[i][0])
@@ -150,7 +195,10 @@ class _Program:
         return devices
 
     def improve(self, devices: np.ndarray, group: np.ndarray, options: dict[str, float]) -> tuple[np.ndarray, int]:
-        """devices [I] with the items of a group of devices dealt anew, if HiGHS finds cheaper in its limits; and its nodes."""
+        """devices [I], with the items of one group of devices reassigned if HiGHS finds that cheaper.
+
+        Also returns the number of nodes.
+        """
         mine = np.flatnonzero(np.isin(devices, group))
         if len(group) == 1 or len(mine) < 2 or options.get("time_limit") == 0:
             return devices, 0
@@ -163,11 +211,12 @@ class _Program:
             return devices, nodes
         result = devices.copy()
         result[mine] = group[found]
+        # HiGHS's objective has a tolerance, so compare the real loads.
         after = np.bincount(found, load[np.arange(len(mine)), found], len(group)).max()
         return (result if after < before and self._fits(result) else devices), nodes
 
     def _fits(self, devices: np.ndarray) -> bool:
-        """To the byte: HiGHS keeps constraints to a tolerance."""
+        """Whether the items fit, to the byte. HiGHS keeps constraints only to a tolerance."""
         room = FreeMemory(self.problem)
         for i, d in enumerate(devices):
             for shard in self.items[i]:
@@ -176,15 +225,19 @@ class _Program:
 
 
 def _width(item: Item) -> int:
+    """Columns of an item."""
     return sum(shard.width for shard in item)
 
 
 def _surrogate_ms(chosen: Sequence[Item], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:
-    """[I] ms of items at speed 1: summed over a mean device's share of all, about what it costs fused. Row ranges count as if in
-    one op with the rest."""
+    """[I] ms of items at speed 1. Their sum is about the cost of all as one op on each of n devices.
+
+    Row ranges count as if they ran in one op with the rest.
+    """
     codes = np.array([model.encode(item).sum(0) for item in chosen])
     mean = codes.sum(0) / n_devices
     if surrogate == "share":
+        # A central difference around the mean load, small enough that no load is negative.
         step = 0.5 / n_devices  # no device holds less than nothing
         return (model.head(mean + step * codes) - model.head(mean - step * codes)) / (2 * step)
     alone = np.asarray(model.head(codes))
@@ -192,7 +245,7 @@ def _surrogate_ms(chosen: Sequence[Item], model: CostModel, surrogate: str, n_de
 
 
 def _groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
-    """Groups of at most GROUP devices, dealt out by falling load: each has busy and idle ones."""
+    """Groups of at most GROUP devices. Devices are dealt by falling load, so each has busy and idle ones."""
     busy = np.bincount(devices, load[np.arange(len(devices)), devices], load.shape[1])
     order, n = np.argsort(-busy, kind="stable"), -(-load.shape[1] // GROUP)
     return [np.sort(order[g::n]) for g in range(n)]
@@ -200,20 +253,28 @@ def _groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
 
 def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarray, at_most: float,
            options: dict[str, float]) -> tuple[np.ndarray | None, int]:
-    """[I] devices of least largest load, none above at_most, and the nodes that it took; None where HiGHS has none in time."""
+    """[I] devices with the least largest load, at most `at_most`, and the number of nodes.
+
+    None if HiGHS finds no solution in time.
+    """
     from scipy import optimize, sparse
 
+    # Bytes are scaled to 1: large numbers would make the program ill-conditioned.
     scale = 1 / max(1, free.max())
     load = load * (_LARGEST / at_most)
     allowed = may & (needs[:, None] <= free) & ~_symmetric(load, may, free)
+    # One binary variable for each allowed pair; the last variable is the largest load.
     i, d = np.nonzero(allowed)
     (n_items, n_devices), n = load.shape, len(i)
     if len(np.unique(i)) < n_items:
         return None, 0
+    # Each item goes to exactly one device.
     each = sparse.csr_array((np.ones(n), (i, np.arange(n))), shape=(n_items, n + 1))
+    # The load of each device is at most the last variable.
     makespan = sparse.csr_array((np.append(load[i, d], -np.ones(n_devices)),
                                  (np.append(d, np.arange(n_devices)), np.append(np.arange(n), np.full(n_devices, n)))))
     memory = sparse.csr_array((needs[i] * scale, (d, np.arange(n))), shape=(n_devices, n + 1))
+    # Leave out devices that could hold everything: fewer constraints.
     scarce = np.flatnonzero(needs @ allowed > free)
     result = optimize.milp(
         np.append(np.zeros(n), 1.0), integrality=np.append(np.ones(n), 0),
@@ -229,7 +290,10 @@ def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarra
 
 
 def _symmetric(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """[I, D] what need not be tried: of equal devices, the first takes the costliest of its items earliest, and so on."""
+    """[I, D] pairs that need not be tried, as they only permute equal devices.
+
+    Of equal devices, the first takes the costliest of its items earliest, and so on.
+    """
     skip = np.zeros(load.shape, dtype=bool)
     rank = np.empty(len(load), dtype=int)
     rank[np.argsort(-load.min(1), kind="stable")] = np.arange(len(load))

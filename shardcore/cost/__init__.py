@@ -1,1 +1,1 @@
-"""Cost models: what a step costs, predicted."""
+"""Cost models: predict what a training step costs, in ms."""

@@ -1,4 +1,4 @@
-"""How good a model is on samples that it was not trained on: the splits and the metrics.
+"""Dataset splits, and the accuracy of a model on samples that it was not trained on.
 
 Shapes: S samples.
 """
@@ -18,11 +18,15 @@ from shardcore.measurements import CommSample, ComputeSample
 
 Sample = TypeVar("Sample", ComputeSample, CommSample)
 COVERAGES = (50, 80, 90, 95)
-"""Percent of measurements that intervals are to hold, whose real share `evaluate` gives."""
+"""Nominal coverages in percent. `evaluate` reports the real share inside each interval."""
 
 
 def split_of(sample_id: str) -> str:
-    """Of "train", "validation" and "test" (8 : 1 : 1), from the id alone: a sample stays on its side as the dataset grows."""
+    """"train", "validation" or "test", in the ratio 8 : 1 : 1.
+
+    It depends on the id only. So a sample keeps its split as the dataset grows.
+    """
+    # A hash, not a random draw: no state, and the same on every machine.
     part = int(hashlib.sha256(sample_id.encode()).hexdigest(), 16) % 10
     return "train" if part < 8 else ("validation" if part == 8 else "test")
 
@@ -33,33 +37,37 @@ def held_out(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S] forward + backward ms."""
+    """[S] predicted ms, forward + backward."""
     return model.head(_sums(model, samples))
 
 
 def intervals(model: NeuralModel, samples: Sequence[ComputeSample], confidence: float) -> tuple[np.ndarray, np.ndarray]:
-    """[S] ms, low and high, between which the measured forward + backward is to lie with probability `confidence`."""
+    """[S] ms, low and high, around the measured forward + backward with probability `confidence`."""
     return model.interval(_sums(model, samples), confidence)
 
 
 def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S, K + 2] summed encodings."""
+    """[S, K + 2] summed encodings of each sample's shards."""
     if not samples:
         return np.zeros((0, len(features.DRIVERS) + 2))
     return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
 
 def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CommSample]) -> dict[str, float]:
-    """Accuracy on measurements: flat metrics, errors in percent; those of a kind without samples are left out.
+    """Accuracy on measurements, as flat metrics. Errors are in percent.
 
-    compute_* is of forward + backward of a group: errors, and compute_coverage_* the share that the interval of so many percent
-    holds, in percent too; of exchanges as collective_model.errors.
+    compute_*: errors of forward + backward of fused ops.
+    compute_coverage_*: percent of measurements inside the interval of that nominal coverage.
+    Exchanges: see collective_model.errors.
+
+    A kind without samples has no metrics.
     """
     compute, comm = ([s for s in samples if s.error is None] for samples in (compute, collective_model.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         sums = _sums(model, compute)
         both = nets.parts(model.weights, sums)
+        # [S, 2] measured ms, forward and backward.
         found = np.array([[s.forward.median_ms, s.backward.median_ms] for s in compute])
         total, measured = both.sum(1), found.sum(1)
         metrics |= {"compute_mape": mape(total, measured), "forward_compute_mape": mape(both[:, 0], found[:, 0]),

@@ -1,6 +1,6 @@
-"""AnalyticModel: a CostModel in closed form, for tests and as the baseline that a trained model has to beat.
+"""AnalyticModel: a CostModel in closed form. For tests, and as the baseline that a trained model has to beat.
 
-Shapes: N shards, F = 4 drivers, G groups, C channels, D devices; ... any leading dimensions.
+Shapes: N shards, F = 4 drivers, G ops, C channels, D devices; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ BYTES_PER_MS_PER_GBPS = 1e6
 
 @dataclass(frozen=True)
 class AnalyticModel:
-    """Costs from what an op has to do, each driver at a constant rate.
+    """Costs from the work of an op, each driver at a constant rate.
 
     compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
-    transfer = latency + bytes that leave a device / bandwidth, the same for all: nobody is done before the last sender
-    waiting = max over devices of (compute + backward transfer) - the own
 
-    The defaults are of the order of a data-centre GPU; they were not measured. A topology's own bandwidths and latency go
-    before the model's. Raises ShardCoreError for a negative cost or a bandwidth that is not positive.
+    transfer = latency + bytes that leave a device / bandwidth, the same for all: nobody is done before the last sender
+
+    waiting = max over devices of (compute + backward transfer) - the device's own
+
+    The defaults have the order of magnitude of a data-centre GPU. They were not measured.
+    Bandwidths and latency of a topology take precedence over the model's.
+    Raises ShardCoreError for a negative cost, or a bandwidth that is not positive.
     """
 
     setting: Setting
@@ -51,23 +54,29 @@ class AnalyticModel:
                 raise ShardCoreError(f"analytic model has {field.name} {value}; bandwidths need to be positive, costs 0 or more")
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, 4]: 1 (a table), lookups, lookups × width in bytes (gathered), unique rows × width in bytes (updated)."""
+        """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.
+
+        Gathered bytes are lookups × width. Updated bytes are unique rows × width.
+        """
         batch = batch or self.setting.batch
         return np.array([_drivers(s, batch) for s in shards], dtype=float).reshape(-1, 4)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms of groups [G, 4]; 0 for an empty group. Monotone in every driver, and less than the sum of its parts."""
+        """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op.
+
+        It grows with every driver. A fused op costs less than its shards run one by one.
+        """
         sums = np.asarray(sums, dtype=float)
         return self.launch_ms * np.minimum(1.0, sums[..., 0]) + sums @ self._rates()
 
     def compiled(self) -> Compiled:
-        """`head` for one group at a time."""
+        """`head` for one op at a time."""
         from shardcore.cost import compiled
 
         return Compiled(compiled.linear, np.concatenate([[self.launch_ms], self._rates()]))
 
     def _rates(self) -> np.ndarray:
-        """[4] ms for each of the drivers."""
+        """[4] ms per unit of each driver."""
         return np.array([
             self.table_us * MS_PER_US,
             self.lookup_ns * MS_PER_NS,
@@ -76,7 +85,7 @@ class AnalyticModel:
         ])
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] 0: it does not tell forward from backward."""
+        """[G] zeros: this model does not tell forward from backward."""
         return np.zeros(np.shape(sums)[:-1])
 
     @property
@@ -90,7 +99,7 @@ class AnalyticModel:
         return self.launch_us * MS_PER_US
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[4] ms for each of the drivers, whatever the load (see model.BoundableCostModel)."""
+        """[4] ms per unit of each driver, whatever the load (see model.BoundableCostModel)."""
         return self._rates()
 
     def takes_all_alike(self, topology: Topology) -> bool:
@@ -98,22 +107,28 @@ class AnalyticModel:
         return True
 
     def even_is_least(self, topology: Topology) -> bool:
-        """See model.BoundableCostModel. The transfer is convex in the bytes and alike for all devices; exchanging devices that
-        have as many on their host leaves it as it is."""
+        """See model.BoundableCostModel. The transfer is convex in the bytes, and the same for all devices.
+
+        With hosts of equal size, swapping devices does not change it.
+        """
         return topology.equal_hosts
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Transfer and waiting, [..., D] ms. The all-reduce goes round a ring, so it moves its bytes twice."""
+        """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
             ms = self._transfer_ms(channel, sent_bytes, topology)
+            # An all-reduce runs backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
             both_ways = channel.collective != "all_reduce"
             forward, backward = forward + both_ways * ms, backward + (ms if both_ways else 2 * ms)
         ready = compute_ms + backward
         return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready)
 
     def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
-        """[..., D] ms of one collective that spreads each device's bytes [..., D] evenly over those of its group."""
+        """[..., D] ms of one collective.
+
+        Each device's bytes [..., D] are spread evenly over the devices of its group.
+        """
         members, hosts = groups_of(channel, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
@@ -121,13 +136,15 @@ class AnalyticModel:
         return ms
 
     def _among(self, sent_bytes: np.ndarray, hosts: np.ndarray, topology: Topology) -> np.ndarray:
-        """[..., n] ms among n devices of some hosts [n]."""
+        """[..., n] ms among the n devices of one group. hosts: [n] number of each device's host."""
         n_devices = len(hosts)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
+        # [n, n] masks of pairs. A device sends nothing to itself.
         same_host = (hosts[:, None] == hosts) & ~np.eye(n_devices, dtype=bool)
         other_host = ~same_host & ~np.eye(n_devices, dtype=bool)
         within = np.maximum(own * same_host.sum(1), own @ same_host)  # a link is as busy as the busier of its two directions
         between = np.maximum(own * other_host.sum(1), own @ other_host)
+        # Both kinds of link transfer at the same time; the slower one decides.
         slowest = np.maximum(
             within / ((topology.within_host_gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS),
             between / ((topology.between_hosts_gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS),

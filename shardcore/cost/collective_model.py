@@ -1,18 +1,22 @@
-"""The communication model: one law for any number of devices, each collective and way with rates of its own; and its fit to
-measured exchanges.
+"""The communication model: one linear law for any number of devices, fitted to measured exchanges.
 
-A transfer takes a latency, linear in LATENCY_TERMS, and then as long as the slower kind of link: bytes go over those within hosts
-and those between hosts at once, and each takes a time that is linear in its terms. All rates are 0 or more, so more bytes never
-take less. The terms of a device come from its own bytes, sums and maxima over devices, and who shares a host: exchanging two
-devices of a host, or two hosts, exchanges their times.
+Each collective has its own rates, forward and backward.
 
-The explicit link model is the same law with bandwidths and a latency that a topology gives instead of fitted rates
-(explicit_links), for links that nobody could measure.
+    transfer = latency + max(time within hosts, time between hosts)
 
-Where replays tell how many times as long as alone a collective takes in a step (steps.py), prices have that factor on what was
-measured; accuracy is that of the law alone.
+Bytes use both kinds of link at once, so the slower kind decides.
+Each of the three parts is linear in its terms, and all rates are 0 or more.
+So more bytes never take less time.
 
-Only FP32 payloads are priced: a Workload carries no payload precision, so exchanges measured in BF16 are left out.
+The law treats equal devices alike. Swapping two devices of a host, or two hosts, swaps their times.
+
+The explicit link model (explicit_links) is the same law with a topology's own bandwidths and latency.
+It serves links that nobody could measure.
+
+In a training step a collective takes longer than alone. Replays give that factor (step_factors.py).
+Prices include it. Accuracy is that of the law without it.
+
+Only FP32 payloads are priced. A Workload carries no payload precision, so BF16 measurements are left out.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
@@ -31,26 +35,39 @@ from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
-"""once = 1; messages that a device sends; rounds that wait for a link between hosts, one of an all-to-all, whose messages go all
-at once; by how much the first starts before the last, SKEW_LIMIT_MS at most (who waited long takes up its work late)."""
+"""Terms of the latency.
+
+once: 1.
+messages: that a device sends.
+far_rounds: rounds that wait for a link between hosts. An all-to-all has one: it sends all at once.
+skew_ms: from the first start to the last, at most SKEW_LIMIT_MS. Long waiters resume late.
+"""
 NEAR_TERMS = ("near_bytes", "near_busiest_bytes")
-"""Over links within hosts: a device's own bytes, out and in; and the most that any device has in one direction."""
+"""Terms of links within hosts.
+
+near_bytes: of the device, out and in.
+near_busiest_bytes: the most of any device in one direction.
+"""
 FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes")
-"""Over links between hosts: the same; the most that any device has over links of both kinds in one direction, which may share its
-port; and the most that any host has, as its devices may share its uplink. All 0 on one host."""
+"""Terms of links between hosts. All are 0 on one host.
+
+far_bytes, far_busiest_bytes: as within hosts.
+port_busiest_bytes: the most of any device over both kinds of link, in one direction. They may share a port.
+uplink_bytes: the most of any host. Its devices may share an uplink.
+"""
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
 LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 10)
 
 WAYS = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"), "all_reduce": ("backward",)}
-"""What runs of a collective; backward of a reduce-scatter is an all-gather."""
+"""The directions in which a collective runs. A reduce-scatter's backward is an all-gather."""
 ALL_TO_ALL = Channel("all_to_all")
-"""Whose rates stand for those of a channel that was not measured."""
+"""Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
 FEWEST_SAMPLES = 4
-"""Of a collective with fewer nothing is fitted."""
+"""A collective with fewer samples gets no rates."""
 BYTES_PER_MS_PER_GBPS = 1e6
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
-"""A collective takes in a step so many times as long as alone. Beyond these, replays told nothing of it."""
+"""Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
 
 # --- terms -------------------------------------------------------------------------------------------------------------
 
@@ -60,31 +77,40 @@ Terms = Sequence[np.ndarray | float]
 
 def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
                    skew_ms: np.ndarray | float = 0.0) -> Terms:
-    """Terms of a collective in groups of n devices, which have owned_bytes [..., n] as in workload.Workload.traffic.
+    """Terms of a collective in groups of n devices.
 
-    hosts [n]: the number of each device's host. skew_ms [...]: between the first and the last start. Of CROSS groups, which share
-    their hosts' links, the axis before the last is that of the groups.
+    owned_bytes: [..., n] as in workload.Workload.traffic.
+    hosts: [n] number of each device's host.
+    skew_ms: [...] from the first start to the last.
+
+    CROSS groups share their hosts' links. For them, the axis before the last is that of the groups.
     """
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
     if channel.collective == "all_to_all":
         far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
-    else:  # all give as much to a reduce-scatter as the one with most, padded; an all-reduce is one and an all-gather
+    else:
+        # A reduce-scatter pads inputs to the largest. An all-reduce is one, and then an all-gather.
         twice = channel.collective == "all_reduce"
         far_rounds, *of_links = _ring(2 * owned if twice else owned.max(-1, keepdims=True), hosts)
     return [1.0, len(hosts) - 1.0, far_rounds, skew, *of_links]
 
 
 def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
-    """far_rounds and the link terms of an all-to-all. Each device sends every other owned / n or, the other way, receives as
-    much from each: the terms are the same."""
+    """far_rounds and the link terms of an all-to-all.
+
+    Each device sends owned / n to every other one. Backward it receives as much, so the terms are the same.
+    """
     n_devices, total = len(hosts), owned.sum(-1, keepdims=True)
+    # One host: the far terms are 0. This is the common case, and cheap.
     if not np.ptp(hosts):
         out, into = owned * (n_devices - 1) / n_devices, (total - owned) / n_devices
         return [0.0, out + into, _busiest(out, into), 0.0, 0.0, 0.0, 0.0]
     _, number, sizes = np.unique(hosts, return_inverse=True, return_counts=True)
-    order = np.argsort(number, kind="stable")  # devices by their hosts: a matrix of both could have 2^32 cells
+    # Sort devices by host and sum runs. A devices × hosts matrix could have 2^32 cells.
+    order = np.argsort(number, kind="stable")
     on_host = np.add.reduceat(owned[..., order], np.cumsum(sizes) - sizes, axis=-1)
+    # Out: a device's own bytes to others. In: the others' bytes, of which it gets 1 / n.
     size, of_host = sizes[number], on_host[..., number]
     near_out, near_in = owned * (size - 1) / n_devices, (of_host - owned) / n_devices
     far_out, far_in = owned * (n_devices - size) / n_devices, (total - of_host) / n_devices
@@ -96,14 +122,19 @@ def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Ter
 
 
 def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:
+    """The most bytes of any device, in either direction."""
     return np.maximum(out.max(-1, keepdims=True), into.max(-1, keepdims=True))
 
 
 def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
-    """far_rounds and the link terms of a ring (Patarasuk and Yuan 2009): (D - 1) / D of the bytes leave and enter every device,
-    and every host, in D - 1 rounds, each as slow as its slowest link."""
+    """far_rounds and the link terms of a ring (Patarasuk and Yuan 2009).
+
+    (D - 1) / D of the bytes leave and enter every device, and every host.
+    They do so in D - 1 rounds, each as slow as its slowest link.
+    """
     n_devices, several = len(hosts), float(np.ptp(hosts) > 0)
     moved = owned * (n_devices - 1) / n_devices
+    # On one host no bytes go between hosts.
     far = several * moved
     return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far]
 
@@ -113,6 +144,7 @@ def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
 
 def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
+    # Terms without a rate are skipped: most rates are 0.
     latency, near, far = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r), np.zeros(()))
                           for part in (LATENCY, NEAR, FAR))
     return latency + np.maximum(near, far)
@@ -120,10 +152,10 @@ def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
 
 def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np.ndarray, topology: Topology,
                   skew_ms: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """[..., D] ms forward and backward of a channel.
+    """[..., D] ms of a channel, forward and backward.
 
-    skew_ms: of the forward exchange, and no rate of a backward one has it. 0 in groups where it does not run: no device owns
-    anything, or there is only one.
+    skew_ms: of the start of the forward exchange. No backward rate depends on it.
+    0 where a group has nothing to run: no device owns bytes, or it has one device.
     """
     owned = np.asarray(owned_bytes, dtype=float)
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
@@ -132,9 +164,11 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
         return forward, backward
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way), topology)
              for way in WAYS[channel.collective]}
+    # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
     terms = exchange_terms(channel, grouped, _counted(hosts, np.stack(list(rates.values()))), skew)
+    # If any device of a group owns bytes, all take part. An all-reduce is the exception: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
     runs = grouped > 0 if channel.collective == "all_reduce" else all_run
     backward[..., members] = np.where(runs, transfer_ms(terms, rates["backward"]), 0.0)
@@ -144,8 +178,10 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
 
 
 def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """[G, n] the devices of each group of a channel, and [n] numbers of their hosts. Groups within and across hosts need hosts of
-    one size; elsewhere there are none."""
+    """[G, n] devices of each group of a channel, and [n] numbers of their hosts.
+
+    Groups within and across hosts exist only where all hosts have the same size.
+    """
     if channel.group == WORLD:
         number = {host: k for k, host in enumerate(topology.hosts)}
         return np.arange(len(topology))[None], np.array([number[d.host] for d in topology.devices])
@@ -158,56 +194,60 @@ def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndar
 
 
 def _name(channel: Channel) -> str:
+    """A channel's name within names of weights."""
     return channel.collective if channel.group == WORLD else f"{channel.collective}_{channel.group}"
 
 
 def weight(channel: Channel, way: str) -> str:
-    """The name of its rates among a model's weights, where it was measured."""
+    """The name of a channel's rates among a model's weights."""
     return f"exchange_{_name(channel)}_{way}"
 
 
 def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str) -> np.ndarray | None:
-    """A channel's own or, where it has none, those of its collective among all devices, or of the all-to-all."""
+    """A channel's own weight. If absent, that of its collective over all devices, or of the all-to-all."""
     tried = (channel, Channel(channel.collective), ALL_TO_ALL)
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
 
 
 def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> np.ndarray:
-    """[E] rates: the channel's own, or another's (see _found); 0 where no all-to-all was measured either."""
+    """[E] rates: the channel's own or a substitute (see _found). 0 where there is none."""
     found = _found(w, weight, channel, way)
     return np.zeros(len(EXCHANGE_TERMS)) if found is None else found
 
 
 def step_weight(channel: Channel, way: str) -> str:
-    """The name of how many times as long as alone it takes in a step, among a model's weights, where steps.py found that."""
+    """The name of a channel's factor in a training step (step_factors.py), among a model's weights."""
     return f"exchange_in_step_{_name(channel)}_{way}"
 
 
 def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
-    """Its factor, or another's (see _found) where it ran in too few steps; 1 where no all-to-all ran in enough."""
+    """A channel's factor in a step, or a substitute (see _found). 1 where there is none."""
     found = _found(w, step_weight, channel, way)
     return 1.0 if found is None else float(found[0])
 
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
-    """The channel whose rates a channel has that was not measured, in words."""
+    """In words: the channel whose rates a channel without measurements uses."""
     own = Channel(channel.collective)
     return f"the {(own if is_measured(w, own) else ALL_TO_ALL).words}"
 
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
+    """Whether the channel has rates of its own in every direction."""
     return all(weight(channel, way) in w for way in WAYS[channel.collective])
 
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
-    """Of "within" and "between" (hosts): the links that the rates of a channel know."""
+    """The kinds of links that the channel's rates know: "within" hosts, "between" hosts, or both."""
     rates = np.stack([rates_of(w, channel, way) for way in WAYS[channel.collective]])
     return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
 
 
 def explicit_links(rates: np.ndarray, topology: Topology) -> np.ndarray:
-    """The explicit link model: rates [E] in which the latency and the bandwidths per device that the topology gives, within hosts
-    and between hosts, replace what was fitted. The busiest device's bytes decide."""
+    """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
+
+    Bandwidths are those of one device. The busiest device's bytes decide.
+    """
     rates = rates.copy()
     if topology.latency_ms is not None:
         rates[LATENCY] = (topology.latency_ms, 0, 0, 0)
@@ -219,23 +259,29 @@ def explicit_links(rates: np.ndarray, topology: Topology) -> np.ndarray:
 
 
 def _counted(hosts: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """[n] hosts as numbers. Where rates [..., E] only know links within hosts, all devices count as on one; where they only know
-    those between hosts, each counts as one."""
+    """[n] hosts as numbers, as far as the rates [..., E] can tell them apart.
+
+    Rates without links between hosts: all devices count as one host.
+    Rates without links within hosts: each device counts as a host.
+    """
     if not rates[..., FAR].any():
         return np.zeros_like(hosts)
     return hosts if rates[..., NEAR].any() else np.arange(len(hosts))
 
 
 def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
-    """Whether no division of a collective's bytes over devices takes less than the even one, forward for the last device and
-    backward for the devices' mean by speed: the law is convex, and where hosts are alike, exchanging devices leaves it as it is.
-    Backward, a device's own bytes may count, but then all devices have to be alike."""
+    """Whether an even division of a collective's bytes over devices is the cheapest.
+
+    Forward the last device counts, backward the devices' mean weighted by speed.
+    The law is convex. Where hosts are alike, swapping devices does not change it.
+    Backward a device's own bytes may count. Then all devices have to be alike.
+    """
     alike = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
     return topology.equal_hosts and (alike or not own_bytes_count(w, topology))
 
 
 def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
-    """Whether a backward exchange takes a device longer for its own bytes, beside those of the busiest."""
+    """Whether backward time depends on a device's own bytes, besides the busiest device's."""
     return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any() for c in CHANNELS)
 
 
@@ -244,12 +290,13 @@ def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
 
 def fit(train_side: Sequence[CommSample], validation: Sequence[CommSample],
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
-    """Rates [E] of each collective that was measured, each way, named as `weight` does."""
+    """[E] rates of each measured collective and direction, named by `weight`."""
     rates = {}
     for collective, ways in WAYS.items():
         known, unseen = ([s for s in side if s.request.collective == collective] for side in (train_side, validation))
         for way in ways if len(known) >= FEWEST_SAMPLES else ():
             (terms, measured), (unseen_terms, unseen_measured) = observed(known, way), observed(unseen or known, way)
+            # Without validation samples, training samples stand in for the report.
             rates[weight(Channel(collective), way)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
             note(f"{way}_comm" if collective == "all_to_all" else f"{collective}_{way}", 0,
@@ -259,8 +306,11 @@ def fit(train_side: Sequence[CommSample], validation: Sequence[CommSample],
 
 
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
-    """[E] rates of transfer_ms from terms [E, S]: which links are the slower is assumed, the linear law is fitted, and so on
-    until it agrees."""
+    """[E] rates of transfer_ms from terms [E, S].
+
+    The maximum is not linear. So guess for each sample which links are slower, and fit the linear law.
+    Repeat until the guess agrees with the fit.
+    """
     far_decides = terms[FAR].any(0)
     for _ in range(rounds):
         decisive = terms.copy()
@@ -274,26 +324,30 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.n
 
 def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """fit_law; terms that are always equal share their rate evenly."""
+    # Equal columns would make the least-squares problem singular.
     different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
     return (fit_law(different.T, measured) / times)[which.ravel()]
 
 
 def priced(samples: Sequence[CommSample]) -> list[CommSample]:
-    """The exchanges that the model prices: those in FP32. What was over before the last rank's start has no transfer time to
-    compare with."""
+    """The samples that the model prices: exchanges in FP32.
+
+    An exchange that ended before the last rank started has no transfer time, and is left out.
+    """
     return [s for s in samples if s.request.payload == "fp32"
             and (s.error or min(x.median_ms for way in WAYS[s.request.collective] for x in getattr(s, way)) > 0)]
 
 
 def observed(samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Terms [E, sum of D] and measured transfer ms [sum of D] of all samples' ranks."""
+    """Terms [E, sum of D] and measured transfer ms [sum of D], over all samples' ranks."""
     terms = [_sample_terms(s, way) for s in samples]
     return np.concatenate(terms, axis=1), np.array([x.median_ms for s in samples for x in getattr(s, way)])
 
 
 def _sample_terms(sample: CommSample, way: str) -> np.ndarray:
-    """[E, D]"""
+    """[E, D] terms of one sample."""
     r = sample.request
+    # Ranks are numbered host by host, and hosts are of one size.
     hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
     first = way == WAYS[r.collective][0]  # only the first exchange is entered at start_ms
     terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts, max(r.start_ms) - min(r.start_ms) if first else 0.0)
@@ -301,6 +355,7 @@ def _sample_terms(sample: CommSample, way: str) -> np.ndarray:
 
 
 def owned_bytes(sample: CommSample) -> np.ndarray:
+    """[D] bytes that each rank of a sample owns."""
     return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
 
 
@@ -308,14 +363,19 @@ def owned_bytes(sample: CommSample) -> np.ndarray:
 
 
 def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and measured transfer ms [sum of D] of all samples' ranks; the samples are of one collective."""
+    """Predicted and measured transfer ms [sum of D]. All samples have to be of one collective."""
     terms, measured = observed(samples, way)
     return transfer_ms(terms, rates_of(w, Channel(samples[0].request.collective), way)), measured
 
 
 def errors(w: Mapping[str, np.ndarray], samples: Sequence[CommSample]) -> dict[str, float]:
-    """Mean absolute error in percent of one rank's transfer: flat metrics, "<way>_comm_mape" of all-to-alls and
-    "<collective>_<way>_mape" of the others; those of a kind without samples are left out."""
+    """Mean absolute error of one rank's transfer, in percent, as flat metrics.
+
+    "<way>_comm_mape": of all-to-alls.
+    "<collective>_<way>_mape": of the others.
+
+    A kind without samples has no metrics.
+    """
     found = {}
     for collective, ways in WAYS.items():
         of_kind = [s for s in samples if s.request.collective == collective]

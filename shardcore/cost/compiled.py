@@ -1,7 +1,8 @@
-"""Compiled heads: what CostModel.compiled gives a search that prices millions of groups one by one.
+"""Compiled heads: `CostModel.compiled` returns one, for a search that prices millions of ops one by one.
 
-A head takes the summed encoding of one group and its model's parameters, both flat arrays, and returns ms: the same numbers as
-the model's `head`, without a call into Python for each. Numba compiles them on first use and keeps the result on disk.
+A head takes the summed encoding of one op and its model's parameters, both flat arrays.
+It returns ms, the same number as the model's `head`, without a call into Python.
+Numba compiles heads on first use and keeps the result on disk.
 
 Shapes: K drivers, H hidden units, Q knots.
 """
@@ -13,14 +14,18 @@ import math
 import numpy as np
 from numba import float64, njit
 
-import shardcore.compiling  # noqa: F401  (where the result is kept)
+import shardcore.compiling  # noqa: F401  (sets the cache folder)
 
 _compile = njit(float64(float64[::1], float64[::1]), cache=True, error_model="numpy")
 
 
 @_compile
 def linear(sums: np.ndarray, p: np.ndarray) -> float:
-    """p: launch ms, ms per unit of each feature; the first feature counts shards."""
+    """ms of the linear model.
+
+    p: launch ms, then ms per unit of each feature. The first feature counts shards.
+    """
+    # No launch without a shard.
     ms = p[0] * min(max(sums[0], 0.0), 1.0)
     for i in range(len(sums)):
         ms += p[1 + i] * sums[i]
@@ -29,10 +34,22 @@ def linear(sums: np.ndarray, p: np.ndarray) -> float:
 
 @_compile
 def contended(sums: np.ndarray, p: np.ndarray) -> float:
-    """nets.parts summed over forward and backward, at a quantile if wanted (band.quantile). p: H, Q, floor of loads, error;
-    launch [2]; log ms and width [Q] each; 1 / typical loads [K]; contention.0 weight [K, H] and bias [H]; contention.1 weight
-    [H, 2]."""
+    """ms of the contended model: `nets.parts` summed over forward and backward.
+
+    With an error other than 0 it returns a quantile instead, as `quantiles.quantile` does.
+
+    p[0]: H.
+    p[1]: Q.
+    p[2]: floor of loads.
+    p[3]: error, the quantile of normalised errors; 0 for the prediction itself.
+    p[4:6]: launch ms, forward and backward.
+    p[6:6 + 2 Q]: log ms at the knots, then the widths there.
+    Then [K]: 1 / typical loads.
+    Then [K, H] and [H]: weight and bias of contention.0.
+    Then [H, 2]: weight of contention.1.
+    """
     k, h, q = len(sums) - 2, int(p[0]), int(p[1])
+    # Offsets into p.
     typical = 6 + 2 * q
     weight = typical + k
     bias = weight + k * h
@@ -40,10 +57,12 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     hidden = np.empty(h)
     for j in range(h):
         hidden[j] = p[bias + j]
+    # First layer. The floor keeps the logarithm finite for an empty op.
     for i in range(k):
         load = math.log(sums[i] * p[typical + i] + p[2])
         for j in range(h):
             hidden[j] += load * p[weight + i * h + j]
+    # Second layer: log factors by which contention slows both directions.
     forward = backward = 0.0
     for j in range(h):
         x = math.tanh(hidden[j])
@@ -52,6 +71,7 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     ms = (p[4] + p[5]) * min(max(sums[0], 0.0), 1.0) + sums[k] * math.exp(forward) + sums[k + 1] * math.exp(backward)
     if p[3] == 0.0 or ms <= 0.0:
         return ms
+    # Linear interpolation of the width between knots, constant beyond the first and the last.
     log_ms, i = math.log(ms), 0
     while i < q - 1 and log_ms > p[6 + i + 1]:
         i += 1

@@ -1,10 +1,12 @@
 """Correct slow machine drift using neighbouring samples' residuals.
 
-While measuring, an op's slowdown is known from the ops that run in turn with it (measure/timing.py). What
-slows all of them for longer than they stay is invisible then. It shows afterwards: samples next to each other
-in time then all cost more than a law of their drivers says. So each sample's slowdown is refined by the
-median of its neighbours' residuals, as far as these predict its own. A sample never corrects itself, and the
-test split corrects nobody.
+While measuring, an op's slowdown is known from the ops timed in turn with it (measure/timing.py).
+A drift that outlasts all of these ops is invisible then.
+It shows later: neighbours in time all cost more than a law of their drivers predicts.
+So each sample's slowdown is multiplied by the median of its neighbours' residuals.
+That happens only as far as neighbours predict each other.
+
+A sample never corrects itself. The test split corrects nobody.
 
 Shapes: S samples.
 """
@@ -27,21 +29,21 @@ from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, Setting
 
 FEWEST_BUSY = 20
-"""So many collectives between busy ranks are worth more than all those between idle ones."""
+"""From this number on, collectives between busy ranks replace those between idle ranks."""
 NEIGHBOURS = 12
 """Samples on each side in time."""
 REACH_S = 60.0
-"""Samples further away in time say nothing."""
+"""Neighbours lie within this time, in seconds."""
 _LEAST = 50
-"""Fewer timed samples than these tell no slowdown."""
+"""With fewer timed samples, no drift is estimated."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """What models are trained and judged on, drift corrected.
+    """What models are trained and judged on, after drift correction.
 
-    compute, comm: each sample once
-    repeats: all timings of what was timed several times, the most often timed first
+    compute, comm: each sample once.
+    repeats: all timings of samples timed several times, the most often timed first.
     """
 
     compute: list[ComputeSample]
@@ -50,9 +52,10 @@ class Measurements:
 
 
 def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
-    """The measurements of one setting in all of some dataset folders together.
+    """The measurements of one setting, from several dataset folders together.
 
-    Raises ShardCoreError where one holds no measurements, or compute samples but none of the setting.
+    Raises ShardCoreError for a folder without measurements.
+    Raises it too for one whose compute samples are all of other settings.
     """
     for folder in folders:
         if not any(Path(folder).glob("*.parquet")) and not (Path(folder) / dataset.REPLAYS).is_dir():
@@ -61,6 +64,7 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
         if found and setting not in found:
             held = "; ".join(map(str, found))
             raise ShardCoreError(f"{folder} holds samples for ({held}), none for ({setting})")
+    # Each folder comes from one machine: drift is shared within a folder only.
     each = [corrected(dataset.read_timings(f, setting)) for f in folders]  # each from a machine of its own
     known = list({(s.id, s.measured_at): s for samples in each for s in samples}.values())
     comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)}
@@ -69,9 +73,9 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
 
 
 def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
-    """Of each collective the samples between busy ranks, as steps have them, where there are enough.
+    """Prefer collectives timed between busy ranks, which is how training steps run them.
 
-    Enough are FEWEST_BUSY, or any where there are no others. Else those between idle ranks.
+    They are taken where there are FEWEST_BUSY, or no others. Otherwise those between idle ranks are taken.
     """
     def chosen(collective: str) -> list[CommSample]:
         mine = [s for s in comm if s.request.collective == collective]
@@ -84,10 +88,11 @@ def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
 
 
 def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
-    """The samples with their slowdown refined, and their timings with it. Failed ones stay as they are.
+    """The samples with their slowdown refined, and their timings scaled to match.
 
-    Several timings of one id are each a sample. Nothing changes where neighbours do not predict each other:
-    on a quiet machine, or for samples without their times.
+    Failed samples stay as they are. Several timings of one id are a sample each.
+    Nothing changes where neighbours do not predict each other.
+    That is the case on a quiet machine, or without times of measurement.
     """
     timed = [s for s in samples if s.error is None]
     if len(timed) < _LEAST:
@@ -97,7 +102,7 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
 
 
 def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
-    """[S] log of how much slower the machine was at each sample than its slowdown says."""
+    """[S] log of the machine's slowdown beyond what each sample already records."""
     trusted = np.array([split_of(s.id) != "test" for s in timed])
     if trusted.sum() < _LEAST or len({s.measured_at for s in timed}) == 1:
         return np.zeros(len(timed))
@@ -107,14 +112,16 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
     theirs, own = found[trusted], residual[trusted]
     # The slope of a sample's residual on its neighbours': 0 where they say nothing, 1 where they say all.
     foretold = float(theirs @ own / (theirs @ theirs)) if theirs.any() else 0.0
+    # A negative slope would mean neighbours predict the opposite: then correct nothing.
     return np.clip(foretold, 0.0, 1.0) * found
 
 
 def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
-    """[S] log of measured over what a law of the drivers says. The trusted samples' median is 0."""
+    """[S] log of measured / predicted, for a linear law of the drivers. The trusted median is 0."""
     drivers = np.stack([features.features(s.request.shards, s.request.batch)[0].sum(0) for s in timed])
     terms = np.concatenate([np.ones((len(timed), 1)), drivers], 1)
     measured = np.array([s.total_ms for s in timed])
+    # The column of ones stands for the launch.
     law = fit_law(terms[trusted], measured[trusted])
     residual = np.log(measured / np.maximum(terms @ law, 1e-9))
     return residual - np.median(residual[trusted])
@@ -122,7 +129,7 @@ def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray
 
 def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarray,
                        ids: Sequence[str]) -> np.ndarray:
-    """[S] median residual of the nearest trusted samples in time; 0 where there are few.
+    """[S] median residual of the nearest trusted samples in time. 0 where there are too few.
 
     Other timings of the same id are left out.
     """
@@ -130,14 +137,16 @@ def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarr
     found = np.zeros(len(at_s))
     for i, place in enumerate(np.searchsorted(at_s[order], at_s)):
         near = [j for j in order[max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1]
+                # The same op, timed again, would correct itself.
                 if ids[j] != ids[i] and abs(at_s[j] - at_s[i]) <= REACH_S]
+        # A median of few samples is mostly noise.
         if len(near) >= NEIGHBOURS // 2:
             found[i] = np.median(residual[near])
     return found
 
 
 def _faster(sample: ComputeSample, by: float) -> ComputeSample:
-    """The sample as timed on a machine so much faster."""
+    """The sample as if timed on a machine faster by this factor."""
     def divided(spread: Spread) -> Spread:
         return dataclasses.replace(spread, median_ms=spread.median_ms / by, q1_ms=spread.q1_ms / by,
                                    q3_ms=spread.q3_ms / by)

@@ -1,4 +1,6 @@
-"""What a shard costs an FBGEMM op, as numbers: additive drivers of time, and the conditions under which they act.
+"""Features of a shard in a fused FBGEMM op.
+
+Drivers are additive amounts of work. Conditions are what changes the price of that work.
 
 Shapes: N shards, K drivers, C conditions.
 """
@@ -14,14 +16,27 @@ from shardcore.tables import access
 from shardcore.types import PRECISION_BYTES, Shard
 
 DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells")
-"""What an op does for a shard, each adding up over the shards of a group: one table set up; `bags` offsets read (one a sample)
-and output_cells = batch × width written; lookups ids read and lookup_cells = lookups × width summed (backward: gradients
-applied); unique_rows and unique_cells = unique_rows × width that memory has to deliver."""
+"""Amounts of work for one shard. They add up over the shards of an op.
+
+shards: 1, the table to set up.
+bags: offsets read, one a sample.
+output_cells: batch × width, written.
+lookups: ids read.
+lookup_cells: lookups × width, summed; backward, gradients applied.
+unique_rows: distinct rows touched.
+unique_cells: unique_rows × width, fetched from memory.
+"""
 
 CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows", "bytes", "batch")
-"""What changes the price of the drivers, as natural logarithms: lines = bytes of the cache lines that a row fills over its own;
-pooling = lookups per sample in the shard's rows; unique_share = unique rows per lookup; unique_bytes (what a batch touches) and
-bytes (all weights) against the reach of caches and TLB."""
+"""What changes the price of the drivers. All are natural logarithms.
+
+width, rows, batch: of the shard and the op.
+lines: bytes of the cache lines that a row occupies, over the row's own bytes.
+pooling: lookups per sample that hit the shard's rows.
+unique_share: unique rows per lookup.
+unique_rows, unique_bytes: touched by a batch, against the reach of caches and TLB.
+bytes: all weights, against the same.
+"""
 _LINE_BYTES = 64
 
 
@@ -32,9 +47,11 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         width, height, element_bytes, pooling = np.array(
             [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s)) for s in shards],
             dtype=float).T
+        # Lookups scale with the share that hits the shard's rows.
         unique, lookups, row_bytes = access.unique_rows_of(shards, batch), pooling * batch, width * element_bytes
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
+        # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
         additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
         conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique * row_bytes + 1, height, height * row_bytes,
@@ -45,5 +62,8 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _log(x: np.ndarray) -> np.ndarray:
-    """Python's logarithm, which does not depend on the processor as numpy's does: a search's plans are the same everywhere."""
+    """Natural logarithm by Python's math module.
+
+    Unlike numpy's, it does not depend on the processor. So a search finds the same plan everywhere.
+    """
     return np.fromiter(map(math.log, x.tolist()), float, len(x))

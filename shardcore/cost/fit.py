@@ -1,7 +1,8 @@
-"""Training the cost models on measurements.
+"""Train the cost models on measurements.
 
-The compute model's rates come first, by least squares; correction and contention are then learned against what they leave. All
-see relative errors: a small group counts as much as a large one.
+First the compute model's rates are fitted by least squares.
+Then correction and contention learn the remaining error.
+Both minimise relative errors, so a small op counts as much as a large one.
 
 Shapes: S samples, N shards, K terms, D ranks.
 """
@@ -32,24 +33,30 @@ from shardcore.types import Setting
 Progress = Callable[[str, int, dict[str, float]], None]
 
 MIN_COMPUTE, MIN_COMM = 50, 10
-"""Samples below which nothing is trained."""
+"""The fewest samples to train with."""
 _WHOLE, _PART = 1.0, 0.25
-"""Weights of the errors of forward + backward, and of each of them."""
+"""Weights in the loss: of forward + backward, and of each of the two."""
 _LEAST_STEPS = 16
-"""An epoch has at least so many steps."""
+"""The fewest steps of an epoch. Small datasets get smaller batches."""
 _CONTENTIONS = 8
-"""Units of contention."""
+"""Hidden units of the contention network."""
 
 
 _MOST_LAYERS, _MOST_UNITS = 7, 4096
-"""Beyond these a network may predict what is infinite (see weights.py)."""
+"""Limits of the correction network. Beyond these it may predict infinite times (see weights.py)."""
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """epochs at most, patience of them without a better validation error; learning_rate at its highest, after a tenth of the
-    steps (one cycle, Smith 2018); batch_size in groups, less where there are few; hidden layers of the correction; seed of
-    initial weights and order."""
+    """How to train the compute model.
+
+    epochs: at most.
+    patience: epochs without a better validation error, before training stops.
+    learning_rate: the highest, reached after a tenth of the steps (one cycle, Smith 2018).
+    batch_size: in ops. Smaller where there are few.
+    hidden: units of the correction network's layers.
+    seed: of initial weights and order.
+    """
 
     epochs: int = 60
     patience: int = 30
@@ -71,7 +78,11 @@ class FitConfig:
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """curves: rows {model, epoch, train_loss, validation_mape}."""
+    """A model and its learning curves.
+
+    model: the trained model.
+    curves: rows {model, epoch, train_loss, validation_mape}.
+    """
 
     model: NeuralModel
     curves: list[dict[str, Any]]
@@ -82,12 +93,17 @@ class TrainedModel:
 
 def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting: Setting, config: FitConfig | None = None,
           progress: Progress | None = None, start: NeuralModel | None = None) -> TrainedModel:
-    """Models for `setting` from the train and validation splits of the samples; those of the test split are left alone.
+    """Train a model for `setting` on the train and validation splits. The test split is not used.
 
-    Samples that carry an error are skipped. progress(model, epoch, values) is called once an epoch. The same samples and config
-    give the same model. start: a model to fine-tune, of another batch, optimizer or machine, where some dozens of samples have to
-    do; without exchanges, a model of the same hardware keeps start's. Otherwise, without any exchange, the model prices only
-    topologies that give their links. Raises ShardCoreError for samples of another setting, or too few.
+    Samples with an error are skipped. The same samples and config give the same model.
+
+    progress: called as progress(model, epoch, values), once an epoch.
+    start: a model to fine-tune, of another batch, optimizer or machine. Some dozens of samples then suffice.
+
+    Without measured exchanges, fine-tuning on the same hardware keeps those of `start`.
+    Otherwise the model prices only topologies that state their links.
+
+    Raises ShardCoreError for samples of another setting, or too few.
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
@@ -102,6 +118,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start), **collective_model.fit(*_sides(comm), note)}
     ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
+    # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
         ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
@@ -118,8 +135,11 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch on one thread: its matrices here are so small that several threads only wait for each other, 30 times slower where
-    the cores have other work; and the result does not depend on how many there are."""
+    """Run torch on one thread.
+
+    The matrices are small: threads mostly wait for each other, 30 times slower on busy cores.
+    The result also no longer depends on the number of threads.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -129,6 +149,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) -> list[Sample]:
+    """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or too few."""
     other = next((s for s in samples if s.setting != setting), None)
     if other is not None:
         raise ShardCoreError(f"sample {other.id} was measured for ({other.setting}); the model is for ({setting})")
@@ -140,13 +161,13 @@ def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) 
 
 
 def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Train and validation samples; where a dataset is so small that one has none, it takes the other's."""
+    """Train and validation samples. In a tiny dataset an empty side takes the other's."""
     train_side, validation = ([s for s in samples if split_of(s.id) == side] for side in ("train", "validation"))
     return train_side or validation or list(samples), validation or train_side or list(samples)
 
 
 def measured_ranges(compute: Sequence[ComputeSample], comm: Sequence[CommSample]) -> dict[str, list[float]]:
-    """Smallest and largest of neural.QUANTITIES among samples."""
+    """The smallest and largest value of each of neural.QUANTITIES among samples."""
     values: dict[str, list[float]] = {name: [] for name in neural.QUANTITIES}
     for sample in compute:
         for name, found in neural.op_quantities(sample.request.shards, sample.request.batch).items():
@@ -162,8 +183,13 @@ def measured_ranges(compute: Sequence[ComputeSample], comm: Sequence[CommSample]
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Groups flattened: drivers [N, K] and conditions [N, C] of all shards, starts [S + 1] of each group's rows, measured
-    forward and backward ms [S, 2]."""
+    """Fused ops, flattened to rows of shards.
+
+    drivers: [N, K] of all shards.
+    conditions: [N, C] of all shards.
+    starts: [S + 1] first row of each op.
+    measured: [S, 2] ms, forward and backward.
+    """
 
     drivers: np.ndarray
     conditions: np.ndarray
@@ -178,21 +204,24 @@ class _Groups:
                    np.concatenate([[0], np.cumsum([len(d) for d, _ in rows])]), np.array(measured))
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
+        """[S, ...] sums over the shards of each op."""
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
 
 
 def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[ComputeSample], config: FitConfig, note: Progress,
                  start: NeuralModel | None) -> dict[str, np.ndarray]:
-    """The weights of nets.encode and nets.parts, and of its error band (quantiles.py)."""
+    """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
     known, unseen = _Groups.of(train_side), _Groups.of(validation)
     fixed, raw = _initial(known, config) if start is None else _continued(known, start)
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
+    # Enough steps an epoch, even for small datasets.
     batch_size = max(1, min(config.batch_size, len(train_side) // _LEAST_STEPS))
     optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, pct_start=0.1, total_steps=1
                                                    + config.epochs * math.ceil(len(train_side) / batch_size))
     rng = np.random.default_rng(config.seed)
     best, best_epoch, kept = np.inf, 0, {}
+    # Early stopping: keep the weights with the best validation error.
     for epoch in range(config.epochs + 1):  # epoch 0 is the physical baseline, or the model to start from
         loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng) if epoch else float("nan")
         with torch.no_grad():
@@ -204,21 +233,27 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
         elif epoch - best_epoch >= config.patience:
             break
     with torch.no_grad():
+        # Errors on unseen ops: those on trained ones would be too small.
         predicted = _predict(unseen, kept, tensors).sum(1).numpy()
     return {**fixed, **{k: v.numpy() for k, v in _positive(kept).items()}, **quantiles.fit(predicted, unseen.measured.sum(1))}
 
 
 _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
-"""Weights that are positive: training moves their logarithms."""
+"""Positive weights. Training moves their logarithms."""
 
 
 def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """Weights that training leaves alone, and those it moves. The network's last layer is 0 and there is next to no contention,
-    so that all begins at the physical baseline."""
+    """Weights that stay fixed, and weights to train.
+
+    The network's last layer starts at 0, and contention starts near 0.
+    So training begins at the physical baseline.
+    """
     drivers = known.sums(known.drivers)
+    # The column of ones fits the launch.
     terms = np.concatenate([np.ones((len(drivers), 1)), drivers], 1)
     laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
     spread = known.conditions.std(0)
+    # Conditions are standardised, and loads are relative to the median op.
     fixed = {"rates": laws[1:], "condition_low": known.conditions.min(0), "condition_high": known.conditions.max(0),
              "condition_mean": known.conditions.mean(0), "condition_sd": np.where(spread > 1e-9, spread, 1.0),
              "load_typical": np.maximum(np.median(drivers, 0), 1.0)}
@@ -228,20 +263,26 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    # Scale by 1 / sqrt(inputs), so that activations start near unit variance.
     sizes = [len(features.CONDITIONS), *config.hidden, 2]
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
         raw[f"network.{i}.weight"] = (0.0 if i == len(config.hidden) else n_in**-0.5) * normal(n_in, n_out)
         raw[f"network.{i}.bias"] = torch.zeros(n_out, dtype=torch.float64)
     raw["log.contention.0.weight"] = 0.3 * normal(len(features.DRIVERS), _CONTENTIONS) - 2
     raw["contention.0.bias"] = normal(_CONTENTIONS)
+    # exp(-5): next to no contention at first.
     raw["log.contention.1.weight"] = torch.full((_CONTENTIONS, 2), -5.0, dtype=torch.float64)
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
 
 
 def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """As _initial, from a trained model: rates and launch are fitted anew under its correction and contention, which apply over
-    both measured ranges."""
+    """As _initial, from a trained model.
+
+    Rates and launch are fitted anew under the old correction and contention.
+    These then apply over both measured ranges.
+    """
     old = start.weights
+    # Under both, costs are linear in rates and launch. So least squares still applies.
     correction, contention = nets.correction(old, known.conditions), nets.contention(old, known.sums(known.drivers))
     laws = []
     for way in (0, 1):
@@ -258,32 +299,34 @@ def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray
 
 
 def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights as the formulas take them."""
+    """The weights as the formulas take them: logarithms turned back."""
     return {k.removeprefix("log."): v.exp() if k.startswith("log.") else v for k, v in raw.items()}
 
 
 def _predict(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch.Tensor],
              chosen: np.ndarray | None = None) -> torch.Tensor:
-    """[S, 2] forward and backward ms of groups (the chosen ones)."""
+    """[S, 2] ms, forward and backward, of all ops or the chosen ones."""
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
     rows, group = _shards_of(groups, chosen)
     w = {**fixed, **_positive(raw)}
     codes = nets.encode(w, torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows]), torch)
+    # Sum shards by op. index_add is torch's form of np.add.at.
     sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype).index_add(0, torch.from_numpy(group), codes)
     return nets.parts(w, sums, torch)
 
 
 def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the chosen groups' shards, and the position in `chosen` of the group that each belongs to."""
+    """Rows of the chosen ops' shards, and for each row the position of its op in `chosen`."""
     sizes = np.diff(groups.starts)[chosen]
     group = np.repeat(np.arange(len(chosen)), sizes)
+    # 0, 1, 2, ... within each op.
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return groups.starts[chosen][group] + within, group
 
 
 def _epoch(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer,
            schedule: torch.optim.lr_scheduler.LRScheduler, batch_size: int, rng: np.random.Generator) -> float:
-    """One pass over the groups; the mean loss."""
+    """One pass over all ops. Returns the mean loss."""
     losses = []
     order = rng.permutation(len(groups.measured))
     for chosen in _batches(order, batch_size):
@@ -301,6 +344,9 @@ def _batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def _loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    """Mean absolute log ratio: near the relative error, equal for too much and too little, and deaf to outliers."""
+    """Mean absolute log ratio.
+
+    Near the relative error, it counts too much and too little alike. Outliers weigh little.
+    """
     whole = (predicted.sum(1) / measured.sum(1)).log().abs().mean()
     return _WHOLE * whole + _PART * (predicted / measured).log().abs().mean(0).sum()

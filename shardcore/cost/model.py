@@ -1,8 +1,8 @@
-"""CostModel: what a search needs of a model. QuantileCostModel: one at a wanted confidence. price: what one
-says of a Workload.
+"""CostModel: the interface between a model and a search.
 
-Shapes: N shards, F features, G groups, C channels, D devices; ... any leading dimensions, for several plans
-at once.
+QuantileCostModel wraps a model to be cautious. `price` gives a model's cost of a Workload.
+
+Shapes: N shards, F features, G ops, C channels, D devices; ... leading dimensions, for several plans at once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardcore.workload import Workload
 
 
 class CostModel(Protocol):
-    """Costs of fused ops and collectives, in ms.
+    """Costs of fused ops and collectives, in ms. All methods are pure.
 
-    A group's cost is head(sum of its shards' encodings): a search adds and subtracts rows of F numbers
-    instead of running a network over all shards again. All are pure.
+    An op costs head(sum of its shards' encodings).
+    So a search adds and subtracts rows of F numbers, and never runs a network twice on a shard.
     """
 
     setting: Setting
@@ -31,28 +31,36 @@ class CostModel(Protocol):
         """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[G] ms, forward + backward, of groups from their summed encodings [G, F]; 0 for an empty group (a
-        row of 0)."""
+        """[G] ms, forward + backward, of ops from summed encodings [G, F]. A row of zeros costs 0."""
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] the share of forward in a group's ms. A model that does not tell says 0: the backward kernel is
-        the costlier."""
+        """[G] the share of forward in an op's ms.
+
+        A model that cannot tell returns 0, as backward is the costlier one.
+        """
 
     def compiled(self) -> Compiled:
-        """`head` for one group at a time, compiled: for searches that price millions of groups."""
+        """`head` for one op at a time, compiled. For searches that price millions of ops."""
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs of the collectives of traffic [C, ..., D] bytes (layouts.CHANNELS), given each device's
-        compute ms [..., D] (the skew with which devices arrive)."""
+        """Costs of the collectives.
+
+        traffic: [C, ..., D] bytes that enter each of layouts.CHANNELS.
+        compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
+        """
 
     @property
     def lower(self) -> BoundableCostModel | None:
-        """A model that never costs more, of which lower bounds can be proved: most often itself; None:
-        nothing can be."""
+        """A model that never costs more and allows lower bounds to be proved. Usually the model itself.
+
+        None where nothing can be proved.
+        """
 
 
 class Compiled(NamedTuple):
-    """head(sums [F], parameters [P]) -> ms of one group, of numba's type float64(float64[::1], float64[::1]).
+    """A compiled head: head(sums [F], parameters [P]) -> ms of one op.
+
+    Its numba type is float64(float64[::1], float64[::1]).
     """
 
     head: Callable[[np.ndarray, np.ndarray], float]
@@ -61,8 +69,12 @@ class Compiled(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommCost:
-    """Arrays [..., D] in ms: transfer forward and backward, and what a device waits for the last one before
-    the forward exchange."""
+    """Costs of a step's collectives, in ms.
+
+    forward_ms: [..., D] transfer of pooled outputs.
+    backward_ms: [..., D] transfer of gradients.
+    waiting_ms: [..., D] that a device waits for the last one, before the forward exchange.
+    """
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
@@ -74,44 +86,52 @@ class CommCost:
 
 
 class ProbabilisticCostModel(CostModel, Protocol):
-    """A CostModel that knows how far measurements lie from its predictions."""
+    """A CostModel that knows the distribution of measurements around its predictions."""
 
     def compiled(self, level: float | None = None) -> Compiled:
-        """`head`, or with a level `quantile`, for one group at a time."""
+        """`head` for one op at a time; with a level, `quantile`."""
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """[G] ms below which a measurement of the group lies with probability `level`."""
+        """[G] ms. A measurement of the op lies below with probability `level`."""
 
     def is_above_head(self, level: float) -> bool:
-        """Whether no quantile of a level lies below `head`."""
+        """Whether the quantile of this level is never below `head`."""
 
 
 class BoundableCostModel(CostModel, Protocol):
-    """A CostModel that says enough of itself to prove a lower bound. Nothing gets cheaper as something grows,
-    and fusing ops saves their launches at most: head(sum of groups) - launch_ms >= sum of (head(group) -
-    launch_ms), for non-empty groups."""
+    """A CostModel with the properties that a proof of a lower bound needs.
+
+    Costs never fall as work grows. Fusing ops saves at most their launches. For non-empty ops:
+
+        head(sum of ops) - launch_ms >= sum of (head(op) - launch_ms)
+    """
 
     @property
     def launch_ms(self) -> float: ...
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[F] ms, 0 or more: head(sums) >= launch_ms + rates · sums wherever sums >= least [F]; they do not
-        fall as it grows."""
+        """[F] ms, 0 or more. They do not fall as `least` grows.
+
+        head(sums) >= launch_ms + rates · sums, wherever sums >= least [F].
+        """
 
     def takes_all_alike(self, topology: Topology) -> bool:
         """Whether a backward exchange takes all devices the same time."""
 
     def even_is_least(self, topology: Topology) -> bool:
-        """Whether no division of a collective's bytes over the devices makes the exchanges of a step cheaper
-        than the even one: forward of the last device, and backward of the devices' mean by speed."""
+        """Whether an even division of a collective's bytes makes the exchanges of a step cheapest.
+
+        Forward the last device counts, backward the devices' mean weighted by speed.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class QuantileCostModel:
-    """A CostModel whose ops cost what `model` says they stay below with probability `confidence`.
+    """A cautious CostModel: an op costs its quantile at `confidence`, not its mean.
 
-    A search that sees it is not drawn to ops on which the model may err. Raises ShardCoreError (when asked)
-    for a confidence not within the levels that the model knows."""
+    So a search is not drawn to ops whose cost is uncertain.
+    Raises ShardCoreError, when asked for a cost, if the model does not know that confidence.
+    """
 
     model: ProbabilisticCostModel
     confidence: float
@@ -137,41 +157,47 @@ class QuantileCostModel:
 
     @property
     def lower(self) -> BoundableCostModel | None:
+        # The inner model's bound holds only if no quantile lies below its head.
         return self.model.lower if self.model.is_above_head(self.confidence) else None
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
-    """`model` itself where no confidence is wanted."""
+    """The model at a confidence; the model itself where none is given."""
     return QuantileCostModel(model, confidence) if confidence else model
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
-    """[G] ms of groups of shards, each run as one fused op; 0 for an empty group."""
+    """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
     flat = [s for g in groups for s in g]
     if not flat:
         return np.zeros(len(groups))
     codes = model.encode(flat, batch)
+    # Sum encodings by group: the model encodes all shards in one call.
     sums = np.zeros((len(groups), codes.shape[1]))
     np.add.at(sums, np.repeat(np.arange(len(groups)), [len(g) for g in groups]), codes)
     costs = np.asarray(model.head(sums), dtype=float)
+    # An empty group has no op, so no launch.
     return np.where([len(g) > 0 for g in groups], costs, 0.0)
 
 
 def price(workload: Workload, model: CostModel) -> StepCost:
-    """What `model` predicts that one step of `workload` costs. Compute is divided by a device's speed factor.
-    """
+    """The cost that a model predicts for one step of a workload."""
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
-    known: dict[int, tuple[float, float]] = {}  # replicas are on all devices, and many: their op is priced once
+    # Devices that run the same shards share an Op. It is priced once.
+    known: dict[int, tuple[float, float]] = {}
     for device, ops in enumerate(workload.ops):
         for op in ops:
             if id(op) not in known:
                 sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
+                # The op's forward part; the rest is backward.
                 share = float(model.forward_share(sums)[0])
                 known[id(op)] = float(model.head(sums)[0]), share
             op_ms, share = known[id(op)]
+            # Speed scales compute, not communication.
             cost = op_ms / workload.topology.devices[device].speed
             forward[device] += share * cost
             backward[device] += (1 - share) * cost
+    # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
     return StepCost(*(tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms)))

@@ -1,6 +1,6 @@
-"""NeuralModel: the trained cost model: its predictions, its files, and where it has not been measured.
+"""NeuralModel: the trained cost model, its files, and its measured range.
 
-Shapes: N shards, G groups, D devices; ... any leading dimensions.
+Shapes: N shards, G ops, D devices; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -26,31 +26,42 @@ from shardcore.types import Setting, Shard
 from shardcore.workload import Workload
 
 _AT_ONCE = 1 << 16
-"""Shards that are encoded at a time: the networks' layers take 100 times the memory of what they end in."""
+"""Shards encoded at a time. The network's layers take 100 times the memory of its result."""
 
 
 @dataclass(frozen=True, eq=False)
 class NeuralModel:
-    """A CostModel with the formulas of nets.py. weights: their arrays. meta: JSON; what it was trained on (`ranges`: smallest and
-    largest of each quantity of QUANTITIES measured, `samples`: how many), how (`config`), how good it is on its validation
-    split (`metrics`), and what the trainer adds (`provenance`)."""
+    """A CostModel with the formulas of nets.py.
+
+    weights: arrays by name.
+    meta: JSON, with the entries below.
+    `ranges`: the smallest and largest measured value of each of QUANTITIES.
+    `samples`: how many it was trained on.
+    `config`: how it was trained.
+    `metrics`: accuracy on the validation split.
+    `provenance`: what the trainer adds.
+    """
 
     setting: Setting
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, K + 2]: drivers, forward ms, backward ms of each shard in an op over `batch` samples (None: the setting's)."""
+        """[N, K + 2] drivers, forward ms and backward ms of shards in an op over `batch` samples.
+
+        None: the setting's batch.
+        """
+        # In chunks, which bound the memory (see _AT_ONCE).
         found = [nets.encode(self.weights, *features.features(shards[i:i + _AT_ONCE], batch or self.setting.batch))
                  for i in range(0, max(1, len(shards)), _AT_ONCE)]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        """[...] ms, forward + backward, of groups from their summed encodings [..., K + 2]; 0 for an empty group."""
+        """[...] ms, forward + backward, of ops from summed encodings [..., K + 2]. 0 for an empty op."""
         return nets.parts(self.weights, np.asarray(sums, dtype=float)).sum(-1)
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """[...] ms below which a measurement of the group lies with probability `level` (0.005 to 0.995)."""
+        """[...] ms. A measurement of the op lies below with probability `level`, from 0.005 to 0.995."""
         return quantiles.quantile(self.weights, self.head(sums), level)
 
     def is_above_head(self, level: float) -> bool:
@@ -58,22 +69,23 @@ class NeuralModel:
         return quantiles.error(self.weights, level) >= 0
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
-        """[...] ms, low and high, between which a measurement of the group lies with probability `confidence`."""
+        """[...] ms, low and high. A measurement of the op lies between them with probability `confidence`."""
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
         return self.quantile(sums, low), self.quantile(sums, high)
 
     def compiled(self, level: float | None = None) -> Compiled:
-        """`head` (None), or `quantile` at a level, for one group at a time."""
+        """`head` for one op at a time; with a level, `quantile`."""
         from shardcore.cost import compiled
 
         w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
+        # The order of parameters is that of compiled.contended.
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
         arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"], w["contention.0.weight"],
                   w["contention.0.bias"], w["contention.1.weight"])
         return Compiled(compiled.contended, np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[...] the share of forward in a group's ms; 0 for an empty group."""
+        """[...] the share of forward in an op's ms. 0 for an empty op."""
         both = nets.parts(self.weights, np.asarray(sums, dtype=float))
         total = both.sum(-1)
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
@@ -85,11 +97,18 @@ class NeuralModel:
 
     @property
     def launch_ms(self) -> float:
-        """What fusing two ops saves at most: contention only grows with the drivers (see model.BoundableCostModel)."""
+        """What fusing two ops saves at most (see model.BoundableCostModel).
+
+        Contention only grows with the drivers, so fusing saves nothing else.
+        """
         return float(np.sum(self.weights["launch"]))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[K + 2] contention on what shards take one by one, 0 for drivers: it grows with them (see model.BoundableCostModel)."""
+        """[K + 2] rates for model.BoundableCostModel: 0 for drivers, contention for both ms.
+
+        Contention grows with the drivers, so its value at `least` is a lower bound.
+        """
+        # The last two entries are ms, not drivers.
         drivers = np.asarray(least, dtype=float)[:-2]
         return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)])
 
@@ -102,12 +121,14 @@ class NeuralModel:
         return collective_model.even_is_least(self.weights, topology)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs [..., D] of the collectives for any number of devices; compute_ms [..., D].
+        """Costs [..., D] of the collectives, for any number of devices. compute_ms: [..., D].
 
-        A device is ready for the forward exchange after its backward transfer and its compute, and waits for the last one. What
-        a late start costs beyond the waiting follows from the compute's skew, for a backward transfer ends for all about at once.
-        A collective that was not measured is priced with the all-to-all's rates. Raises ShardCoreError where neither all-to-alls
-        were measured nor the topology gives its links.
+        The forward exchange follows a device's compute and backward transfer. It waits for the last device.
+        A late start costs more than the waiting. That follows from the skew of the compute only,
+        as a backward transfer ends for all devices at about the same time.
+
+        A collective that was not measured is priced with the all-to-all's rates.
+        Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
         if len(topology) > 1 and topology.within_host_gbps is None and not measured:
@@ -115,6 +136,7 @@ class NeuralModel:
                                  "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
         forward, backward = map(sum, zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
+        # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
@@ -122,18 +144,21 @@ class NeuralModel:
 
     def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
                     topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers [..., D] in ms of each channel, forward and backward; compute_ms [..., D]."""
+        """Transfers [..., D] in ms of each channel, forward and backward. compute_ms: [..., D]."""
         skew_ms, found = np.ptp(compute_ms, axis=-1), {}
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
             found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms)
             if "forward" in collective_model.WAYS[channel.collective]:
-                skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)  # the next exchange begins together
+                # A collective synchronises the devices: the next one starts without skew.
+                skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
         return found
 
 
 def physical(model: NeuralModel) -> NeuralModel:
-    """A model of another family on the same measurements: rates and launch alone, without the learned correction and contention.
-    Raises ShardCoreError for a fine-tuned model, whose rates mean nothing without them."""
+    """An ablation: the same measurements without learned correction and contention. Rates and launch only.
+
+    Raises ShardCoreError for a fine-tuned model: its rates mean nothing without the correction.
+    """
     if "start" in model.meta.get("provenance", {}):
         raise ShardCoreError(f"the cost model for ({model.setting}) was fine-tuned: its rates say nothing without its "
                              "correction; give the folder of another model")
@@ -158,10 +183,14 @@ def save(model: NeuralModel, folder: str | Path) -> None:
 
 
 def load(folder: str | Path) -> NeuralModel:
-    """Read what `save` wrote, bit for bit. Raises ShardCoreError where a file is missing, cut short or edited, or was trained on
-    other features than this ShardCore's."""
+    """Read what `save` wrote, bit for bit.
+
+    Raises ShardCoreError for a file that is missing, cut short or edited.
+    Raises it too for a model trained on other features than this ShardCore computes.
+    """
     meta, weights = files.read_model(folder)
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
+    # Weights are matrices by position, so names have to agree in order too.
     for what, names in _NAMES.items():
         found = meta.pop(what, None)
         if found != names:
@@ -177,7 +206,7 @@ def load(folder: str | Path) -> NeuralModel:
 
 @dataclass(frozen=True)
 class _Meta:
-    """What model.json has beside the setting and the names of what it was trained on."""
+    """model.json without the setting and the names of features."""
 
     ranges: Mapping[str, tuple[float, float]]
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -199,7 +228,10 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that a training range has. phrase and both ends complete "NAME <phrase VALUE>; <end> measured LIMIT"."""
+    """Something with a measured range, and the words to report it.
+
+    The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
+    """
 
     phrase: str
     upper: str = "largest"
@@ -222,7 +254,7 @@ QUANTITIES = {
 
 
 def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]:
-    """The values of QUANTITIES that one op has; shard_* has one per shard."""
+    """The values of QUANTITIES for one op. Those of shard_* have one entry a shard."""
     return {
         "shard_bytes": [s.bytes for s in shards],
         "shard_rows": [s.rows for s in shards],
@@ -235,8 +267,10 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
 
 
 def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
-    """Sentences that name what of a workload lies beyond what the model was trained on (the worst of each kind, and how many
-    more); empty where nothing does."""
+    """Sentences about what lies beyond the measured range. Empty where nothing does.
+
+    Each names the worst case of a kind, and how many more there are.
+    """
     found: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
     for device, ops in enumerate(workload.ops):
         for op in ops:
@@ -256,10 +290,12 @@ def _name(shard: Shard) -> str:
 
 
 def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None) -> Iterable[str]:
+    """At most two sentences on one quantity: above its range, and below it."""
     quantity = QUANTITIES[name]
     if measured is None:
         return
     low, high = measured
+    # The slack avoids warnings about sizes just beyond the range.
     above = sorted({(v, n) for n, v in values if v > high * quantity.slack}, reverse=True)
     below = sorted({(v, n) for n, v in values if v < low / quantity.slack}) if quantity.lower else []
     for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
@@ -270,6 +306,7 @@ def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[f
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on links, collectives and speeds that were not measured."""
     topology = workload.topology
     used = [c for c, sent in zip(CHANNELS, workload.traffic, strict=True)
             if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1]

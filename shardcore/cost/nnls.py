@@ -1,4 +1,4 @@
-"""Laws: what is measured as a sum of terms, each at a rate of 0 or more.
+"""Linear laws with rates of 0 or more, fitted to measurements.
 
 Shapes: S samples, K terms.
 """
@@ -11,22 +11,26 @@ import numpy as np
 
 
 def fit_law(terms: np.ndarray, measured: np.ndarray, rounds: int = 15) -> np.ndarray:
-    """[K] rates, none negative, that bring terms [S, K] @ rates nearest to measured [S] by mean absolute relative error
-    (iteratively reweighted least squares)."""
+    """[K] rates, none negative, that minimise the mean absolute relative error of terms [S, K] @ rates.
+
+    Iteratively reweighted least squares. measured: [S].
+    """
     weights = 1.0 / measured
     for _ in range(rounds):
         rates = _non_negative_least_squares(terms * weights[:, None], measured * weights)
         error = np.abs(terms @ rates / measured - 1)
+        # Weight 1 / |error| turns squares into absolute values. The floor of 2% keeps it finite.
         weights = 1.0 / (measured * np.sqrt(np.maximum(error, 0.02)))
     return rates
 
 
 def _non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0, by trying every set of terms that may be positive: exact, and K is small.
+    """argmin |a x - b| over x >= 0. Exact: it tries every set of positive terms, as K is small.
 
-    A trace of ridge shares the rate evenly among terms that the data cannot tell apart (one latency and one a peer, say, when
-    all exchanges had two ranks).
+    A trace of ridge shares the rate evenly among terms that the data cannot tell apart.
+    An example: one latency, and one a peer, when all exchanges had two ranks.
     """
+    # Unit columns, so that one ridge suits terms of any unit.
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     gram, target = (a / scale).T @ (a / scale) + 1e-9 * np.eye(a.shape[1]), (a / scale).T @ b
     best, solution = 0.0, np.zeros(a.shape[1])

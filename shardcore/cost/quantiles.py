@@ -1,11 +1,14 @@
-"""How far measurements lie from predictions: quantiles of their ratio, from samples that the model was not trained on.
+"""Quantiles of measured / predicted, from samples that the model was not trained on.
 
     log(measured / predicted) = width(log predicted) × error
 
-width is the mean size of the logarithm among predictions of like ms, error what is left, whose quantiles are those found
-(split-conformal prediction with a normalised score: Lei et al., JASA 2018). The noise of measuring is part of it.
+width: the mean absolute log ratio among predictions of similar ms.
+error: the rest, whose quantiles are those observed.
 
-Shapes: S samples, G groups, Q levels.
+This is split-conformal prediction with a normalised score (Lei et al., JASA 2018).
+Measurement noise is included.
+
+Shapes: S samples, G ops, Q levels.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from shardcore.errors import ShardCoreError
 LEVELS = np.concatenate([[0.005, 0.01, 0.025], np.arange(0.05, 0.951, 0.025), [0.975, 0.99, 0.995]])
 _KNOTS = 4
 _PER_KNOT = 50
-"""Samples that a width needs; of fewer in all, one width serves every cost."""
+"""Samples that each knot of the width needs. With fewer in total, one width serves every cost."""
 
 
 def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarray]:
-    """The weights band.*, from predictions [S] of samples that were left out of training, and what they measured [S]."""
+    """The weights band.* from predictions [S] of held-out samples and their measurements [S]."""
     log_ms, error = np.log(predicted_ms), np.log(measured_ms / predicted_ms)
+    # Use fewer knots until no quantile falls as the cost grows.
     for knots in range(max(1, min(_KNOTS, len(error) // _PER_KNOT)), 0, -1):
         parts = np.array_split(np.argsort(log_ms), knots)
         at = np.array([log_ms[p].mean() for p in parts])
@@ -39,13 +43,17 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
 
 
 def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
-    """Whether no quantile falls as costs grow. error: rising, any number of them."""
+    """Whether every quantile grows with the cost. error: sorted, any number."""
+    # d(log quantile) / d(log ms) = 1 + slope of width × error. The extreme errors decide.
     return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
 
 def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
-    """[G] ms that a measurement stays below with probability `level`, from predictions [G]; never falls as they grow; 0 where
-    they are. Raises ShardCoreError for a level not within 0.005 and 0.995, beyond which no quantile is known."""
+    """[G] ms. A measurement lies below with probability `level`, given predictions [G].
+
+    It grows with the prediction, and is 0 where that is 0.
+    Raises ShardCoreError for a level outside 0.005 to 0.995, where no quantile is known.
+    """
     predicted = np.asarray(predicted_ms, dtype=float)
     log_ms = np.log(np.maximum(predicted, 1e-12))
     return predicted * np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error(w, level))

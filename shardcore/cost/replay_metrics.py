@@ -1,9 +1,11 @@
-"""Prediction against reality: how good a model is, and the sharders are, by replays of several plans of each of many problems.
+"""Judge models and sharders by replays: several plans of each of many problems, run on real processes.
 
-What is said of problems is the mean over them, whatever plans each has; its interval holds 95% of what a bootstrap over problems
-gives (percentiles: Efron 1979), for plans of one problem err together. Two replays differ beyond noise where their difference
-exceeds half its 95% interval. The best plan of a problem is the best of those replayed: the figures say nothing of better ones,
-and as it is the luckiest too, regrets are rather too large and gaps rather too little closed.
+Figures are means over problems, however many plans each has.
+Plans of one problem err together. So 95% intervals come from a bootstrap over problems (Efron 1979).
+Two replays differ beyond noise if they differ by more than half their joint 95% interval.
+
+The best plan of a problem is the best one replayed; better ones may exist.
+Selecting the minimum biases regret upward, and the share of a closed gap downward.
 
 Shapes: N problems, P plans of a problem.
 """
@@ -20,14 +22,18 @@ from shardcore.measurements import Spread
 
 OURS, RANDOM = "anneal_columns", "random"
 FEWEST = 5
-"""Problems by which a model may be refused: of fewer a bootstrap's interval says too little."""
+"""The fewest problems that can refuse a model. With fewer, a bootstrap interval means too little."""
 _DRAWS = 4000
 
 
 @dataclass(frozen=True)
 class ReplayRecord:
-    """A plan that an algorithm made for a problem, priced by a model and replayed. plan: its name, the same for equal plans of
-    several algorithms. noise_ms: half the 95% interval of replayed_ms."""
+    """A plan that was priced by a model and replayed.
+
+    plan: its name. Equal plans of several algorithms share one.
+    predicted_ms, replayed_ms: of a step.
+    noise_ms: half the 95% interval of replayed_ms.
+    """
 
     problem: str
     algorithm: str
@@ -39,7 +45,7 @@ class ReplayRecord:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over problems, and where it lies with 95% confidence."""
+    """A mean over problems with its 95% interval."""
 
     mean: float
     low: float
@@ -48,10 +54,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class SharderComparison:
-    """An algorithm against ours, over the problems that both have a plan for (several plans of one: their mean).
+    """An algorithm against ours, on the problems where both have a plan. Several plans count by their mean.
 
-    cost: its replayed cost over ours. gap_closed: the share of what it takes more than the best plan replayed that ours does not
-    take; None where it takes no more. losses: by problem, by which share ours took longer, where that is beyond noise.
+    cost: its replayed cost over ours.
+    gap_closed: the part of its regret that ours avoids. None where it has no regret.
+    losses: by problem, the share by which ours was slower, beyond noise.
     """
 
     problems: int
@@ -61,8 +68,11 @@ class SharderComparison:
 
 
 def noise_ms(step: Spread) -> float:
-    """Half the 95% interval of a median, from the quartiles of its repeats, for errors like normal ones (as the notches of box
-    plots: McGill, Tukey, Larsen 1978)."""
+    """Half the 95% interval of a median, from the quartiles of its repeats.
+
+    As for the notches of box plots, errors are taken as normal (McGill, Tukey, Larsen 1978).
+    """
+    # sd = IQR / 1.349; a median's standard error is 1.2533 sd / sqrt(n); 1.96 for 95%.
     return 1.96 * 1.2533 / 1.349 * (step.q3_ms - step.q1_ms) / step.repeats**0.5
 
 
@@ -72,23 +82,27 @@ def distinct(rows: Sequence[ReplayRecord]) -> list[ReplayRecord]:
 
 
 def errors(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
-    """Mean absolute error of the predictions and their bias, in percent of what was replayed."""
+    """Mean absolute error and bias of the predictions, in percent of the replay."""
     predicted, replayed = _arrays(rows)
     return mape(predicted, replayed), float(100 * np.mean(predicted / replayed - 1))
 
 
 def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
-    """What a model is worth in choosing among the plans of each problem: figures [N], nan where a problem has too few plans.
+    """How well a model chooses among the plans of each problem. Figures are [N].
 
-    kendall_tau, spearman: rank correlation of predicted and replayed. tau_beyond_noise: of the pairs of plans that differ beyond
-    noise, those ranked right less those ranked wrong, as a share. regret: by how many percent the plan that the model prefers
-    takes longer than the best. ours_regret: so for the plan of `ours`.
+    kendall_tau, spearman: rank correlation of predicted and replayed.
+    tau_beyond_noise: as Kendall's tau, over the pairs that differ beyond noise only.
+    regret: percent by which the plan that the model prefers is slower than the best.
+    ours_regret: the same for the plan of `ours`.
+
+    nan where a problem has too few plans.
     """
     found: dict[str, list[float]] = {k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret")}
     for own in _grouped(rows).values():
         plans = distinct(own)
         predicted, replayed = _arrays(plans)
         several = len(plans) > 1
+        # From all records, not distinct plans: an equal plan may be listed under another algorithm.
         our_ms = [r.replayed_ms for r in own if r.algorithm == ours]
         for name, value in (
             ("kendall_tau", kendall_tau(predicted, replayed) if several else np.nan),
@@ -102,7 +116,7 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
 
 
 def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderComparison]:
-    """Every algorithm against ours, by name; those that share no problem with it are left out."""
+    """Every algorithm against ours, by name. Those without a common problem are left out."""
     problems = _grouped(rows)
     found = {}
     for name in dict.fromkeys(r.algorithm for r in rows):
@@ -112,10 +126,12 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
             if theirs and mine:
                 their_ms, our_ms = (np.mean([r.replayed_ms for r in x]) for x in (theirs, mine))
                 costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
+                # Two independent errors add in quadrature.
                 if our_ms - their_ms > np.hypot(*(np.mean([r.noise_ms for r in x]) for x in (theirs, mine))):
                     losses[problem] = float(our_ms / their_ms - 1)
         if costs:
             their, our, best = np.array(costs).T
+            # Both relative to the best plan replayed, so that problems weigh alike.
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
             found[name] = SharderComparison(len(costs), bootstrap(their / our), closed, losses)
@@ -123,19 +139,27 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
 
 
 def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
-    """The mean of [N] values, or of these over the mean of others; nan are left out. Of one value the interval is infinite."""
+    """The mean of values [N], or the ratio of their mean to the mean of `over`. nan are left out.
+
+    With one value the interval is infinite.
+    """
     known = np.isfinite(values)
     values, over = values[known], np.ones(known.sum()) if over is None else over[known]
     if len(values) == 1:
         return Interval(float(values[0] / over[0]), -np.inf, np.inf)
+    # A fixed seed: the same records give the same interval.
     drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
     below = over[drawn].mean(1)
+    # A draw whose denominator is 0 has no ratio.
     means = values[drawn].mean(1)[below > 0] / below[below > 0]
     return Interval(float(values.mean() / over.mean()), *map(float, np.percentile(means, [2.5, 97.5])))
 
 
 def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
-    """Flat metrics: errors, bias, regrets and noise in percent, costs relative to ours; what nobody knows is left out."""
+    """Flat metrics. Unknown ones are left out.
+
+    Errors, bias, regrets and noise are in percent. Costs are relative to ours.
+    """
     found = {"problems": float(len(_grouped(rows))), "plans": float(len(distinct(rows))),
              "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)]))}
     for kind, chosen in (("", distinct(rows)), ("ours_", [r for r in rows if r.algorithm == OURS]),
@@ -152,10 +176,14 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
 
 
 def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
-    """Why a challenger may not follow a champion, or None: over the same replays its regret is larger, or its tau_beyond_noise
-    smaller, and the difference's 95% interval is on that side of 0 alone. Nobody is refused by fewer than FEWEST problems."""
+    """Why a challenger may not replace a champion, or None if it may.
+
+    It loses if its regret is larger, or its tau_beyond_noise smaller, on the same replays.
+    The 95% interval of the difference has to exclude 0. FEWEST problems are needed.
+    """
     new, old = by_problem(challenger), by_problem(champion)
     for name, words, sign, form in (("regret", "regret", 1, "{:.1f}%"), ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}")):
+        # The same problems in both, so differences are paired.
         worse_by = sign * (new[name] - old[name])
         if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
             ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))
@@ -166,6 +194,7 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
 
 
 def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
+    """Pairs ranked right minus pairs ranked wrong, as a share of the pairs that differ beyond noise."""
     agree = [np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
              for i, a in enumerate(plans) for b in plans[:i]
              if abs(a.replayed_ms - b.replayed_ms) > np.hypot(a.noise_ms, b.noise_ms)]
@@ -173,11 +202,12 @@ def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
 
 
 def _arrays(rows: Sequence[ReplayRecord]) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and replayed ms."""
+    """Predicted and replayed ms, [P]."""
     return np.array([r.predicted_ms for r in rows]), np.array([r.replayed_ms for r in rows])
 
 
 def _grouped(rows: Sequence[ReplayRecord]) -> dict[str, list[ReplayRecord]]:
+    """The records of each problem."""
     found: dict[str, list[ReplayRecord]] = {}
     for row in rows:
         found.setdefault(row.problem, []).append(row)

@@ -1,4 +1,4 @@
-"""What a model predicts for plans that were replayed, beside what they took."""
+"""Predictions for replayed plans, beside what they took."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shardcore.workload import lower
 
 
 def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]:
-    """Every replay, at a slowdown of 1, beside what a model says of its plan."""
+    """One record for every replay. Times are scaled to a slowdown of 1."""
     rows = []
     for one in replayed:
         steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
         predicted = {name: price(step, model).total_ms for name, step in steps.items()}
+        # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
         rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
                         predicted_ms=predicted[name], replayed_ms=costs[name].total_ms,
@@ -30,7 +31,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]
 
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
-    """How many times as long as predicted each part of all steps took, by its name in StepCost."""
+    """Measured over predicted time of each part of a step, over all replays. Keys are StepCost's fields."""
     pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_speed())
              for one in replayed for name, plan in one.plans.items()]
     names = [f.name for f in dataclasses.fields(StepCost)]

@@ -1,10 +1,11 @@
-"""What collectives take in steps of training, beside what they take alone: a factor for each collective and
-way, from replays.
+"""The time of a collective within a training step, relative to its time in isolation: a factor, from replays.
 
-In a step an exchange follows compute, without the barrier that measured exchanges have before them, and takes
-longer for it. Ops take there what they take alone, at the slowdown that the reference op tells (docs/log.md);
-so where a replay's compute took longer than predicted, the machine was still slower, and its exchanges were
-too: factors are against that slowdown.
+In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer.
+There is one factor for each collective and direction.
+
+Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/log.md).
+So a replay whose compute took longer than predicted ran on a slower machine.
+Its exchanges are divided by that slowdown.
 
 Shapes: S steps, D devices, C collectives.
 """
@@ -26,25 +27,29 @@ from shardcore.types import StepCost
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8
-"""A collective that ran in fewer has the factor of the all-to-all."""
+"""A collective that ran in fewer steps uses the all-to-all's factor."""
 
 Step = tuple[Workload, StepCost]
-"""What was replayed, and what it took."""
+"""A replayed step, and what it took."""
 
 
 def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
-    """The model whose collectives take as long as in these steps, on links that were measured. meta["steps"]:
-    how many told so; where they tell nothing, the model as it is. Steps run on one host: they tell nothing of
-    collectives that were measured between hosts alone."""
+    """The model with factors fitted to these steps, on links that were measured.
+
+    meta["steps"]: the number of steps used. The model itself is returned where none is usable.
+    Replays run on one host. They say nothing of collectives measured between hosts only.
+    """
     steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
+    # Without old factors, or new ones would be relative to them.
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     factors: dict[str, np.ndarray] = {}
     told = 0
     for way in ("forward", "backward"):
         often = [c for c in _OF_WAY[way] if "within" in collective_model.measured_links(model.weights, c)
                  and sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
+        # Keep steps whose collectives all run often enough, or another's time would distort the fit.
         known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)})
                  and ran <= set(often)]
         if known:
@@ -61,7 +66,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
-    """What `fit` made of n steps, in words."""
+    """In words: what `fit` made of n steps."""
     if fitted is before:
         return (f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} "
                 "on links that were "
@@ -75,21 +80,27 @@ _NAMES = {collective_model.step_weight(c, way) for way, channels in _OF_WAY.item
 
 
 def _are_measured(topology: Topology) -> bool:
+    """Whether the model prices the links from measurements, not from given bandwidths."""
     return topology.within_host_gbps is topology.between_hosts_gbps is topology.latency_ms is None
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:
+    """Whether any device enters bytes into the channel."""
     return bool(workload.traffic[CHANNELS.index(channel)].any())
 
 
 def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Channel]) -> tuple[np.ndarray,
                                                                                               np.ndarray]:
-    """[D, C] ms that channels take alone, says the model, and [D] what all of them took at the slowdown of
-    the measurements."""
+    """[D, C] predicted ms of each channel in isolation, and [D] ms that all of them took.
+
+    The measured times are scaled to the slowdown of the measurements.
+    """
     workload, measured = step
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
+    # Index into the pair (forward, backward) of NeuralModel.collectives.
     which = ("forward", "backward").index(way)
     took = np.array(getattr(measured, f"{way}_comm_ms")) * sum(said.compute_ms) / sum(measured.compute_ms)
-    ran = took > 0  # what was over before the last device came has no transfer time
+    # A transfer that ended before the last device arrived has no measured time.
+    ran = took > 0
     return np.stack([alone[c][which] for c in channels], axis=-1)[ran], took[ran]

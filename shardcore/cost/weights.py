@@ -1,9 +1,9 @@
-"""What a model's weights have to be, so that what a model predicts is finite, 0 or more, and grows with what
-it prices.
+"""Validity of a model's weights: predictions have to be finite, 0 or more, and grow with the work.
 
-A file of weights is safe to load, but may hold anything: a negative launch predicts negative times, and a
-search would look for more of them. Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L
-levels.
+A weights file is safe to load, but may hold anything.
+With a negative launch, for example, predictions are negative, and a search would look for more of them.
+
+Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L levels.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
 _ANY = (-1e6, 1e6)
 _CONTENTION, _BAND = 50.0, 300.0
-"""Largest exponents of the contention's and the quantiles' factors. Their product is finite, and far beyond
-any measurement."""
+"""Largest exponents of the factors of contention and of quantiles.
+
+Their product is finite, and far beyond any measurement.
+"""
 _MOST_LAYERS = 8
-"""Of the network: of more, products of weights within _ANY are infinite."""
+"""Of the network. With more, products of weights within _ANY may overflow."""
 
 
 def require(w: Mapping[str, np.ndarray]) -> None:
-    """Raise ShardCoreError naming a weight that is missing, unknown, of another shape, or out of its range.
-    """
+    """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
     hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
+    # Name: (shape, allowed range). Signs in these ranges make costs grow with the work.
     rules = {
         "rates": ((k, 2), _RATE), "launch": ((2,), _RATE), "load_typical": ((k,), _POSITIVE),
         "condition_low": ((c,), _ANY), "condition_high": ((c,), _ANY), "condition_mean": ((c,), _ANY),
@@ -44,6 +46,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
     ran = [(channel, way) for channel in CHANNELS for way in collective_model.WAYS[channel.collective]]
+    # Collectives may be unmeasured, and factors exist only with replays.
     optional = {collective_model.weight(*x): ((e,), _RATE)
                 for x in ran} | {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     for name in sorted(set(w) - set(rules) - set(optional)):
@@ -56,6 +59,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
 
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
+    """Quantiles have to rise with the level and with the cost, and stay finite."""
     if level[0] > quantiles.LEVELS[0] or level[-1] < quantiles.LEVELS[-1]:
         raise ShardCoreError(f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to "
                              f"reach from {quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}")
@@ -71,11 +75,12 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
 
 def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str,
                                                                tuple[tuple[int, ...], tuple[float, float]]]:
-    """Of layers, each as wide as the one before gives, the last one 2."""
+    """Rules of the correction network's layers. Each takes what the one before gives; the last gives 2."""
     rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*",
                                                                                  name))), default=0)
     if last >= _MOST_LAYERS:
         raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
+    # The name of a layer gives its number: network.0, network.1, ...
     for i in range(last + 1):
         outputs = 2 if i == last else _length(w, f"network.{i}.bias")
         rules |= {f"network.{i}.weight": ((inputs, outputs), _ANY), f"network.{i}.bias": ((outputs,), _ANY)}
@@ -84,7 +89,7 @@ def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str,
 
 
 def _length(w: Mapping[str, np.ndarray], name: str) -> int:
-    """Entries of a weight that others have to match: 1 at least."""
+    """Entries of a weight that others have to match: at least 1."""
     return max(w[name].size, 1) if name in w else 1
 
 

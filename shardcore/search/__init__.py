@@ -2,12 +2,14 @@
 
     plan = SHARDERS["neuroshard"](problem, model, seed=0, budget=Budget(evals=10_000))
 
-Every sharder has this form. It raises Infeasible, naming what does not fit and by how much, and SettingMismatch where the
-model is for another setting. With the same seed, and a budget in evals or none, it returns the same plan. Its plans are
-consolidated (see `pieces`) and carry their algorithm, seed and predicted cost as provenance.
+Every sharder has this form.
+It raises Infeasible, naming what does not fit and by how much.
+It raises SettingMismatch if the model is for another setting.
+The same seed, with a budget in evals or none, gives the same plan.
+Plans are consolidated (see `pieces`). Provenance records their algorithm, seed and predicted cost.
 
-Every sharder begins with `feasible_pieces`: also the table-wise ones cut a table that no device can hold. TorchRec's planner is
-listed where it is installed (see `torchrec`).
+Every sharder begins with `feasible_pieces`. So table-wise sharders, too, cut a table that no device can hold.
+TorchRec's planner is listed where it is installed (see `torchrec`).
 """
 
 from shardcore.search.budget import Budget

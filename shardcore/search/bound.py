@@ -1,22 +1,26 @@
-"""A lower bound on what any plan of a problem costs under a model, where the model allows a proof; and an
-estimate of one.
+"""A lower bound on the cost of any plan, where the model allows a proof, and an estimate.
 
-A step takes max over devices of (compute + backward exchange), and then the longest forward exchange. Each
-way to cut a table adds some work to the devices and some bytes to the exchanges, and both add up over tables.
-So no plan is cheaper than the tables' least work, divided by the devices' speeds, with the exchanges that
-even bytes take; the least way to cut a table by columns or rows is a shortest path over widths. Nor is it
-cheaper than any of its parts. So the bound is the least ms in which the least work can be done with parts
-that take no longer each.
+A step takes max over devices of (compute + backward exchange), plus the longest forward exchange.
+Each way to cut a table adds work to devices and bytes to exchanges. Both add up over tables.
+So no plan is cheaper than the least work of all tables divided by the devices' speeds,
+with exchanges of evenly divided bytes.
+The cheapest way to cut a table is a shortest path over widths.
 
-The proof counts as work of a part what it costs alone, less the launch that fusing saves
-(cost.model.BoundableCostModel); for plans of one kind of part, what it costs at least in an op of the mean
-load, for some device has that. The estimate counts what all tables cost as one op, its sums divided evenly
-over the devices: more where shards contend, and no bound, for a device may hold tables that contend less than
-the mean. Memory does not count, nor constraints but those that keep tables whole, together or on some
-devices.
+Nor is a plan cheaper than its most expensive part.
+So the bound is the least time T in which the work fits when no part takes longer than T.
 
-Shapes: T tables, N parts, F features, D devices, K kinds of part: that of whole rows, and those that groups
-of devices share.
+The proof counts a part at its cost alone, less the launch that fusing saves (model.BoundableCostModel).
+For plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
+
+The estimate prices all tables as one op, divided evenly over the devices.
+It is higher where shards contend. It is no bound: a device may hold tables that contend less than the mean.
+
+Memory is ignored. So are constraints, except those that keep tables whole, together or on some devices.
+
+Part: what one device may hold of a table.
+
+Shapes: T tables, N parts, F features, D devices.
+K kinds of part: whole rows, and those that groups of devices share.
 """
 
 from __future__ import annotations
@@ -33,15 +37,22 @@ from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_PARTS = 150_000
-"""A space with more possible parts is made smaller: widths of powers of two alone."""
+"""With more possible parts, only widths of powers of two are considered."""
 _EVEN_BYTES = 2.0**24
+"""Bytes of each device at which exchanges are priced."""
 _PRECISION = 1e-3
+"""Relative precision of a bisection."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """No plan of `space` costs less than proved_ms (None: nothing is proved), and about estimate_ms is what
-    those get to that divide all work evenly. limit: what is in the way of cheaper ones."""
+    """A bound on the plans of a space.
+
+    proved_ms: no plan costs less. None if nothing is proved.
+    estimate_ms: about what plans reach that divide all work evenly.
+    limit: what prevents cheaper plans.
+    space: the plans considered, in words.
+    """
 
     proved_ms: float | None
     estimate_ms: float
@@ -50,13 +61,16 @@ class Bound:
 
 
 def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None) -> Bound:
-    """Among plans that cut tables by columns, or have groups of devices share them in some kinds (None: all
-    such kinds). Raises SettingMismatch."""
+    """A bound over plans that cut tables by columns, or let groups of devices share them.
+
+    shared: the kinds of sharing to consider; None for all. Raises SettingMismatch.
+    """
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
     parts, lower, proved_ms = _Parts(problem, model, kinds), model.lower, None
     if lower is not None and lower.even_is_least(problem.topology):
         least = parts if lower is model else _Parts(problem, lower, kinds)
+        # Subtract a trace for rounding errors.
         proved_ms = _least_ms(least, _proved(least), lower.takes_all_alike(problem.topology))[0] * (1 - 1e-9)
     estimate_ms, limit = _least_ms(parts, _estimated(parts), True)
     return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, parts.space())
@@ -66,24 +80,22 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
 
 
 class _Parts:
-    """What a device may hold of each table.
+    """What one device may hold of each table.
 
-    kinds [K]: of sharding; the first is that of whole rows, the others are shared by groups.
-    n_groups, group_size [K]: of a kind.
-    Of parts [N]:
-    table, kind: numbers.
-    codes: [N, F]
-    copies: on how many devices there is one.
-    alone_ms: what it costs alone at speed 1.
-    fastest: speed that it may find; of a group, its slowest device's.
-    exchange_ms: what it adds to even exchanges, both ways.
-    large: whether some part is as large, if the table's devices share it.
-
-    at: of each kind [T, U + 1] the part of so many units of a table; -1: there is none.
-    size: [T, K] units in all.
+    kinds: [K] kinds of sharding. The first is that of whole rows; groups share the others.
+    n_groups, group_size: [K] groups of the kind, and devices in each.
+    table, kind: [N] numbers.
+    codes: [N, F] encodings.
+    copies: [N] number of devices that have one.
+    alone_ms: [N] cost of the part alone at speed 1.
+    fastest: [N] the highest speed it may find. For a group, the speed of its slowest device.
+    exchange_ms: [N] what it adds to even exchanges, forward + backward.
+    large: [N] whether it is at least an even share of the table. Every plan has such a part.
+    at: for each kind [T, U + 1], the part of a number of units of a table; -1 for none.
+    size: [T, K] units of the whole table.
     whole: [T] the uncut parts.
     latency_ms: [K] of a kind's collectives, whatever they carry.
-    mixes: sets of kinds.
+    mixes: sets of kinds that plans may use.
     """
 
     def __init__(self, problem: Problem, model: CostModel, shared: Sequence[Layout]) -> None:
@@ -137,43 +149,55 @@ class _Parts:
         self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1) for mix in combinations(kinds, n_kinds)]
 
     def _widths(self, columns: int) -> list[int]:
+        """The widths in units that a part may have."""
         if self.any_width:
             return list(range(1, columns + 1))
         return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
 
     def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K] ms that the channels of each kind take at least, if any of its groups is used; and [K] ms that
-        a byte in the first of them adds, with what it brings in the others, when all devices have as many."""
+        """[K] ms of a kind's channels at least, and [K] ms per byte in the first of them.
+
+        The first holds if any group of the kind is used.
+        The second includes the bytes in other channels, with all devices having equally many.
+        """
         n = len(self.speed)
         if n == 1:
             return np.zeros(1), np.zeros(1)
         once, twice = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
         for k, layout in enumerate(self.kinds):
+            # Bytes of all channels are proportional to those of the first.
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in layout.channels.values()])
             for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
                 traffic = np.zeros((len(CHANNELS), n))
                 traffic[[CHANNELS.index(c) for c in layout.channels]] = each * (entering / entering[0])[:, None]
                 ms[k] = self.model.comm(traffic, np.zeros(n), self.problem.topology).total_ms.max()
-        used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)  # one group at least, of which some wait for none
+        # At least one group is used. Devices of other groups may not wait at all.
+        used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)
+        # A line through two points: its value at 0, and its slope.
         return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
 
     def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
-        """The least price at which parts of these kinds make up all tables, from prices [N] with copies, and
-        how often each part is then taken [N]; inf and None: none do."""
+        """The least total price of parts of these kinds that make up all tables.
+
+        price: [N] with copies included.
+        Also returns how often each part is taken, [N]. inf and None if there is no such set.
+        """
         sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
         best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
         return least, sum(way(best == i) for i, way in enumerate(ways)) if np.isfinite(least) else None
 
     def within(self, some: np.ndarray) -> np.ndarray:
-        """Of some parts [N] bool those that can be in a plan: not of a table and kind whose large parts, of
-        which its devices cannot do without one, are not among them."""
+        """[N] bool: those of `some` parts that can be in a plan.
+
+        A table and kind without any of its large parts is impossible: its devices need at least one.
+        """
         possible = np.zeros(self.size.shape, dtype=bool)
         chosen = some & self.large
         possible[self.table[chosen], self.kind[chosen]] = True
         return some & possible[self.table, self.kind]
 
     def space(self) -> str:
-        """The plans that a bound holds for, in words."""
+        """The plans for which a bound holds, in words."""
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
         others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True) if (at >= 0).any()]
         return f"each table whole or cut by columns ({widths})" + "".join(f", or with {words}" for words in others)
@@ -185,27 +209,34 @@ def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
 
 
 def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | None:
-    """The least that any of n devices has of a table; None where they cannot share it so. whole: it must stay
-    so."""
+    """The smallest shard that any of n devices has of a table. None if they cannot share it.
+
+    whole: whether the table must stay whole.
+    """
     if not layout.divides_rows:
         return Shard.whole(table)
     each = None if table.ordered or whole else even_share(table.rows, n)
+    # The last device has the remaining rows, which are the fewest.
     return each and Shard(table, (n - 1) * each, table.rows, 0, table.dim)
 
 
 def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
-    """The least price [T] at which parts make up `size` units of each table, and a function from chosen
-    tables [T] bool to how often each part [N] is then taken."""
+    """[T] the least price of parts that make up `size` units of each table.
+
+    Also returns a function: from chosen tables [T] bool to how often each part [N] is taken.
+    """
     rows = np.arange(len(at))
     of = np.where(at >= 0, price[at], np.inf)
     best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
     best[:, 0] = 0.0
+    # Dynamic programming over units, for all tables at once: best price, and the last part taken.
     for u in range(1, at.shape[1]):
         candidates = of[:, 1 : u + 1] + best[:, u - 1 :: -1] if u > 1 else of[:, 1:2]
         last[:, u] = 1 + np.argmin(candidates, axis=1)
         best[:, u] = candidates[rows, last[:, u] - 1]
 
     def taken(chosen: np.ndarray) -> np.ndarray:
+        """How often each part is taken: follow `last` back to 0."""
         counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
         while left.any():
             live = rows[left > 0]
@@ -219,13 +250,15 @@ def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
 # --- bounds ------------------------------------------------------------------------------------------------------------
 
 Price = Callable[[list[int], np.ndarray], float]
-"""ms of plans of a mix of kinds that have no other than some parts [N] bool; inf: there are none."""
+"""ms of plans of a mix of kinds, using only some parts [N] bool. inf if there are none."""
 _EVENLY = "the work of all tables, divided evenly"
 
 
 def _proved(parts: _Parts) -> Price:
-    """The least work, divided by all speeds; what a group shares brings a launch on each of its devices,
-    columns on one at least."""
+    """A price that no plan undercuts: the least work, divided by all speeds.
+
+    A shared table brings a launch on each device of its group. Columns bring one on at least one device.
+    """
     launch_ms, total_speed = parts.model.launch_ms, parts.speed.sum()
     work = parts.copies * np.maximum(0.0, parts.alone_ms - launch_ms) / total_speed + parts.exchange_ms
 
@@ -241,10 +274,13 @@ def _proved(parts: _Parts) -> Price:
 
 
 def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
-    """The same for plans of one kind, so one op on each device, from the load that some device has at least:
-    the mean by speed. With a load go drivers, and with those the rates at which the load was counted."""
+    """A higher price for plans of one kind, which run one op on each device.
+
+    Some device has at least the mean load by speed. Its drivers raise the rates at which loads count.
+    """
     model, some, total_speed = parts.model, some & (parts.kind == kind), parts.speed.sum()
     rates = model.rates(parts.codes[parts.whole].sum(0) / len(parts.speed))
+    # Rates and least loads depend on each other. Any number of rounds gives a valid bound.
     for _ in range(4):
         load = parts.codes @ rates
         least, _ = parts.cheapest(np.where(some, parts.copies * load, np.inf), [kind])
@@ -252,6 +288,7 @@ def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
             return np.inf
         now = model.rates(_least_codes(parts, load, some, least * parts.speed.min() / total_speed))
         counted, rates = rates, now
+    # Where rates fell in the last round, count only the share that they surely reach.
     share = min(1.0, (now[counted > 0] / counted[counted > 0]).min(initial=1.0))
     work = share * parts.copies * (parts.codes @ counted) / total_speed + parts.exchange_ms
     least, _ = parts.cheapest(np.where(some, work, np.inf), [kind])
@@ -259,14 +296,17 @@ def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
 
 
 def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
-    """[F] what a device at least has of each feature, at most one part of each table, when the loads [N] of
-    its parts make up `wanted`: taken from the tables that have least of it for their load."""
+    """[F] the least that a device can have of each feature, if the loads of its parts sum to `wanted`.
+
+    load: [N] of each part. A device holds at most one part of each table.
+    """
     some = some & (load > 0)
     room, each = np.zeros(len(parts.size)), np.full((len(parts.size), parts.codes.shape[1]), np.inf)
     np.maximum.at(room, parts.table[some], load[some])
     np.minimum.at(each, parts.table[some], parts.codes[some] / load[some][:, None])
     room, each = room[room > 0], each[room > 0]
     found = np.zeros(parts.codes.shape[1])
+    # A fractional knapsack: take load first from tables that bring least of the feature.
     for f in range(len(found)):
         order = np.argsort(each[:, f])
         taken = np.clip(wanted - np.concatenate([[0.0], np.cumsum(room[order])[:-1]]), 0.0, room[order])
@@ -275,13 +315,18 @@ def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: floa
 
 
 def _estimated(parts: _Parts) -> Price:
-    """What groups share as one op of each kind, alike on all devices, the columns as one divided over the
-    devices by their speed; the way to cut tables follows from how steep the head is there."""
+    """An estimate of the price.
+
+    Shared tables count as one op of each kind, alike on all devices.
+    Columns count as one op, divided over the devices by speed.
+    The cheapest cuts follow from the slope of the head at this point.
+    """
     n, total_speed = len(parts.speed), parts.speed.sum()
     shares = (parts.speed / total_speed)[:, None]
 
     def price(mix: list[int], some: np.ndarray) -> float:
         sums, found = parts.codes[parts.whole].sum(0), []
+        # The slope depends on the cuts, so refine once.
         for _ in range(2):
             work = parts.copies * (parts.codes @ _slope(parts.model, sums / n)) / total_speed + parts.exchange_ms
             _, taken = parts.cheapest(np.where(some, work, np.inf), mix)
@@ -298,9 +343,11 @@ def _estimated(parts: _Parts) -> Price:
 
 
 def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
-    """The least ms, over mixes of kinds, at which plans can be whose parts take no longer alone; and what is
-    in the way of less. Each mix stands for itself, for each kind brings launches and latencies of its own.
-    alike: the device with any one part has the exchanges to wait for like all others."""
+    """The least ms over all mixes of kinds, and what prevents less.
+
+    No part may take longer than the result. Each kind in a mix adds its own launches and latencies.
+    alike: whether the device with any one part waits for the same exchanges as all others.
+    """
     together_ms, together = _together(parts)
     found: list[tuple[float, str, list[int], float]] = []
     for mix in parts.mixes:
@@ -309,6 +356,7 @@ def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         found.append((low, limit, mix, exchange_ms))
     best = (np.inf, "")
+    # From the lowest on: once a mix starts above the best, all later ones do.
     for low, limit, mix, exchange_ms in sorted(found):
         if low >= best[0]:
             break
@@ -324,7 +372,9 @@ def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function crosses its argument, from below: falling(low) > low, falling(high) <= high.
+    """Where a falling function equals its argument, from below.
+
+    Requires falling(low) > low and falling(high) <= high.
     """
     while high > low * (1 + _PRECISION):
         middle = float(np.sqrt(low * high))
@@ -333,7 +383,7 @@ def _crossing(falling: Callable[[float], float], low: float, high: float) -> flo
 
 
 def _together(parts: _Parts) -> tuple[float, str]:
-    """The dearest tables that are kept together, in ms of a device."""
+    """ms of the most expensive bundle on a device, and its name in words."""
     index, found = {t.name: i for i, t in enumerate(parts.problem.tables)}, [(0.0, "")]
     for group in parts.problem.constraints.together:
         chosen = parts.whole[[index[name] for name in group]]
@@ -344,7 +394,7 @@ def _together(parts: _Parts) -> tuple[float, str]:
 
 
 def _slope(model: CostModel, sums: np.ndarray) -> np.ndarray:
-    """[F] ms that the head grows by with each feature, at sums [F]."""
+    """[F] growth of the head with each feature, in ms, at sums [F]. By finite differences."""
     step = 1e-4 * np.maximum(sums, 1e-9)
     heads = model.head(np.concatenate([sums[None], sums + np.diag(step)]))
     return np.maximum(0.0, (heads[1:] - heads[0]) / step)

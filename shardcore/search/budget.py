@@ -1,4 +1,4 @@
-"""Budget: how long a search may go on."""
+"""Budget: how long a search may run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from shardcore.errors import ShardCoreError
 
 @dataclass(frozen=True)
 class Budget:
-    """evals: plans priced, or changes of plans tried; seconds: wall time; None: no limit. A search returns its best plan so far
-    when either is used up, and always one, however small the budget. Only a budget in evals makes a run repeatable."""
+    """Limits of a search. None means no limit.
+
+    evals: plans priced, or changes of plans tried.
+    seconds: wall time.
+
+    A search returns its best plan once either limit is reached.
+    It always returns one, however small the budget.
+    Only a budget in evals makes a run repeatable.
+    """
 
     evals: int | None = None
     seconds: float | None = None
@@ -24,30 +31,43 @@ class Budget:
                 raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, or None for no limit")
 
     def start(self) -> Meter:
+        """Start the clock."""
         return Meter(self, time.monotonic())
 
 
 @dataclass
 class Meter:
-    """What one run has used of its budget."""
+    """What one run has used of its budget.
+
+    budget: the limits.
+    started_s: monotonic time of the start.
+    evals: used so far.
+    """
 
     budget: Budget
     started_s: float
     evals: int = 0
 
     def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
-        """How many of `wanted` units of work, at evals_each evaluations and about so many seconds, are within the budget."""
+        """How many of `wanted` repeats of some work the budget still allows.
+
+        evals_each: evaluations of one repeat.
+        seconds_each: about its seconds; 0 if unknown.
+        """
         if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
             return 0
         if self.budget.seconds is not None and seconds_each > 0:
+            # The estimate may be wrong: callers ask again after each chunk of work.
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
         return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 
     def seconds(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.started_s
 
     def progress(self) -> float:
-        """How much of the budget is used, of whichever limit is nearer: 0 to 1."""
+        """The share of the budget that is used, from 0 to 1. The limit closer to its end counts."""
+        # Without any limit, progress stays 0.
         parts = [0.0]
         if self.budget.evals is not None:
             parts.append(self.evals / self.budget.evals)
@@ -56,9 +76,9 @@ class Meter:
         return min(1.0, max(parts))
 
     def has_time(self, seconds: float) -> bool:
-        """Whether so many seconds more are still within the budget, if it is one in seconds."""
+        """Whether this many more seconds fit the budget. Always true without a limit in seconds."""
         return self.budget.seconds is None or self.seconds() + seconds <= self.budget.seconds
 
     def left(self) -> bool:
-        """Whether anything of the budget is left."""
+        """Whether the budget allows one more evaluation."""
         return self.affordable(1, 1) > 0

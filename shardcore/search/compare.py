@@ -1,4 +1,4 @@
-"""Several sharders on one problem, under one model."""
+"""Compare several sharders on one problem, under one model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from shardcore.workload import lower
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sharder found: a plan with its predicted cost, or why there is none; and the seconds it took."""
+    """What a sharder found.
+
+    algorithm: its name.
+    seconds: wall time.
+    plan, cost: the plan and its predicted cost, if any.
+    error: otherwise, why there is none.
+    """
 
     algorithm: str
     seconds: float
@@ -29,20 +35,24 @@ class Outcome:
 
 
 def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None) -> Outcome:
-    """Run one sharder; Infeasible becomes part of the outcome, any other error is raised."""
+    """Run one sharder. Infeasible becomes part of the outcome; other errors are raised."""
     algorithm = known(algorithm)
     began = time.monotonic()
     try:
         plan = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
     except Infeasible as error:
         return Outcome(algorithm, time.monotonic() - began, error=str(error))
+    # Pricing for the report is not part of the search's time.
     seconds = time.monotonic() - began
     return Outcome(algorithm, seconds, plan, price(lower(plan, problem), model))
 
 
 def compile_searches(problem: Problem, model: CostModel) -> None:
-    """Compile what searches under a model need, and import what they import late: every sharder but TorchRec's once on one of the
-    problem's tables. Who times searches does so before; otherwise the first one's seconds would be numba's."""
+    """Compile and import what searches under a model need, before anyone times them.
+
+    Every sharder except TorchRec's runs once on one of the problem's tables.
+    Otherwise the first sharder's seconds would be numba's.
+    """
     few = replace(problem, name="compile", tables=problem.tables[:1], constraints=Constraints())
     for name in SHARDERS:
         if name != "torchrec":
@@ -50,7 +60,10 @@ def compile_searches(problem: Problem, model: CostModel) -> None:
 
 
 def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3) -> list[Outcome]:
-    """Of each of WORTH_REPLAYING and of `random` random plans, what has one. The same seed gives the same."""
+    """Plans of each of WORTH_REPLAYING, and `random` random ones. Sharders without a plan are left out.
+
+    The same seed gives the same plans.
+    """
     wanted = [(name, seed) for name in WORTH_REPLAYING] + [("random", seed + i) for i in range(random)]
     outcomes = [run(name, problem, model, s, budget) for name, s in wanted]
     return [o for o in outcomes if o.plan]
@@ -62,9 +75,14 @@ WORTH_REPLAYING = ("anneal", "anneal_columns", "neuroshard", *(n for n in BASELI
 
 @dataclass(frozen=True)
 class Standing:
-    """One sharder over several problems. solved: the share that it found a plan for; cost: the mean of its cost over the
-    reference's, worst the largest, seconds the mean time, all over the `common` problems alone that every sharder solved (nan:
-    there is none)."""
+    """One sharder over several problems.
+
+    solved: the share of problems with a plan.
+    common: the number of problems that every sharder solved. The other fields cover only these.
+    cost: mean cost relative to the reference. nan if there are no common problems.
+    worst: the largest relative cost.
+    seconds: mean time.
+    """
 
     solved: float
     common: int
@@ -75,13 +93,19 @@ class Standing:
 
 def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str, Sequence[float]],
               reference: str | None = None) -> dict[str, Standing]:
-    """How sharders compare, from the ms that each takes on each problem (None or nan: no plan) and the seconds it searched ([]:
-    not known). reference: whose cost is 1; None: the best of the others, if there are any."""
+    """How sharders compare on several problems.
+
+    costs: ms of each sharder on each problem; None or nan for no plan.
+    seconds: search time of each; [] if unknown.
+    reference: the sharder whose cost is 1. None: the best of the others, on each problem.
+    """
     table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
+    # Only problems that all solved compare fairly.
     common = np.isfinite(table).all(0)
     found = {}
     for i, name in enumerate(costs):
         others = [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
         own_s = np.array(seconds[name], dtype=float)
         found[name] = Standing(float(np.isfinite(table[i]).mean()), int(common.sum()), float(ratios.mean()), float(ratios.max()),
@@ -90,6 +114,6 @@ def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str,
 
 
 def balance(cost: StepCost) -> float:
-    """Mean over largest compute of the devices: 1 is even, 1/D all on one."""
+    """Mean over largest compute of the devices. 1 is even; 1/D is all on one device."""
     largest = max(cost.compute_ms)
     return sum(cost.compute_ms) / len(cost.compute_ms) / largest if largest > 0 else 1.0

@@ -1,7 +1,8 @@
-"""Explain: what bounds a plan, what others cost, and what more memory or more devices would bring.
+"""Explain a plan: what limits it, what alternatives cost, and what more memory or devices would bring.
 
-A step waits for the device that is ready last, its compute and its backward exchange done, and then takes the longest forward
-exchange. So that device bounds the plan, and what it would save without each of its shards says which tables do.
+A step waits for the device that ends its compute and backward exchange last.
+Then the longest forward exchange follows. So the last device limits the plan.
+What it would save without each of its shards shows which tables do.
 
 Shapes: D devices.
 """
@@ -26,14 +27,17 @@ from shardcore.workload import Workload, lower
 
 MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4
-"""Beyond so many times the devices none are added."""
+"""The largest factor by which devices are added."""
 DEFAULT_EVALS = 20_000
 OTHERWISE = "anneal"
 
 
 @dataclass(frozen=True)
 class ShardCost:
-    """A shard on the bounding device. saves_ms: by how much less the device computes without it."""
+    """A shard on the limiting device.
+
+    saves_ms: by how much less the device computes without it.
+    """
 
     shard: str
     kind: str
@@ -43,7 +47,12 @@ class ShardCost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What the problem costs otherwise: another algorithm, or other devices. total_ms None: error says why there is no plan."""
+    """The problem's cost with another algorithm, or with other devices.
+
+    what: in words.
+    total_ms: None if there is no plan.
+    error: then, why.
+    """
 
     what: str
     total_ms: float | None
@@ -52,11 +61,15 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Plain data; lists are one for each device.
+    """An explanation as plain data. Tuples of numbers have one entry a device.
 
-    device: the one that is ready last; limit: whether "compute" or "exchange" takes most of the step there. shards: on that
-    device, by falling saves_ms. widest: the device that sends most, exchange_bytes all devices' bytes in all collectives.
-    balance: mean over largest compute. searched: how the alternatives were found.
+    device: the one that is ready last.
+    limit: "compute" or "exchange", whichever takes most of the step there.
+    shards: on that device, by falling saves_ms.
+    widest: the device that sends most.
+    exchange_bytes: of each device, in all collectives.
+    balance: mean over largest compute.
+    searched: in words, how the alternatives were found.
     """
 
     algorithm: str
@@ -78,17 +91,25 @@ class Explanation:
 
 def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None = None,
             known: Mapping[str, compare.Outcome] | None = None) -> Explanation:
-    """What bounds a plan, how near it is to a bound, and what alternatives cost. They are searched with the plan's own algorithm
-    and seed (where SHARDERS does not have it, with OTHERWISE), each within `budget` (none: as many evaluations as the plan took,
-    or 20,000). known: what other algorithms found, if that is known: then none of them is run. Raises what `lower` raises."""
+    """What limits a plan, how close it is to a bound, and what alternatives cost.
+
+    Alternatives are searched with the plan's own algorithm and seed, or with OTHERWISE if SHARDERS lacks it.
+
+    budget: of each search. None: as many evaluations as the plan took, or 20,000.
+    known: outcomes of other algorithms. If given, no baseline is run.
+
+    Raises what `lower` raises.
+    """
     budget = budget or Budget(evals=plan.provenance.get("evals") or DEFAULT_EVALS)
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
     searcher = algorithm if algorithm in SHARDERS else OTHERWISE
     workload = lower(plan, problem)
     cost = price(workload, model)
+    # The forward exchange begins when the last device is ready.
     ready = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
+    # Bytes of all channels, [D].
     sent = workload.traffic.sum(0)
     if known is None:
         baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in (*BASELINES, "neuroshard")
@@ -106,10 +127,12 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
+    """The shards of a device, with the compute that leaving each one out would save."""
     found = []
     for op in workload.ops[device]:
         codes = np.asarray(model.encode(op.shards, op.batch), dtype=float)
         sums = codes.sum(0)
+        # An op with a single shard disappears with it, launch included.
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
         found += [ShardCost(s.label, op.kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)]
@@ -117,12 +140,13 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
-    """What could be different: in words, the problem then, and whether the plan stays possible."""
+    """Changes to the problem: in words, the changed problem, and whether the plan stays possible."""
     topology = problem.topology
     for share in MORE_MEMORY:
         devices = tuple(replace(d, memory_bytes=int(d.memory_bytes * (1 + share))) for d in topology.devices)
         yield f"{share:.0%} more memory on each device", replace(problem, topology=replace(topology, devices=devices)), True
     n = len(topology)
+    # The global batch has to divide evenly over the devices.
     more = next((m for m in range(n + 1, MOST_TIMES_DEVICES * n + 1) if problem.global_batch % m == 0), None)
     if more:
         added = more - n
@@ -132,7 +156,10 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
 
 
 def _like(topology: Topology, n: int) -> Iterator[Device]:
-    """More devices like those there are, in their order: on their host if there is but one, else on hosts like theirs."""
+    """More devices like the existing ones, in their order.
+
+    With one host they join it; otherwise they form further hosts like those there are.
+    """
     several, size = len(topology.hosts) > 1, len(topology)
     for i in range(n):
         device = topology.devices[i % size]
@@ -141,15 +168,17 @@ def _like(topology: Topology, n: int) -> Iterator[Device]:
 
 def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, seed: int, budget: Budget,
               kept_ms: float | None = None) -> Alternative:
-    """The cost of a problem under an algorithm; kept_ms: what the present plan costs there, where it remains possible."""
+    """The cost of a problem under an algorithm. kept_ms: cost of the present plan there, if possible."""
     try:
         ms, error = SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"], None
+    # That an alternative has no plan is an answer, not an error.
     except Infeasible as refused:
         ms, error = None, str(refused)
     return Alternative(what, min((x for x in (ms, kept_ms) if x is not None), default=None), error)
 
 
 def _words(budget: Budget) -> str:
+    """A budget in words."""
     limits = [f"{budget.evals:,} evaluations"] if budget.evals else []
     limits += [f"{budget.seconds:g} s"] if budget.seconds else []
     return " or ".join(limits) or "no limit"

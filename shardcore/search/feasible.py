@@ -1,4 +1,7 @@
-"""Fit: what every sharder begins with. Tables that no device can hold are cut; problems without a plan are refused."""
+"""Feasibility: what every sharder begins with.
+
+Tables that no device can hold are cut. Problems without a plan are refused with a reason and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,44 @@ from shardcore.search.pieces import Item, division, items
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_DEVICES = 256
-"""More than this many more devices are not advised."""
+"""The largest number of further devices that a remedy suggests."""
 MOST_PACKED = 1000
-"""Of more tables, what would fit is told by sums alone: to pack them again and again would take minutes."""
+"""With more tables, sums estimate what would fit. Packing them repeatedly would take minutes."""
 _NEARLY = 0.99
-"""More of the memory than this may leave gaps that no table fits."""
+"""Above this share of the memory, gaps may remain that no table fits."""
 _STEPS = 200
-"""Of best fit, for each amount of memory that might be enough."""
+"""Steps of best fit for each amount of memory that a remedy tries."""
 
 
 def feasible_pieces(problem: Problem) -> list[Shard]:
-    """The pieces to start from: every table whole, except that a table too large for every device where it may live is halved by
-    columns until its parts are not or, where MIN_WIDTH columns are too large, its rows are `divided`. Tables in problem.whole are
-    never cut.
+    """The pieces to start from. Every table is whole, unless no device where it may live can hold it.
 
-    Raises Infeasible where it is certain that there is no plan that TorchRec trains, copies (data-parallel tables) apart: the
-    tables take more than all devices have, or those pinned to some devices more than these, or one that must stay whole, or a
-    bundle, more than the largest device where it may live; or MIN_WIDTH columns of one take more, and its rows cannot be
-    divided or a share takes more than its device has; and where the row ranges of such tables find no packing.
-    Of more than MOST_PACKED tables that take nearly all of the memory, where no packing is found, too: no search fills gaps so
-    well, and to find that out takes it long.
+    Such a table is halved by columns until its pieces fit.
+    If MIN_WIDTH columns are still too large, its rows are divided (`division`).
+    Tables in problem.whole are never cut.
+
+    Raises Infeasible if TorchRec trains no plan of the problem. Data-parallel tables are not considered.
+    The reasons:
+
+    - The tables take more memory than all devices have.
+    - The tables pinned to some devices take more than these have.
+    - A bundle, or a table that must stay whole, takes more than the largest device where it may live.
+    - MIN_WIDTH columns of a table take more, and its rows cannot be divided or a row range does not fit.
+    - The row ranges of such tables find no packing.
+    - More than MOST_PACKED tables take nearly all memory, and no packing is found.
+      A search would not fill gaps better, and would take long to find out.
     """
     free = free_bytes(problem)
     needed, available = least_bytes(problem), sum(max(0, f) for f in free)
     if needed > available:
         raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; its {len(free)} devices may hold "
                                    f"{gib(available)} together, {gib(needed - available)} too little")
+    # Bundles and whole tables cannot be cut, so each needs a device that holds it.
     uncut = items((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
     for item, largest in zip(uncut, largest_free(problem, [item[0].table for item in uncut], free), strict=True):
         if item_bytes(item, problem) > largest:
             raise _infeasible(problem, f"{_describe(item, problem)} takes {_too_much(item, problem, largest)}")
+    # Too large even as a narrow column: only a division of rows helps.
     for table in too_tall(problem, problem.tables, free):
         if why := _undividable(table, problem, free):
             [largest] = largest_free(problem, [table], free)
@@ -58,6 +69,7 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
 
 
 def _describe(item: Item, problem: Problem) -> str:
+    """An item in the words of an error message."""
     name = item[0].table.name
     if len(item) > 1:
         return f"the group {shown(s.table.name for s in item)}, kept on one device (constraints.together),"
@@ -65,12 +77,13 @@ def _describe(item: Item, problem: Problem) -> str:
 
 
 def _too_much(item: Item, problem: Problem, largest: int) -> str:
+    """How much an item takes, and by how much that is too much."""
     needed, where = item_bytes(item, problem), " where it may live" if item[0].table.name in problem.pinned else ""
     return f"{gib(needed)} with outputs; the largest device{where} may hold {gib(largest)}, {gib(needed - largest)} too little"
 
 
 def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | None:
-    """Why its rows cannot be divided, were it the only table; None where they can."""
+    """Why the table's rows cannot be divided, even if it were the only table. None if they can."""
     allowed = problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:
@@ -90,13 +103,16 @@ def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | N
 
 
 def _require_pins_fit(problem: Problem, free: list[int]) -> None:
-    """Raise Infeasible where the tables that may live on some devices alone take more than these have (Hall's condition, for each
-    set of devices that some table is pinned to)."""
+    """Raise Infeasible if tables pinned to some devices take more memory than these have.
+
+    This is Hall's condition, for each set of devices that some table is pinned to.
+    """
     pinned: dict[frozenset[int], list[Shard]] = {}
     for table in problem.tables if problem.pinned else ():
         if table.name in problem.pinned:
             pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(Shard.whole(table))
     needs = {devices: item_bytes(shards, problem) for devices, shards in pinned.items()}
+    # All tables whose devices lie within this set compete for its memory.
     for devices in sorted(pinned, key=len):
         needed, available = sum(n for d, n in needs.items() if d <= devices), sum(max(0, free[d]) for d in devices)
         if needed > available:
@@ -114,7 +130,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def pack_or_raise(problem: Problem) -> Packing:
-    """Some plan that fits, for a sharder whose own order of placing found none. Raises Infeasible where none is found."""
+    """Some plan that fits, for a sharder whose own placing failed. Raises Infeasible if none is found."""
     free = free_bytes(problem)
     packing = pack(problem, free)
     if packing is not None:
@@ -134,11 +150,12 @@ def pack_or_raise(problem: Problem) -> Packing:
 
 
 def _infeasible(problem: Problem, reason: str) -> Infeasible:
+    """The error with its reason and remedy."""
     return Infeasible(f"problem {problem.name!r} does not fit: {reason}. {_remedy(problem)}")
 
 
 def _remedy(problem: Problem) -> str:
-    """How much more memory per device, or how many more devices, would do: found by packing with it."""
+    """How much more memory per device, or how many more devices, would be enough. Found by packing."""
     free, needed = free_bytes(problem), least_bytes(problem)
     few = len(problem.tables) <= MOST_PACKED
 
@@ -148,11 +165,13 @@ def _remedy(problem: Problem) -> str:
             surely(free) or (few and pack(problem, free, _STEPS) is not None))
 
     enough = enough_of(problem)
+    # With every byte on each device, all tables fit on one: an upper end to search from.
     memory = _least(lambda extra: enough([f + extra for f in free]), needed + max(0, -min(free)))
     remedies = [f"{gib(memory)} more per device"] if memory else []
     n_devices = _least(lambda n: enough(free + [max(free)] * n), MOST_DEVICES)
     if n_devices:
         remedies.append(f"{n_devices} more device{'s' * (n_devices > 1)} like the largest")
+    # Would it fit without pins and bundles?
     loose = replace(problem, constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
     eased = loose.constraints != problem.constraints and enough_of(loose)(free)
     otherwise = "It needs smaller tables" if few else "It needs more memory, fewer constraints or smaller tables"
@@ -161,10 +180,11 @@ def _remedy(problem: Problem) -> str:
 
 
 def _least(enough: Callable[[int], bool], limit: int) -> int | None:
-    """The least n in 1 .. limit that is enough, to about 1%; None where the limit is not. What is enough stays so with more."""
+    """The least n from 1 to `limit` that is enough, to about 1%. None if `limit` is not enough."""
     low, high = 0, limit
     if not enough(limit):
         return None
+    # Bisection: what is enough stays enough with more.
     while high - low > max(1, high // 100):
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)

@@ -1,4 +1,4 @@
-"""FreeMemory: what is still free on each device while pieces are placed one by one.
+"""FreeMemory: what is free on each device while pieces are placed one by one.
 
 Shapes: D devices.
 """
@@ -17,28 +17,43 @@ from shardcore.types import Problem, Shard
 
 
 def piece_bytes(shard: Shard, problem: Problem) -> int:
-    """Bytes of a piece on a device that holds nothing else of its row range. All kinds that divide rows take the same."""
+    """Bytes of a piece on a device that holds nothing else of its row range.
+
+    All kinds that divide rows take the same.
+    """
     return memory.bytes_as(WHOLE_ROWS, shard, problem)
 
 
 def item_bytes(item: Sequence[Shard], problem: Problem) -> int:
+    """Bytes of all pieces of an item."""
     return sum(piece_bytes(shard, problem) for shard in item)
 
 
 def freedom(item: Item, problem: Problem) -> int:
-    """Devices that an item may choose from. Who has least of it is placed first (the least flexible job of scheduling on machines
-    with eligibility: Pinedo, Scheduling, 5.1), for others could take its room and have elsewhere to go."""
+    """The number of devices that an item may choose from.
+
+    Items with least freedom are placed first, as others could take their memory and go elsewhere.
+    This is the rule of the least flexible job (Pinedo, Scheduling, 5.1).
+    """
     return len(devices_of(item[0], problem))
 
 
 class FreeMemory:
-    """left [D]: bytes free per device, starting from `free` (default: what the problem allows; entries beyond its devices stand
-    for more of them, where no pinned table may go). A bundle's first table takes the bytes of all, the others none beside it."""
+    """Free bytes on each device.
+
+    left: [D] bytes free.
+
+    It starts from `free`, by default what the problem allows.
+    `free` may have more entries than the problem has devices: further devices, without pinned tables.
+    A bundle's first table takes the bytes of all its tables. The others then take none on that device.
+    """
 
     def __init__(self, problem: Problem, free: Sequence[int] | None = None) -> None:
         self.problem = problem
         self.left = np.array(memory.free_bytes(problem) if free is None else free, dtype=np.int64)
+        # Columns of each row range on each device.
         self._widths: dict[RowRange, dict[int, int]] = defaultdict(dict)
+        # The device of each bundle that has been placed.
         self._home: dict[tuple[str, ...], int] = {}
         self._bundle_bytes: dict[tuple[str, ...], int] = defaultdict(int)
         for table in problem.tables if problem.bundle_of else ():
@@ -46,7 +61,7 @@ class FreeMemory:
                 self._bundle_bytes[group] += piece_bytes(Shard.whole(table), problem)
 
     def extra_bytes(self, shard: Shard) -> np.ndarray:
-        """[D] bytes that the shard adds on each device: less where it widens a shard that is there already."""
+        """[D] bytes that the shard adds. Fewer where it widens a shard that is already there."""
         if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
             return np.full(len(self.left), 0 if group in self._home else self._bundle_bytes[group], dtype=np.int64)
         extra = np.full(len(self.left), piece_bytes(shard, self.problem), dtype=np.int64)
@@ -55,7 +70,8 @@ class FreeMemory:
         return extra
 
     def fits(self, shard: Shard) -> np.ndarray:
-        """[D] bool: the devices that can take the shard, with the tables that it is kept together with."""
+        """[D] bool: the devices that can take the shard, with its bundle."""
+        # Most shards are the first of their row range: then one comparison is enough.
         if self._bundle_bytes or row_range(shard) in self._widths:
             fits = self.extra_bytes(shard) <= self.left
         else:
@@ -64,7 +80,7 @@ class FreeMemory:
         return fits if allowed is None else fits & allowed
 
     def allowed(self, shard: Shard) -> np.ndarray | None:
-        """[D] bool: where the shard may go (`devices_of`), with what it is kept together with; None for everywhere."""
+        """[D] bool: where the shard may go, with its bundle. None for everywhere."""
         home = self._home.get(self.problem.bundle_of.get(shard.table.name, ())) if self._home else None
         if home is None and shard.full_rows and shard.table.name not in self.problem.pinned:
             return None
@@ -73,6 +89,7 @@ class FreeMemory:
         return allowed
 
     def put(self, shard: Shard, device: int) -> None:
+        """Take the memory of a shard that is placed on a device."""
         widths = self._widths[row_range(shard)]
         width = widths.get(device, 0)
         if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
@@ -85,5 +102,6 @@ class FreeMemory:
         widths[device] = width + shard.width
 
     def _bytes(self, shard: Shard, width: int) -> int:
+        """Bytes of a shard widened to `width` columns."""
         table, row_lo, row_hi = row_range(shard)
         return piece_bytes(Shard(table, row_lo, row_hi, 0, width), self.problem)

@@ -1,9 +1,10 @@
-"""The baselines: random, and four greedy orders, as in the AutoShard, DreamShard and NeuroShard papers.
+"""The baselines: random, and four greedy orders from the AutoShard, DreamShard and NeuroShard papers.
 
-Tables fall in some measure of load; each goes to the device with room whose sum of that measure, with the table, over its
-speed is least. On equal devices that is the published rule, the least sum before the table. Tables that are kept together go
-as one; pinned ones go first, those with the fewest devices to choose from before others. Where an order leaves a table without
-room, `packing` takes over: a balanced plan is then out of reach of the rule, but one that fits is not.
+Tables are placed by falling load. Each goes to the device with memory whose load is then least.
+A load is divided by the device's speed. On equal devices this is the published rule.
+
+Bundles are placed as one. Pinned tables go first: those with fewest devices before others.
+If a table finds no memory, `packing` takes over. The plan is then not balanced, but it fits.
 
 Shapes: D devices.
 """
@@ -24,47 +25,53 @@ from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import Plan, Problem, Shard
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
-"""The device for an item of such a load, given where it fits [D] bool and the bytes left [D]."""
+"""(load, fits [D] bool, bytes left [D]) -> the device for an item."""
 
 
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Tables by falling size, each to any device with room."""
+    """Place tables by falling size, each on a random device with memory."""
     rng = np.random.default_rng(seed)
     return _place("random", problem, model, seed, lambda s: 0.0, lambda _, fits, left: int(rng.choice(np.flatnonzero(fits))))
 
 
 def size_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balances the bytes of weights."""
+    """Balance the bytes of weights."""
     return _greedy("size_greedy", problem, model, seed, lambda s: s.bytes)
 
 
 def dim_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balances the columns, and with them the communication."""
+    """Balance the columns, and with them the communication."""
     return _greedy("dim_greedy", problem, model, seed, lambda s: s.width)
 
 
 def lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balances pooling × dim, the elements looked up."""
+    """Balance pooling factor × dim: the elements looked up."""
     return _greedy("lookup_greedy", problem, model, seed, looked_up)
 
 
 def size_lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balances pooling × dim × log10(rows)."""
+    """Balance pooling factor × dim × log10(rows)."""
     return _greedy("size_lookup_greedy", problem, model, seed, lambda s: looked_up(s) * math.log10(s.rows))
 
 
 def looked_up(shard: Shard) -> float:
-    """Elements of a shard that one sample looks up, its rows being hit evenly: the published planners' hotness × dim."""
+    """Elements of a shard that one sample looks up: the published planners' hotness × dim.
+
+    It assumes that all rows are hit equally often.
+    """
     return shard.table.pooling * shard.width * shard.rows / shard.table.rows
 
 
 def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float]) -> Plan:
+    """Place tables by falling load, each where the load is then least."""
     speed = np.array([d.speed for d in problem.topology.devices])
     sums = np.zeros(len(speed))
 
     def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
+        # Loads per speed, with the new item included: a fast device takes more.
         after = np.where(fits, (sums + load) / speed, np.inf)
         lowest = (after == after.min()).nonzero()[0]
+        # Ties go to the device with most memory left.
         device = int(lowest[left[lowest].argmax()])
         sums[device] += load
         return device
@@ -73,6 +80,7 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
 
 def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float], choose: Choose) -> Plan:
+    """Place all items by falling load with `choose`. Falls back to `packing` where one does not fit."""
     problem.require_setting(model.setting)
     pieces = feasible_pieces(problem)
     cache, found = ShardCostCache(problem, model, pieces), items(pieces, problem)
@@ -81,6 +89,7 @@ def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Calla
     strip, units = np.array(of).T
     loads = np.array([sum(map(load, item)) for item in found])
     state = PlacementState(cache, priced=False)
+    # Least freedom first, then the largest load, then the most bytes.
     for i in np.lexsort((-cache.bytes[cache.parts(strip, units)], -loads, cache.freedom[strip])):
         fits = state.fits(strip[i], units[i])
         if not fits.any():

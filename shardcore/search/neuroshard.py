@@ -1,16 +1,24 @@
-"""NeuroShard's search (MLSys 2023, arXiv 2305.01868): a beam over column cuts around a grid of greedy passes.
+"""NeuroShard's search (MLSys 2023, arXiv 2305.01868): a beam over column cuts around greedy passes.
 
-Inner: pieces by falling single cost, each to the device whose fused cost is lowest, within its memory and within a cap on its
-columns, scale × the mean; one pass for each of several scales, the best by total cost stays. Outer: from each of a few states
-halve each of the largest and of the costliest pieces, run the inner search, keep the best few.
+Inner search: place pieces by falling cost, each on the device whose fused cost is lowest.
+It respects memory, and a cap on the device's columns: scale × the mean.
+One pass is made for each of several scales, and the cheapest plan stays.
 
-Against the released code: a pass without cap; where no pass fits, states that exceed memory by less come first, and where none
-ever fits, a second beam from a `packing`; states that differ only in the order of their cuts count once; halves that meet on a
-device count as the one shard they become; slots of the candidates go to pieces that can be cut. On unequal devices the cost of a
-device is taken at its speed and with the piece's own, which on equal ones changes nothing. Tables that are kept together go as
-one; pinned ones go first, whatever the cap.
+Outer search: keep a few states. From each, halve the largest and the costliest pieces, one at a time.
+Run the inner search on each result, and keep the best few.
 
-Shapes: C states searched at once, P their pieces, K passes, S strips, D devices, F features, 2 the kinds of op.
+Differences to the released code:
+
+- One pass has no cap.
+- If no pass fits, states that exceed the memory least come first.
+- If none ever fits, a second beam starts from a `packing`.
+- States that differ only in the order of their cuts count once.
+- Halves that meet on a device count as the one shard that they become.
+- Only pieces that can be cut take a candidate's place.
+- On unequal devices, cost is at the device's speed and includes the piece. On equal ones nothing changes.
+- Bundles are placed as one. Pinned tables go first, whatever the cap.
+
+Shapes: C states searched at once, P their pieces, K passes, S strips, D devices, F features.
 """
 
 from __future__ import annotations
@@ -30,20 +38,26 @@ from shardcore.search.shard_cost_cache import Piece, ShardCostCache
 from shardcore.types import Plan, Problem
 
 State = tuple[Piece, ...]
-"""Sorted pieces: what is cut how, not yet where it goes."""
+"""Sorted pieces: how tables are cut, but not yet where they go."""
 
 _ROWS_AT_ONCE = 16_384
-"""Devices × passes × states that run in lockstep: as many as a processor takes in about the time of one."""
+"""Devices × passes × states in lockstep: as many as a processor handles in about the time of one."""
 _CELLS_AT_ONCE = 1 << 26
-"""The same × strips: bounds the memory."""
+"""The same × strips. It limits the memory."""
 _PROBED = 256
 """Pieces that tell how long a search of very many takes."""
 
 
 @dataclass(frozen=True)
 class NeuroShardConfig:
-    """beam: states kept; candidates: pieces halved of the largest, and of the costliest; steps: cuts at most; scales: caps on
-    a device's columns, relative to the mean; uncapped: one pass more, without a cap."""
+    """Parameters of the beam.
+
+    beam: states kept.
+    candidates: pieces halved, of the largest and of the costliest.
+    steps: cuts at most.
+    scales: caps on a device's columns, relative to the mean.
+    uncapped: whether one more pass runs without a cap.
+    """
 
     beam: int = 3
     candidates: int = 10
@@ -57,13 +71,19 @@ class NeuroShardConfig:
 
     @property
     def caps(self) -> tuple[float, ...]:
-        """One for each pass of an inner search."""
+        """One cap for each pass of an inner search."""
         return (*self.scales, float("inf")) if self.uncapped else tuple(self.scales)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The best plan of a state. Where no pass fits: infinite ms, no devices, and by how much the best one exceeds memory."""
+    """The best plan of a state.
+
+    ms: its cost; infinite if no pass fits.
+    pieces: the state.
+    devices: of each piece; empty if no pass fits.
+    over_bytes: by how much the best pass exceeds the memory.
+    """
 
     ms: float
     pieces: State
@@ -73,10 +93,11 @@ class _Found:
 
 def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
                config: NeuroShardConfig = NeuroShardConfig()) -> Plan:  # noqa: B008 (frozen)
-    """The best plan of the beam. Deterministic: the seed is only recorded. One evaluation is one greedy pass priced.
-    Where a budget in seconds does not suffice for the first of them, some plan that fits.
+    """The best plan of the beam. Deterministic: the seed is only recorded.
 
-    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    Where a budget in seconds does not suffice for a first search, it is some plan that fits.
+
+    One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
     """
     problem.require_setting(model.setting)
     meter = (budget or Budget()).start()
@@ -91,6 +112,7 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
     [first] = _search(cache, [state], config)
     state_s = meter.seconds() - before_s
     meter.evals += len(config.caps)
+    # A packing may divide rows differently. So it has strips, and a cache, of its own.
     of_packing, packing = (cache, first) if first.devices else _packed(problem, model)
     best = _beam(cache, first, config, meter, state_s)
     if not best.devices:
@@ -111,7 +133,7 @@ def _search_s(cache: ShardCostCache, state: State, config: NeuroShardConfig, met
 
 
 def _packed(problem: Problem, model: CostModel) -> tuple[ShardCostCache, _Found]:
-    """Some plan that fits, with its cache, as row ranges may be others. Raises Infeasible where none is found."""
+    """Some plan that fits, with its own cache, as its row ranges may differ. Raises Infeasible."""
     packing = pack_or_raise(problem)
     cache, device_of = ShardCostCache(problem, model, packing.pieces), dict(zip(packing.pieces, packing.devices, strict=True))
     pairs = sorted((cache.piece(item[0]), device_of[item[0]]) for item in items(packing.pieces, problem))
@@ -120,8 +142,12 @@ def _packed(problem: Problem, model: CostModel) -> tuple[ShardCostCache, _Found]
 
 
 def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter: Meter, state_s: float) -> _Found:
-    """The best plan of the beam that begins with the state of `start`, or its own; state_s: what one state takes."""
+    """The best plan of a beam that starts from the state of `start`, or `start` itself.
+
+    state_s: seconds that one state takes.
+    """
     rows = len(config.caps) * len(cache.speed)
+    # Chunks bound the memory, and let the budget end a round early.
     chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
     best, beam = start, [start.pieces]
     for _ in range(config.steps):
@@ -143,7 +169,7 @@ def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter:
 
 
 def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
-    """The states with one more cut: of each of the n largest and the n costliest pieces that can be cut."""
+    """The states with one more cut: of each of the n largest and n costliest pieces that can be cut."""
     cache.add(state)
     pieces = [p for p in dict.fromkeys(state) if cache.may_split(p)]
     if not pieces:
@@ -154,6 +180,7 @@ def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
 
 
 def _halve(state: State, piece: Piece) -> State:
+    """The state with this piece in two halves."""
     strip, units = piece
     rest = list(state)
     rest.remove(piece)
@@ -166,6 +193,7 @@ def _search(cache: ShardCostCache, states: Sequence[State], config: NeuroShardCo
         cache.add(state)
     pieces = np.array(states)  # [C, P, 2]
     parts = cache.parts(pieces[..., 0], pieces[..., 1])
+    # Least freedom first, then the highest cost, then the most bytes.
     order = np.lexsort((-cache.bytes[parts], -cache.single_ms[parts], cache.freedom[pieces[..., 0]]))  # [C, P]
     total_ms, over_bytes, devices = greedy_grid(cache, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps))
     found = []
@@ -180,15 +208,20 @@ def _search(cache: ShardCostCache, states: Sequence[State], config: NeuroShardCo
 
 
 def greedy_grid(cache: ShardCostCache, pieces: np.ndarray, caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All greedy passes in lockstep. pieces [C, P, 2]: strip and units in the order of placing; caps [K]: on a device's columns,
-    relative to the mean.
+    """All greedy passes in lockstep.
 
-    Returns total_ms [C, K], inf where a piece found no device and went to the least used; over_bytes [C, K]: what devices then
-    hold more than they may; and devices [C, K, P].
+    pieces: [C, P, 2] strip and units, in the order of placing.
+    caps: [K] on a device's columns, relative to the mean.
+
+    Returns three arrays:
+    total_ms: [C, K] cost; inf if a piece found no device. Such a piece goes to the least used device.
+    over_bytes: [C, K] what devices hold beyond their memory.
+    devices: [C, K, P] of each piece.
     """
     (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(cache.speed)
     state = PlacementState(cache, (n_states, n_passes))
     parts = cache.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
+    # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
     cap = cache.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
     pinned = cache.freedom < n_devices
     fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
@@ -208,5 +241,5 @@ def greedy_grid(cache: ShardCostCache, pieces: np.ndarray, caps: np.ndarray) -> 
 
 
 def _least(costs: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Along the last axis the index of the least cost, among equals of the least used, among equals the first."""
+    """Index of the least cost along the last axis. Ties go to the least used, then to the first."""
     return np.where(costs == costs.min(-1, keepdims=True), used, np.iinfo(np.int64).max).argmin(-1)

@@ -1,6 +1,7 @@
-"""Packing: some plan that fits, whatever it costs, for when a search's own order of placing runs into a wall.
+"""Packing: find some plan that fits, at any cost. Used when a search's own order of placing fails.
 
-`free` bytes per device may have entries beyond the problem's devices: more devices, where tables that are not pinned may go.
+`free` holds bytes per device. It may have more entries than the problem has devices.
+These are further devices, where tables that are not pinned may go.
 
 Shapes: D devices.
 """
@@ -21,9 +22,9 @@ from shardcore.search.pieces import halve_columns, items
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
 
 NODES = 20_000
-"""Assignments of a single piece that best fit with backtracking may try."""
+"""The most steps of best fit with backtracking. A step assigns one item."""
 MOST_DIVIDED = 64
-"""Tables whose rows may be divided at a time though their columns fit."""
+"""The most tables whose rows are divided in one step although their columns fit."""
 
 Placed = list[tuple[Shard, int]]
 """Pieces and their devices."""
@@ -38,7 +39,7 @@ class Packing:
 
 
 def least_bytes(problem: Problem) -> int:
-    """Bytes that any plan takes at least: cutting and replicating only add to them."""
+    """A lower bound on the bytes of any plan: cutting and replicating only add to them."""
     return sum_bytes(problem.tables, problem)
 
 
@@ -48,7 +49,7 @@ def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
 
 
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
-    """For each of some tables, the most bytes that a device where it may live has free."""
+    """For each table, the most free bytes of a device where it may live."""
     largest = {devices: max(free[d] for d in devices) for devices in set(problem.pinned.values())}
     largest[None], pinned = max(free), problem.pinned
     return [largest[pinned.get(t.name)] for t in tables]
@@ -56,7 +57,12 @@ def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int])
 
 @dataclass(frozen=True)
 class Division:
-    """rows: row ranges of the tables that are divided, and their devices; tables: the others; free [D]: what is left to those."""
+    """Which tables have their rows divided.
+
+    rows: row ranges of the divided tables, with their devices.
+    tables: all others.
+    free: [D] bytes left for these.
+    """
 
     rows: tuple[tuple[Shard, int], ...]
     tables: tuple[Table, ...]
@@ -64,9 +70,12 @@ class Division:
 
 
 def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
-    """Ways to divide the rows of tables, fewer first: of those of which four columns fit no device where they may live; then of
-    the tallest of the others too, whose columns are the coarsest to pack, 1, 2, 4, ... more. None where one of those that have to
-    be divided cannot, or what is left is too little."""
+    """Ways to divide the rows of tables, those with fewest first.
+
+    First, tables of which MIN_WIDTH columns fit no device where they may live.
+    Then also the tallest of the others, 1, 2, 4, ... more: their columns are the coarsest to pack.
+    It ends where a table that has to be divided cannot be, or where too little memory is left.
+    """
     now, more = Division((), problem.tables, tuple(free)), 1
     while True:
         while needed := too_tall(problem, now.tables, now.free):
@@ -83,15 +92,17 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
 
 def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
-    """Those that may be cut, of which four columns fit no device where they may live."""
+    """Tables that may be cut, but of which MIN_WIDTH columns fit no device where they may live."""
     batch, optimizer, whole = problem.global_batch, problem.optimizer, problem.whole
     return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True)
             if table_bytes(t, batch, optimizer, MIN_WIDTH) > largest and t.name not in whole]
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem, most: int | None = None) -> tuple[Division, int]:
-    """With the rows of further tables divided, at most so many, those passed over whose rows cannot be or do not fit; and how
-    many that are."""
+    """The division with up to `most` further tables divided by rows, and how many those are.
+
+    Tables whose rows cannot be divided, or do not fit, are passed over.
+    """
     rows, left, done = list(division.rows), list(division.free), set()
     for table in tables:
         if len(done) == most:
@@ -107,22 +118,24 @@ def _with(division: Division, tables: Sequence[Table], problem: Problem, most: i
 
 
 def _on_further(whole: Placement, n_devices: int, problem: Problem) -> Placement:
-    """What is divided over all of the problem's devices over further ones too, where its rows allow that."""
+    """Extend a division over all devices to the further ones, if the number of rows allows it."""
     if len(whole.devices) < len(problem.topology) or not even_share(whole.shard.rows, n_devices):
         return whole
     return replace(whole, devices=(*whole.devices, *range(len(whole.devices), n_devices)))
 
 
 def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
-    """The tables, those above the largest of `free` bytes (where they may live) in halves of columns; those of which four columns
-    are above it by rows. None where one that must stay whole is above it, or rows cannot be divided."""
+    """All tables as pieces: whole, halved by columns, or divided by rows, as far as the memory requires.
+
+    None if a table that must stay whole is too large, or rows cannot be divided.
+    """
     division = next(divisions(problem, free), None)
     halved = _halved(problem, division) if division else None
     return None if halved is None else [*(s for s, _ in division.rows), *halved]
 
 
 def _halved(problem: Problem, division: Division) -> list[Shard] | None:
-    """The tables whose rows are not divided, in halves of columns as far as they have to be."""
+    """The other tables, halved by columns as far as needed. None if that does not suffice."""
     pieces: list[Shard] = []
     for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free), strict=True):
         waiting = [Shard.whole(table)]
@@ -142,12 +155,13 @@ def _halved(problem: Problem, division: Division) -> list[Shard] | None:
 
 
 def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing | None:
-    """Pieces and devices that fit into `free` bytes per device, or None where with no division of rows either of two ways finds
-    any:
+    """A packing into `free` bytes per device, or None.
 
-    1. the tables, cut only where no device holds one, by best fit in falling size, with backtracking up to `nodes`;
-    2. the tables that must stay whole in that way, the others poured into the gaps, cut by columns wherever a device is full;
-       where tables are pinned, also these first in both ways, then the rest.
+    For each division of rows, two ways are tried:
+
+    1. Best fit by falling size, with backtracking up to `nodes`. Tables are cut only if no device holds one.
+    2. Best fit for the tables that must stay whole. The others are poured into the gaps:
+       they are cut by columns wherever a device is full. With pinned tables, a second try packs those first.
     """
     if least_bytes(problem) > sum(max(0, f) for f in free):
         return None
@@ -160,7 +174,7 @@ def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing |
 
 
 def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
-    """The tables whose rows are not divided."""
+    """A packing of the tables whose rows are not divided."""
     tables, free, halved = division.tables, division.free, _halved(problem, division)
     whole = None if halved is None else _whole(problem, halved, free, nodes)[0]
     if whole is not None:
@@ -172,12 +186,16 @@ def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
 
 
 def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
-    """Whether `pack` is certain to find a way into `free` bytes per device, told by sums. A table, or four columns of it, find no
-    room only where every device has less than that left, so not before what is packed earlier takes all but so much of the
-    memory. Never certain where tables are pinned or kept together."""
+    """A test whether `pack` is certain to succeed with `free` bytes per device. It uses sums only.
+
+    A table, or MIN_WIDTH columns of it, finds no memory only if every device has less than that left.
+    That takes earlier tables to fill all but this much of each device.
+    The test never says yes if tables are pinned or in bundles.
+    """
     if problem.pinned or problem.bundle_of:
         return lambda free: False
     rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables], dtype=float).T
+    # Bytes as in memory.table_bytes, for arrays of tables.
     cell_bytes = float(PRECISION_BYTES[problem.precision])
     state, pooled = float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]), 2.0 * problem.global_batch * OUTPUT_BYTES
     order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))  # as they are packed, or nearly so
@@ -202,12 +220,13 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
 
 
 def whole_impossible(problem: Problem, free: Sequence[int], nodes: int = NODES) -> bool:
-    """Whether it is certain, every assignment tried, that the tables that must stay whole do not fit together."""
+    """Whether the tables that must stay whole certainly do not fit together: all assignments were tried."""
     placed, exhausted = _whole(problem, _uncut(problem, problem.tables), free, nodes)
     return placed is None and exhausted
 
 
 def _uncut(problem: Problem, tables: Sequence[Table]) -> list[Shard]:
+    """The tables that must stay whole."""
     return [Shard.whole(t) for t in tables if t.name in problem.whole]
 
 
@@ -225,13 +244,19 @@ def _whole(problem: Problem, pieces: Sequence[Shard], free: Sequence[int], nodes
 
 def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
              allowed: Sequence[tuple[int, ...] | None] = ()) -> tuple[list[int] | None, bool]:
-    """Devices for items, the fullest device that takes it first; on a dead end, back and the next fullest. allowed: for each item
-    the devices it may go to, None for all (left out: all for all).
+    """Devices for items: each goes to the fullest device that takes it. At a dead end, backtrack.
 
-    Depth-first with at most `nodes` steps; a state (next item, sorted room) is entered once, devices counting as equal that the
-    items which are left may use alike. Returns the devices or None, and whether that is certain: False where the steps ran out.
+    sizes: bytes of each item.
+    free: [D] bytes.
+    nodes: the most steps of the depth-first search.
+    allowed: for each item the devices it may go to; None or an empty sequence for all.
+
+    A state is (next item, sorted free bytes), and is entered only once.
+    Devices with equal bytes are the same if the remaining items may use both.
+    Returns the devices or None, and whether that is certain. It is not if the steps ran out.
     """
     if not any(allowed):
+        # Without constraints, try the first path in O(n log n) before the full search.
         straight = _first_fits(sizes, free)
         if straight is not None or len(sizes) > nodes:
             return straight, straight is not None
@@ -271,7 +296,7 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
 
 
 def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """The devices that the search below tries first, of many items in a moment; None where they lead to a dead end."""
+    """The path that best fit tries first, found quickly. None if it leads to a dead end."""
     gaps, devices = sorted(zip(free, range(len(free)), strict=True)), []
     for size in sizes:
         i = bisect_left(gaps, (size, -1))
@@ -284,9 +309,10 @@ def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
 
 
 def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[list[int]]:
-    """For items from i on, each device's class: devices of one class may be used by the same ones of them. Empty: all alike."""
+    """Class of each device for items from i on: devices of one class are alike to them. Empty: all are."""
     classes: list[int] = []
     result, met = [classes], set()
+    # Going backwards, each new constraint splits the classes into inside and outside.
     for devices in reversed(allowed):
         if devices is not None and devices not in met:
             met.add(devices)
@@ -297,7 +323,7 @@ def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[li
 
 
 def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[Sequence[Table]]) -> Placed | None:
-    """One group of tables after the other: those that must stay whole by best fit, then the others poured."""
+    """Pack groups of tables, one after another. In each, tables that must stay whole go first."""
     room = FreeMemory(problem, free)
     placed: Placed = []
     for tables in groups:
@@ -314,7 +340,7 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
         for whole in rest:
             n_bytes = piece_bytes(whole, problem)
             i = len(gaps) if problem.pinned else bisect_left(gaps, (n_bytes, -1))
-            if i < len(gaps):  # it fits whole, and no part of it follows: what `_pour` does, in a moment
+            if i < len(gaps):  # it fits whole: the quick form of `_pour`
                 left, device = gaps.pop(i)
                 insort(gaps, (left - n_bytes, device))
                 room.left[device] = left - n_bytes
@@ -328,13 +354,15 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
 
 
 def _gaps(room: FreeMemory) -> list[tuple[int, int]]:
-    """The bytes left and the device, rising."""
+    """Free bytes and device, in rising order."""
     return sorted(zip(room.left.tolist(), range(len(room.left)), strict=True))
 
 
 def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
-    """Put a table where it fits whole, best fit; else as many of its columns as the emptiest device takes, and the rest
-    likewise."""
+    """Put a table on the fullest device that takes it whole.
+
+    Otherwise the emptiest device takes as many columns as it can, and the rest is poured again.
+    """
     waiting, placed = [whole], []
     while waiting:
         shard = waiting.pop()
@@ -355,7 +383,7 @@ def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
 
 
 def _first_columns(shard: Shard, room: FreeMemory, device: int) -> tuple[Shard, Shard] | None:
-    """The most columns that the device takes, and the rest; None where it takes none."""
+    """The most columns that the device takes, and the rest. None if it takes none."""
     def part(units: int) -> Shard:
         return replace(shard, col_hi=shard.col_lo + units * MIN_WIDTH)
     units = _most(shard.width // MIN_WIDTH, lambda n: bool(room.fits(part(n))[device]))
@@ -363,7 +391,7 @@ def _first_columns(shard: Shard, room: FreeMemory, device: int) -> tuple[Shard, 
 
 
 def _most(end: int, fits: Callable[[int], bool]) -> int:
-    """The largest n in 1 .. end - 1 that fits, 0 if none does; what fits, fits with less."""
+    """The largest n below `end` that fits, or 0. Bisection: what fits, fits with less."""
     low, high = 0, end
     while high - low > 1:
         middle = (low + high) // 2

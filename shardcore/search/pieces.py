@@ -1,11 +1,16 @@
-"""Pieces: how tables are cut for a search, and how its result becomes a plan.
+"""Pieces: how tables are cut for a search, and how a result becomes a plan.
 
-A piece is a Shard that a search places on one device. The columns of a row range are exchangeable: what a device does
-depends on how many it holds, not on which. So pieces of one row range that meet on a device count as one shard, everywhere:
-in the memory they take, in what they cost, and in the plan. (TorchRec's fused kernel fails on two shards of unequal width of
-one table on one rank, so this is a must, not only a saving.)
+Words used in all of search/:
 
-Rows are divided in one way only, `division`: TorchRec trains no other (docs/torchrec.md). Pieces are the row ranges of that.
+piece: a Shard that a search places on one device.
+item: pieces that have to be placed together, such as a bundle of tables.
+row range: all columns of some rows of a table, as a key for pieces.
+
+The columns of a row range are exchangeable: only their number on a device matters.
+So pieces of one row range on the same device count as one shard, in memory, cost and plan.
+TorchRec's fused kernel requires this: it fails on two shards of unequal width of one table on one rank.
+
+Rows are divided in one way only, `division`. TorchRec trains no other (docs/torchrec.md).
 """
 
 from __future__ import annotations
@@ -28,12 +33,12 @@ Item = tuple[Shard, ...]
 
 
 def row_range(shard: Shard) -> RowRange:
-    """The key of shards whose columns may be exchanged: table, row_lo, row_hi."""
+    """The key of pieces whose columns are exchangeable: table, row_lo, row_hi."""
     return shard.table, shard.row_lo, shard.row_hi
 
 
 def items(shards: Iterable[Shard], problem: Problem) -> list[Item]:
-    """The tables of each bundle (constraints.together) as one item, all other pieces as one each."""
+    """Group pieces into items: each bundle (constraints.together) is one, every other piece is its own."""
     if not problem.bundle_of:
         return [(shard,) for shard in shards]
     found: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
@@ -43,7 +48,10 @@ def items(shards: Iterable[Shard], problem: Problem) -> list[Item]:
 
 
 def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
-    """The left and right half, in multiples of MIN_WIDTH (12 columns make 4 and 8); None where it cannot be cut."""
+    """The left and the right half. None where the piece cannot be cut.
+
+    Widths stay multiples of MIN_WIDTH: 12 columns become 4 and 8.
+    """
     middle = shard.col_lo + shard.width // (2 * MIN_WIDTH) * MIN_WIDTH
     if middle == shard.col_lo:
         return None
@@ -51,7 +59,10 @@ def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
 
 
 def division(table: Table, problem: Problem) -> Placement | None:
-    """The table with its rows divided, on the first devices where constraints and its rows allow that; None: nowhere."""
+    """The table with its rows divided over a group of devices. None where that is impossible.
+
+    It takes the first group that constraints and the number of rows allow.
+    """
     if table.name in problem.whole:
         return None
     return _division(table, problem.topology, problem.pinned.get(table.name))
@@ -59,89 +70,100 @@ def division(table: Table, problem: Problem) -> Placement | None:
 
 @lru_cache(1 << 12)
 def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None) -> Placement | None:
+    """The cached part: many pieces ask for the same table."""
     for layout in LAYOUTS.values():
         groups = possible_groups(layout, table.rows, topology, allowed) if layout.divides_rows else []
+        # A group of one device divides nothing.
         for group in (g for g in groups if len(g) > 1):
             return Placement(layout.name, Shard.whole(table), group)
     return None
 
 
 def layout_of_piece(shard: Shard, problem: Problem) -> Layout:
-    """The kind that runs a piece."""
+    """The kind of sharding that runs a piece."""
     return WHOLE_ROWS if shard.full_rows else layout_of(division(shard.table, problem).kind)
 
 
 def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
-    """Where a piece may go: a row range, being one of `division`, to its device only."""
+    """The devices where a piece may go. A row range has only the device that `division` gives it."""
     if shard.full_rows:
         return problem.allowed_devices(shard.table.name)
     devices = division(shard.table, problem).devices
+    # All ranges have ceil(rows / n) rows, except the last (layouts.even_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
-def column_runs(shards: Iterable[Shard]) -> list[Shard]:
-    """Neighbours within a row range joined: the rectangles whose columns may be exchanged."""
-    runs: list[Shard] = []
+def join_columns(shards: Iterable[Shard]) -> list[Shard]:
+    """Join neighbouring pieces of a row range into wider ones."""
+    joined: list[Shard] = []
     for shard in sorted(shards, key=_position):
-        if runs and row_range(runs[-1]) == row_range(shard) and runs[-1].col_hi == shard.col_lo:
-            runs[-1] = replace(runs[-1], col_hi=shard.col_hi)
+        if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
+            joined[-1] = replace(joined[-1], col_hi=shard.col_hi)
         else:
-            runs.append(shard)
-    return runs
+            joined.append(shard)
+    return joined
 
 
 def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """The same plan in canonical form: of each table one shard for each kind and group of devices, columns dealt out in the order
-    of these, sorted by table name, rows and columns.
+    """The same plan in canonical form: one shard for each table, kind and group of devices.
 
-    Each group keeps the number of columns it had. Cells that were placed twice or not at all stay so, for `lower` to refuse.
-    Where the columns of a table have a gap, a group may keep a shard on each side.
+    Columns are dealt out in the order of kinds and groups. Shards are sorted by table name, rows and columns.
+    Each group keeps the number of columns it had.
+    Cells that were placed twice or not at all stay so, for `lower` to refuse.
+    If a table's columns have a gap, a group may keep a shard on each side.
     """
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
     for placement in placements:
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
+        # The most common case by far.
         if len(group) == 1:
             result += group
             continue
+        # Columns of each owner: merging them loses nothing, as columns are exchangeable.
         widths: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for placement in group:
             widths[_ORDER[placement.kind], placement.devices] += placement.shard.width
-        result += _deal(column_runs(p.shard for p in group), sorted(widths.items()))
+        result += _deal(join_columns(p.shard for p in group), sorted(widths.items()))
     return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
 
 
 _KINDS = tuple(LAYOUTS)
 _ORDER = {kind: i for i, kind in enumerate(_KINDS)}
+"""Sort keys: the order of kinds is that of LAYOUTS."""
 
 
-def _deal(runs: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], int]]) -> Iterator[Placement]:
-    """Give each owner its number of columns from the runs, from the left."""
-    waiting = iter(runs)
-    run = next(waiting)
+def _deal(shards: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], int]]) -> Iterator[Placement]:
+    """Give each owner its number of columns, from left to right."""
+    waiting = iter(shards)
+    shard = next(waiting)
     for (kind, devices), width in widths:
         while width:
-            taken = min(width, run.width)
-            yield Placement(_KINDS[kind], replace(run, col_hi=run.col_lo + taken), devices)
+            taken = min(width, shard.width)
+            yield Placement(_KINDS[kind], replace(shard, col_hi=shard.col_lo + taken), devices)
             width -= taken
-            run = replace(run, col_lo=run.col_lo + taken) if taken < run.width else next(waiting, run)
+            shard = replace(shard, col_lo=shard.col_lo + taken) if taken < shard.width else next(waiting, shard)
 
 
 def _position(shard: Shard) -> tuple[str, int, int, int, int]:
+    """Sort key of a shard."""
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
 def to_plan(pieces: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
-    """The consolidated plan that puts pieces[i] on devices[i], with its provenance and its own predicted cost.
+    """The consolidated plan that puts pieces[i] on devices[i], with provenance and predicted cost.
 
-    Raises what `lower` raises: a search that lost or doubled a piece, or overfilled a device, does not get away with it.
+    Raises what `lower` raises. So a search cannot lose or double a piece, or overfill a device, unnoticed.
     """
     return priced(placed([(s,) for s in pieces], devices, problem), problem, model, **provenance)
 
 
 def placed(items: Sequence[Item], devices: Sequence[int], problem: Problem) -> list[Placement]:
-    """items[i] on devices[i]; the row ranges of a table, of which all have to be there, as one placement."""
+    """Placements for items[i] on devices[i].
+
+    The row ranges of a divided table become one placement. All of them have to be there.
+    """
     found, ranges = [], defaultdict(list)
     for item, device in zip(items, devices, strict=True):
         for shard in item:
@@ -151,6 +173,7 @@ def placed(items: Sequence[Item], devices: Sequence[int], problem: Problem) -> l
                 ranges[shard.table].append((int(device), shard))
     for table, parts in ranges.items():
         whole = division(table, problem)
+        # A bug in a search, not in the user's input: hence RuntimeError.
         if sorted(parts, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
             raise RuntimeError(f"a search placed rows of table {table.name!r} as {parts[:3]}; they are divided as {whole}")
         found.append(whole)
@@ -158,7 +181,7 @@ def placed(items: Sequence[Item], devices: Sequence[int], problem: Problem) -> l
 
 
 def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
-    """The consolidated plan of just these placements, with its provenance and cost; raises as `to_plan`."""
+    """The consolidated plan of these placements, with provenance and predicted cost. Raises as `to_plan`."""
     plan = Plan(consolidate(placements))
     predicted_ms = price(lower(plan, problem), model).total_ms
     return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

@@ -1,6 +1,7 @@
 """PlacementState: plans under construction, kept up to date while pieces are placed and removed.
 
-One plan, or a batch of them in lockstep. Sharders build plans on it; annealing has a compiled form (anneal/compiled/).
+It holds one plan, or a batch of plans in lockstep.
+Sharders build plans on it. Annealing has a compiled form (anneal/compiled/).
 
 Shapes: ... the batch (nothing for one plan), S strips, D devices, K kinds, F features.
 """
@@ -18,19 +19,19 @@ from shardcore.types import Plan
 
 
 class PlacementState:
-    """What devices hold of a cache's strips, and what follows: memory and cost.
+    """What devices hold of a cache's strips, with the memory and cost that follow.
 
-    A piece is a strip and a number of units (see ShardCostCache). Methods take one piece for each plan of the
-    batch: `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
+    A piece is a strip and a number of units (see ShardCostCache).
+    Methods take one piece for each plan of the batch.
+    `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
 
     held: [..., S, D] units of each strip on each device.
     used: [..., D] bytes.
-    width: [..., D, K] columns of each kind, in units.
-    sums: [..., D, K, F] sums of encodings: what the model's head reads.
+    width: [..., D, K] units of columns of each kind.
+    sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
     free: [D] bytes that embeddings may use.
-
-    priced: whether to keep sums and op_ms, without which there is no cost.
+    priced: whether to keep sums and op_ms. Without them there is no cost.
     """
 
     def __init__(self, cache: ShardCostCache, batch: tuple[int, ...] = (), priced: bool = True) -> None:
@@ -50,15 +51,17 @@ class PlacementState:
         return (self.used + self.extra_bytes(strip, units) <= self.free) & self.cache.allowed[strip]
 
     def extra_bytes(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[..., D] bytes that the piece adds: fewer where it widens what is there already."""
+        """[..., D] bytes that the piece adds. Fewer where it widens a shard that is already there."""
         before = self.held[(*self._plans, strip)]
         strip, units = np.asarray(strip)[..., None], np.asarray(units)[..., None]
         n_bytes, parts = self.cache.bytes, self.cache.parts
+        # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
         return n_bytes[parts(strip, before + units)] - n_bytes[parts(strip, before)]
 
     def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
-        """Add a piece. Whether it fits is for the caller to ask."""
+        """Add a piece. The caller has to ask first whether it fits."""
         cache = self.cache
+        # Index tuples into [..., S, D], [..., D] and [..., D, K].
         at, here = (*self._plans, strip, device), (*self._plans, device)
         of_kind = (*here, cache.kind[strip])
         before = self.held[at]
@@ -75,20 +78,20 @@ class PlacementState:
         self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
 
     def remove(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
-        """Take away what `place` added."""
+        """Undo a `place`."""
         self.place(strip, -units, device)
 
     @property
     def device_ms(self) -> np.ndarray:
-        """[..., D] compute of each device, at its speed."""
+        """[..., D] ms of compute, at each device's speed."""
         return self.op_ms.sum(-1) / self.cache.speed
 
     def cost_ms(self) -> np.ndarray:
-        """[...] predicted ms of a step: what price(lower(plan, problem), model).total_ms is for the same plan."""
+        """[...] predicted ms of a step. Equal to price(lower(plan, problem), model).total_ms."""
         return self.cache.total_ms(self.device_ms, self.width)
 
     def plan(self, **provenance: Any) -> Plan:
-        """The consolidated plan of a state of one plan. Raises what `priced` raises where it is not complete."""
+        """The consolidated plan of a state with one plan. Raises what `priced` raises if it is incomplete."""
         strips, devices = np.nonzero(self.held)
         items = self.cache.items([(int(s), int(self.held[s, d])) for s, d in zip(strips, devices, strict=True)])
         return priced(placed(items, devices, self.cache.problem), self.cache.problem, self.cache.model, **provenance)

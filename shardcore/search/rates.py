@@ -1,7 +1,8 @@
-"""What peers with formulas of their own have to know of the hardware: the rates of lookups and of links, as the model has them.
+"""What planners with their own cost formulas need to know of the hardware: rates of lookups and of links.
 
-The published planners take bandwidths from a data sheet. Ours come from the model that all sharders are compared under, so that a
-peer is not judged on a machine that it does not know; and with the model they follow the topology's links.
+Published planners take bandwidths from a data sheet.
+Here they come from the model under which all sharders are compared, so that no peer is misinformed.
+The model's rates also follow the topology's links.
 
 Shapes: D devices.
 """
@@ -20,16 +21,22 @@ _COLUMNS = 256
 
 
 def lookup_ms(problem: Problem, model: CostModel) -> float:
-    """ms for one element of each sample of the global batch, forward and backward at speed 1: all tables as one op; 0 where
-    nothing is looked up."""
+    """ms to look up one element for each sample of the global batch. 0 where nothing is looked up.
+
+    Forward + backward at speed 1, with all tables as one op.
+    """
     shards = [Shard.whole(t) for t in problem.tables]
     elements = sum(map(looked_up, shards))
     return float(model.head(model.encode(shards).sum(0, keepdims=True))[0]) / elements if elements else 0.0
 
 
 def exchange_ms(problem: Problem, model: CostModel) -> float:
-    """ms that one more column on one device adds to its exchanges, forward and backward, where each has the same number."""
+    """ms that one more column on one device adds to its exchanges, forward + backward.
+
+    All devices start with the same number of columns.
+    """
     n = len(problem.topology)
+    # Two points: an even plan, and the same with twice the columns on device 0.
     columns = np.full((2, n), float(_COLUMNS))
     columns[1, 0] *= 2
     traffic = traffic_of_widths({WHOLE_ROWS: columns}, problem)
@@ -38,6 +45,7 @@ def exchange_ms(problem: Problem, model: CostModel) -> float:
 
 
 def column_bytes(problem: Problem) -> float:
-    """Bytes that one column of pooled outputs and its gradients put on a device's links."""
+    """Bytes that one column's pooled outputs and gradients put on a device's links."""
     n = len(problem.topology)
+    # A device keeps its own share of the batch: (n - 1) / n leave.
     return 2 * problem.global_batch * OUTPUT_BYTES * (n - 1) / n

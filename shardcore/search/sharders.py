@@ -1,4 +1,4 @@
-"""SHARDERS: every search by its name, in one form."""
+"""SHARDERS: every search by its name, with one signature."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from shardcore.types import Plan, Problem
 
 
 class Sharder(Protocol):
+    """The signature of every sharder (see shardcore/search/__init__.py)."""
+
     def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
 
 
 DEFAULT_SHARDER = "anneal_columns"
 BASELINES = ("random", *greedy.ORDERS)
-"""What people use without a search: published plans are shown against these."""
+"""Sharders without a search. Published plans are shown against these."""
 
 _all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard, "anneal": annealing.anneal,
         "anneal_columns": annealing.anneal_columns}
@@ -32,7 +34,7 @@ _GONE = {"embark": "EMBark's planner is", "milp": "the integer program is"}
 
 
 def known(name: str) -> str:
-    """A sharder's name in SHARDERS; older names are accepted. Raises ShardCoreError for one that is not there."""
+    """The name of a sharder in SHARDERS, also for an older name. Raises ShardCoreError if unknown."""
     found = renamed.sharder(name)
     if found in SHARDERS:
         return found

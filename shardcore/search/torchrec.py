@@ -1,24 +1,33 @@
-"""TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), swept as a careful user would.
+"""TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), with a sweep of its options, as a sharder.
 
-It needs TorchRec, which depends on the CUDA build of FBGEMM by name, so that no extra of ours can ask for it on a CPU machine:
+TorchRec depends on the CUDA build of FBGEMM by name. So no extra of ours can ask for it on a CPU machine:
 
     pip install --no-deps torchrec==1.8.0
     pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath
 
-Out of the box it never cuts tables up to 128 wide by columns. So it is run for the narrowest part of a column cut
-(min_partition) as it is, 16, 32 and 64, for table- and column-wise alone and for all its sharding types. Each run keeps the plan
-that its own cost ranks first; of these the cheapest under the model that all sharders are compared with stays. It plans for
-CUDA, with no GPU needed.
+By default the planner never cuts tables up to 128 columns wide. A careful user would sweep its options.
+So it runs with min_partition (the narrowest column cut) as it is, 16, 32 and 64.
+Each runs with table- and column-wise sharding only, and with all sharding types.
+Each run keeps the plan that TorchRec's own cost ranks first.
+The cheapest of these stays, under the model that all sharders are compared with.
+It plans for CUDA, but needs no GPU.
 
-Told through its extension points: links as the topology has them or, where it does not say, as the model has; a bandwidth of
-memory with which its costs of all tables come to the model's; bytes as `memory` counts them, per shard, so that what fits there
-fits here; each device's own memory (not by a custom topology: with that, it proposes uneven row ranges, which it does not train),
-and its speed: what it computes counts for less on a faster device, in the heap of devices and in the rank of a plan. Rows are not
-cut where the last rank would get none. What it cannot be told: tables that are pinned or kept together are placed before, whole,
-those with the fewest devices to choose from first, each where it is done first; the rest is planned around them. Hosts with
-unequal numbers of devices are one host to it. `packing` takes over where no run finds a plan.
+It learns this through its extension points:
 
-Its exhaustive proposer runs up to 1,000 combinations, not 10,000: either ends at some ten tables.
+- Links: the topology's, or else the model's.
+- Memory bandwidth: chosen so that its cost of all tables equals the model's.
+- Bytes of each shard, from `memory`, so that what fits there fits here.
+- Memory of each device. A custom topology is no way: with one, it proposes uneven row ranges,
+  which it does not train.
+- Speed: compute counts for less on a faster device, when it places shards and when it ranks plans.
+
+Rows are not cut where the last rank would get none.
+
+It cannot know of pins and bundles. Such tables are placed before it runs, whole.
+Those with fewest devices go first, each where it is done first. TorchRec plans the rest around them.
+It sees hosts of unequal size as one host. `packing` takes over if no run finds a plan.
+
+Its exhaustive proposer runs up to 1,000 combinations, not 10,000. Either limit is met at about ten tables.
 
 Shapes: D devices.
 """
@@ -55,16 +64,16 @@ INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
 COLUMN_TYPES = ("table_wise", "column_wise")
 ALL_TYPES = (*COLUMN_TYPES, "row_wise", "data_parallel")
 HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
-"""With several hosts; on one they are row- and column-wise again."""
+"""For several hosts. On one host they equal row- and column-wise sharding."""
 
 
 @dataclass(frozen=True)
 class TorchRecConfig:
-    """What is swept, and how far one run goes.
+    """What is swept.
 
-    min_partition: swept: the fewest columns of a part (None: TorchRec's own, 128).
-    all_types: swept: whether other sharding types than table- and column-wise are tried.
-    grid: combinations of sharding options that its exhaustive proposer may try.
+    min_partition: the fewest columns of a part; None for TorchRec's own, 128.
+    all_types: whether all sharding types are used, not only table- and column-wise.
+    grid: combinations that its exhaustive proposer may try. Not swept.
     """
 
     min_partition: tuple[int | None, ...] = (None, 16, 32, 64)
@@ -77,21 +86,25 @@ class TorchRecConfig:
 
 
 def installed() -> bool:
+    """Whether TorchRec and FBGEMM can be imported."""
     return find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
 
 
 def require_installed(what: str) -> None:
-    """Raise ShardCoreError, saying what needs TorchRec and how to install it, unless it is."""
+    """Raise ShardCoreError unless TorchRec is installed. It says what needs it and how to install it."""
     if not installed():
         raise ShardCoreError(f"{what}, and it is not installed: {INSTALL}")
 
 
 def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
              config: TorchRecConfig = TorchRecConfig()) -> Plan:  # noqa: B008 (frozen)
-    """The cheapest plan of the sweep. Deterministic: the seed is only recorded. One evaluation is one proposal of its planner;
-    with a budget in seconds a run ends after the proposal that uses it up, once there is a plan.
+    """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
-    Raises ShardCoreError where TorchRec is not installed, Infeasible (see `feasible_pieces`) and SettingMismatch.
+    One evaluation is one proposal of TorchRec's planner.
+    A budget in seconds ends a run after the proposal that uses it up, once there is a plan.
+
+    Raises ShardCoreError if TorchRec is not installed.
+    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
     """
     require_installed("sharder 'torchrec' runs TorchRec's planner")
     problem.require_setting(model.setting)
@@ -120,10 +133,11 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
 
 @dataclass(frozen=True)
 class _Given:
-    """Tables that are placed before TorchRec plans.
+    """Tables placed before TorchRec plans.
 
-    left: [D] bytes that each device has left beside them.
-    busy: [D] ms that each device has to do for them.
+    tables, placements: which, and where.
+    left: [D] bytes left.
+    busy: [D] ms of their work.
     """
 
     tables: frozenset[Table]
@@ -133,13 +147,15 @@ class _Given:
 
 
 def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
-    """Pinned tables and bundles, whole; None where one finds no room."""
+    """Place pinned tables and bundles, whole. None if one finds no memory."""
     chosen = [t for t in problem.tables if t.name in problem.pinned or t.name in problem.bundle_of]
     speed = np.array([d.speed for d in problem.topology.devices])
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
     room, busy, where = FreeMemory(problem), np.zeros(len(speed)), []
 
     def load(item: Item) -> np.ndarray:
+        """[D] ms of an item on each device."""
+        # The same cost formula that TorchRec gets, from the model's rates.
         return sum(map(looked_up, item)) * lookup / speed + sum(s.width for s in item) * exchange
 
     order = sorted(items(map(Shard.whole, chosen), problem),
@@ -156,9 +172,9 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
 
 
 class _Theirs:
-    """Tables to place beside what is given, as TorchRec has it: a module, a topology, constraints.
+    """The problem in TorchRec's terms: a module, a topology, constraints.
 
-    names: our tables by the module's names (not any of ours would do).
+    names: our tables by the module's names. Our own names might not be valid there.
     ranks: the device of each rank, host by host.
     per_host: ranks of a host.
     """
@@ -182,7 +198,7 @@ class _Theirs:
         self.bandwidths = self._bandwidths(model)
 
     def _bandwidths(self, model: CostModel) -> dict[str, float]:
-        """In bytes per ms, by TorchRec's names; what neither the topology nor the model says is left out."""
+        """Bandwidths in bytes per ms, by TorchRec's names. Unknown ones are left out."""
         ours, known = self.problem.topology, {}
         one_ms = exchange_ms(self.problem, model)
         for name, gbps in (("intra_host_bw", ours.within_host_gbps), ("inter_host_bw", ours.between_hosts_gbps)):
@@ -190,14 +206,17 @@ class _Theirs:
                 known[name] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
         topology = self.topology(known)
         options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module, self.sharders)
+        # Scale memory bandwidth so that both sides agree on the cost of all tables.
         theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options if o.sharding_type == "table_wise"
                         for s in o.shards)
         ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
         return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {})
 
     def topology(self, bandwidths: Mapping[str, float]) -> Any:
+        """TorchRec's Topology with our devices' memory, speed and work given before."""
         from torchrec.distributed.planner.types import Topology
 
+        # Memory differs by device; TorchRec's constructor takes one value for all.
         left = [int(self.given.left[d]) for d in self.ranks]
         topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0, local_world_size=self.per_host,
                             **bandwidths)
@@ -207,10 +226,12 @@ class _Theirs:
         return topology
 
     def constraints(self, all_types: bool, min_partition: int | None) -> dict[str, Any]:
+        """TorchRec's ParameterConstraints of each table."""
         from torchrec.distributed.planner import ParameterConstraints
 
         several = self.per_host < len(self.ranks)
         types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
+        # Devices over which a type divides rows.
         over = {"row_wise": len(self.ranks), "table_row_wise": self.per_host, "grid_shard": self.per_host}
 
         def of(table: Table) -> list[str]:
@@ -223,6 +244,7 @@ class _Theirs:
                 for n, t in self.names.items()}
 
     def enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:
+        """Its enumerator of sharding options, with our bytes."""
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
@@ -230,7 +252,7 @@ class _Theirs:
             EmbeddingPerfEstimator(topology, constraints), _OurBytes(self.problem, self.names)])
 
     def distinct(self, config: TorchRecConfig) -> Iterator[tuple[bool, int | None]]:
-        """What is swept, less what leads to the same column cuts as something before."""
+        """The settings to sweep. Those with the same column cuts as an earlier one are skipped."""
         from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
         seen = set()
@@ -243,7 +265,7 @@ class _Theirs:
                 yield all_types, min_partition
 
     def plan(self, all_types: bool, min_partition: int | None, grid: int, meter: Meter) -> list[Placement] | None:
-        """The planner's best plan; None where it finds none."""
+        """The planner's best plan. None if it finds none."""
         from torchrec.distributed.planner import EmbeddingShardingPlanner
         from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
         from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -264,23 +286,25 @@ class _Theirs:
 
 @dataclass(frozen=True)
 class _Busy:
-    """What a device has to do, in ms: takes the place of a planner's Perf, which knows no speed."""
+    """The work of a device, in ms. It replaces a planner's Perf, which has no speed."""
 
     speed: float
     total: float
 
     def __add__(self, other: Any) -> _Busy:
+        # Speed divides compute, not communication.
         return _Busy(self.speed, self.total + (other.fwd_compute + other.bwd_compute) / self.speed
                      + other.fwd_comms + other.bwd_comms)
 
 
 @dataclass(frozen=True)
 class _Slowest:
-    """A PerfModel: the most that a device of the topology has to do."""
+    """A PerfModel: the work of the busiest device."""
 
     topology: Any
 
     def rate(self, plan: Sequence[Any]) -> float:
+        """ms of the busiest device under a plan; lower is better."""
         busy = [device.perf for device in self.topology.devices]
         for option in plan:
             for shard in option.shards:
@@ -290,7 +314,10 @@ class _Slowest:
 
 @dataclass(frozen=True)
 class _OurBytes:
-    """A ShardEstimator of storage by `memory`. It also sorts the options, which TorchRec takes from sets of strings."""
+    """A ShardEstimator that counts storage as `memory` does.
+
+    It also sorts the options. TorchRec takes them from sets of strings, whose order varies by process.
+    """
 
     problem: Problem
     tables: Mapping[str, Table]
@@ -310,7 +337,10 @@ class _OurBytes:
 
 @dataclass
 class _Metered:
-    """Proposers as one, each after the other, until the budget is used up: not before something that can be placed."""
+    """Several proposers as one, in turn, until the budget is used up.
+
+    It continues beyond the budget until some proposal can be placed.
+    """
 
     waiting: list[Any]
     meter: Meter
@@ -326,6 +356,7 @@ class _Metered:
             if proposal:
                 self.meter.evals += 1
                 return proposal
+            # This proposer is exhausted.
             self.waiting.pop(0)
         return None
 
@@ -336,7 +367,7 @@ class _Metered:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """TorchRec tells of every call, and warns of each table that it does not cut or replicates."""
+    """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
     from torchrec.distributed.logger import method_logger
 
     root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("torchrec", method_logger.name)}
@@ -354,4 +385,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _not_of_replicas(record: logging.LogRecord) -> bool:
+    """A log filter that drops the warning about replicated tables."""
     return not str(record.msg).startswith("Sharding spec not found")

@@ -18,7 +18,7 @@ from shardcore.search.feasible import feasible_pieces
 from shardcore.search.free_memory import FreeMemory, piece_bytes
 from shardcore.search.greedy import looked_up
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import column_runs, consolidate, halve_columns
+from shardcore.search.pieces import consolidate, halve_columns, join_columns
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import require_cover
@@ -149,12 +149,12 @@ def test_consolidate_keeps_replicas_and_does_not_hide_faults():
             require_cover(Plan(consolidate(wrong)), problem)
 
 
-def test_column_runs_joins_neighbours_only():
+def test_join_columns_joins_neighbours_only():
     table = Table("t", 10, 16, 1.0)
     a, b, c = (Shard(table, 0, 10, lo, hi) for lo, hi in ((0, 4), (4, 8), (12, 16)))
-    assert column_runs([c, b, a]) == [Shard(table, 0, 10, 0, 8), c]
+    assert join_columns([c, b, a]) == [Shard(table, 0, 10, 0, 8), c]
     steps = [Shard(table, 0, 5, 0, 8), Shard(table, 5, 10, 8, 16)]
-    assert column_runs(steps) == steps
+    assert join_columns(steps) == steps
 
 
 def test_best_fit_goes_back_where_the_first_choice_was_wrong():

@@ -1,1 +1,1 @@
-"""Simulated annealing: the sharder, the space that it searches as numbers, and its compiled core."""
+"""Simulated annealing: the sharder, its search space as arrays, and its compiled core."""

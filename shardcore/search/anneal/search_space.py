@@ -1,10 +1,12 @@
 """SearchSpace: what annealing may do with a problem's tables, as arrays.
 
-A strip of the cache lives on devices that share its columns; or a group of devices shares all of it, in a kind of sharding whose
-groups have several: all of them, or those of a host.
+A strip's columns are divided over devices, or a group of devices shares the whole strip.
+The latter needs a kind whose groups have several devices: all of them, or those of a host.
 
-Shapes: N probes, S strips, D devices, F features; K kinds of what devices hold (cache.kinds), Y layouts of what groups share, G
-groups.
+Strip, unit and part are defined in shard_cost_cache.py.
+
+Shapes: N probes, S strips, D devices, F features.
+K kinds of what single devices hold (cache.kinds). Y layouts of what groups share, G groups.
 """
 
 from __future__ import annotations
@@ -26,16 +28,23 @@ from shardcore.workload import traffic_of_widths
 
 _PROBES = 64
 LARGE = 1 << 19
-"""Strips x devices of a large problem."""
+"""Strips × devices of a large problem."""
 _WORTH = 0.01
-"""In a large problem, strips that cost, and take, no more than this share of a device's mean are not cut."""
+"""In a large problem, strips below this share of a device's mean cost and memory are not cut."""
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """Improve a plan that there is: at most so many tables, and bytes of weights, come to devices that did not have them (None:
-    any number). A table whose statistics have changed is the same table. Those that the plan lacks, or has where constraints no
-    longer allow them, are placed besides and do not count. With a limit no group comes to share a table, or ceases to."""
+    """Improve an existing plan, and limit what moves.
+
+    plan: the plan to start from.
+    tables: the most tables that come to devices that did not have them. None: any number.
+    bytes: the most bytes of weights that do so. None: any number.
+
+    A table whose statistics have changed is the same table.
+    New or disallowed tables are placed freely, outside the limits.
+    With a limit, the tables that groups share stay the same.
+    """
 
     plan: Plan
     tables: int | None = None
@@ -49,14 +58,19 @@ class Reshard:
 
     @property
     def limited(self) -> bool:
+        """Whether there is a limit."""
         return self.tables is not None or self.bytes is not None
 
     def sorted(self, problem: Problem) -> Sorted:
-        """The problem's tables as the plan has them. Raises ShardCoreError where it does not place all of a table, or has some of
-        it on several devices (a whole table on all of them is a copy)."""
+        """The problem's tables as the plan has them.
+
+        Raises ShardCoreError if the plan places only some cells of a table.
+        Raises it too if a shard of whole rows is on several devices.
+        """
         tables, everywhere = {t.name: t for t in problem.tables}, tuple(range(len(problem.topology)))
         had: dict[str, list[Placement]] = {name: [] for name in tables}
         for p in self.plan.placements:
+            # Only a table of the same shape can keep its place.
             table = tables.get(p.shard.table.name)
             if table is not None and (table.rows, table.dim) == (p.shard.table.rows, p.shard.table.dim):
                 had[table.name].append(replace(p, shard=replace(p.shard, table=table)))
@@ -75,11 +89,13 @@ class Reshard:
             else:
                 found.new.append(tables[name])
         home: dict[str, int] = {**{t.name: -1 for t in found.new}, **{s.table.name: d for s, d in found.placed}}
+        # Bundles that the plan splits are placed anew.
         apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1 for name in group}
         together = [(s, d) for s, d in found.placed if s.table.name not in apart]
         return replace(found, placed=together, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
 
     def _require_whole(self, table: Table, placements: Sequence[Placement], everywhere: Sequence[int]) -> None:
+        """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
         cells = sum(p.shard.rows * p.shard.width for p in placements)
         if placements and cells != table.rows * table.dim:
             raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} cells of table "
@@ -95,8 +111,12 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Tables as a plan has them: shards that are on one device each; tables that a group of devices shares, by kind and group;
-    those to be placed."""
+    """Tables as a plan has them.
+
+    placed: shards on one device each.
+    shared: tables that a group of devices shares, by kind and group.
+    new: tables still to be placed.
+    """
 
     placed: list[tuple[Shard, int]]
     shared: dict[tuple[str, Group], list[Table]]
@@ -104,12 +124,14 @@ class Sorted:
 
 
 def _may_be_shared(placement: Placement, problem: Problem) -> bool:
+    """Whether a placement's group exists, and its rows may be divided in this way."""
     layout = layout_of(placement.kind)
     in_order = layout.divides_rows and placement.shard.table.ordered
     return placement.devices in layout.groups(problem.topology) and not in_order
 
 
 def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
+    """Whether constraints still allow a table where the plan has it."""
     name = placements[0].shard.table.name
     on_one = len(placements) == 1 and len(placements[0].devices) == 1
     return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name)) for p in placements)
@@ -117,8 +139,13 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SearchSpace:
-    """groups [G]: a kind and its devices, that may share whole tables. divided [N]: strips whose rows are always divided over
-    all devices."""
+    """The moves that annealing may make in a problem.
+
+    problem, cache: the tables and their strips.
+    fixed: the same as arrays, for the compiled search.
+    groups: [G] a kind and its devices, which may share whole tables.
+    divided: [N] strips whose rows are always divided over all devices.
+    """
 
     problem: Problem
     cache: ShardCostCache
@@ -128,11 +155,11 @@ class SearchSpace:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """[Y] of the groups."""
+        """[Y] layouts of the groups."""
         return tuple(dict.fromkeys(layout for layout, _ in self.groups))
 
     def number(self, kind: str, devices: Group) -> int:
-        """Of a group."""
+        """The number of a group."""
         return next(g for g, (layout, group) in enumerate(self.groups) if (layout.name, group) == (kind, devices))
 
     @property
@@ -143,20 +170,20 @@ class SearchSpace:
 
     @property
     def as_it_is(self) -> SearchProblem:
-        """The part of the space in which no group comes to share a table, or ceases to."""
+        """The same space, but the tables that groups share stay the same."""
         return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
     def numbers(self, tables: Iterable[Table]) -> np.ndarray:
-        """[N] the strips of whole tables, none of a group."""
+        """[N] strips of whole tables, which must not be in bundles."""
         of = {self.cache.table(s).name: s for s in range(len(self.cache))}
         return np.array([of[t.name] for t in tables], dtype=np.int64)
 
     def strips(self, shards: Sequence[Shard]) -> np.ndarray:
-        """[N, 2] strips and units of shards; of tables that are kept together all are among them, or none."""
+        """[N, 2] strips and units of shards. Of a bundle, all tables or none have to be among them."""
         return np.array(self.cache.pieces(shards), dtype=np.int64).reshape(-1, 2)
 
     def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
-        """Of held [S, D] units, and of the strips that a group [S] shares."""
+        """Placements of held [S, D] units, and of the strips that groups share, group [S]."""
         strips, devices = np.nonzero(held)
         pieces = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
         found = placed(self.cache.items(pieces), devices.tolist(), self.problem)
@@ -167,8 +194,11 @@ class SearchSpace:
 
 
 def without_ranges(pieces: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
-    """The pieces, those tables whole whose rows are divided over all devices, and these tables. As one op runs all row ranges, no
-    table is taken so where one is pinned, or its rows are ordered: the ranges of all are then pieces like others."""
+    """The pieces with divided tables made whole, and these tables.
+
+    All row ranges run in one op. So this is not done if any such table is pinned, or its rows are ordered.
+    The row ranges then stay pieces like others.
+    """
     tables = list(dict.fromkeys(s.table for s in pieces if not s.full_rows))
     if any(t.ordered or t.name in problem.pinned for t in tables):
         return list(pieces), []
@@ -177,17 +207,23 @@ def without_ranges(pieces: Sequence[Shard], problem: Problem) -> tuple[list[Shar
 
 def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
           by_rows: Sequence[Table] = ()) -> SearchSpace:
-    """The space of `pieces`, which are all strips of the cache; whole tables among them may be everywhere if wanted, and some
-    always are, by rows."""
+    """The space of `pieces`, which have to be all strips of the cache.
+
+    everywhere: whether groups may share whole tables.
+    halves: whether columns may only be halved.
+    by_rows: tables whose rows are always divided over all devices.
+    """
     problem, model = cache.problem, cache.model
     may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, pieces)
     strips = np.repeat(np.arange(len(cache)), cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
+    # Encode only the parts that a search can reach: encoding takes most of the time.
     used = may_split[strips] | (cache.kind[strips] > 0) | (units == cache.size[strips])
     cache.need(strips[used], units[used])
     part = cache.parts(np.arange(len(cache))[:, None], np.arange(cache.size.max() + 1))
+    # Hosts as numbers.
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices = len(problem.topology)
     groups = tuple((layout, group) for layout in LAYOUTS.values() for group in layout.groups(problem.topology)
@@ -199,6 +235,7 @@ def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halv
         added_ms=added(cache.codes, model), part_bytes=cache.bytes, part_width=cache.width,
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
+        # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed, free=np.array(free_bytes(problem), np.int64),
         speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
@@ -209,13 +246,15 @@ def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halv
 
 
 def is_large(cache: ShardCostCache) -> bool:
-    """Whether so much is to be priced that a search has to be choosy."""
+    """Whether the problem has so many parts that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
 def _worth_cutting(cache: ShardCostCache, pieces: Sequence[Shard]) -> np.ndarray:
-    """[S] bool: strips that `pieces` cut already, and those that cost or take enough of a device's mean to be worth a cut. The
-    others, whole, fill its gaps; their parts would take most of a large problem's time and memory."""
+    """[S] bool: strips that `pieces` cut already, or that are costly or large enough to cut.
+
+    All others stay whole and fill gaps. Their parts would take most of the time and memory.
+    """
     n, strips = len(cache.speed), np.arange(len(cache))
     cache.need(strips, cache.size)
     parts = cache.parts(strips, cache.size)
@@ -228,16 +267,20 @@ def _worth_cutting(cache: ShardCostCache, pieces: Sequence[Shard]) -> np.ndarray
 
 
 def added(codes: np.ndarray, model: CostModel) -> np.ndarray:
-    """[N] ms that parts of these codes [N, F] add to an op, without its launch."""
+    """[N] ms that parts add to an op without its launch, from codes [N, F]."""
+    # The second copy of a part costs no launch.
     return np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))
 
 
 def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
-    """The space in which only so much may move from held [S, D]; the `new` tables may go anywhere. Row ranges, which TorchRec
-    runs on all devices alone, stay where they are."""
+    """The space in which only as much may move from held [S, D] as `reshard` allows.
+
+    The `new` tables may go anywhere. Row ranges stay: TorchRec runs them only on all devices.
+    """
     free, cache = {t.name for t in new}, of.cache
 
     def unit_bytes(strip: int) -> int:
+        """Bytes of weights of one unit. 0 for new tables, which move freely."""
         return 0 if cache.table(strip).name in free else sum(s.bytes for s in cache.items([(strip, 1)])[0])
 
     fixed, limits = of.fixed, {}
@@ -254,8 +297,11 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 
 
 def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
-    """own, busiest, host_busiest, total, once, see anneal.SearchProblem: what both exchanges of a step cost for each unit of
-    width of a kind, fitted to what the model says of some divisions of the problem's columns (least squares, none below 0)."""
+    """ms per unit of width of a kind, for both exchanges of a step.
+
+    Keys are own, busiest, host_busiest, total and once (see records.SearchProblem).
+    They are fitted to the model's costs of some divisions of the columns, by least squares, none below 0.
+    """
     from scipy.optimize import nnls
 
     topology, n = problem.topology, len(problem.topology)
@@ -264,17 +310,20 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
         return dict.fromkeys(names, 0.0)
     rng = np.random.default_rng(0)
     mean = sum(t.dim for t in problem.tables) / MIN_WIDTH / n
+    # Probes range from nearly even to uneven divisions, around the problem's own mean.
     spread = rng.uniform(0.01, 0.5, (_PROBES, 1))
     width = mean * np.exp(rng.normal(0, 0.3, (_PROBES, 1)) + rng.normal(0, 1, (_PROBES, n)) * spread)
-    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # which share what they have
+    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
         width[:, group] = width[:, group[:1]]
     number = {h: i for i, h in enumerate(topology.hosts)}
     on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
     busiest_host = (width @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((_PROBES, 1))
     terms = np.stack(np.broadcast_arrays(width, width.max(1, keepdims=True), busiest_host, width.sum(1, keepdims=True), 1.0), -1)
     terms = terms.reshape(-1, len(names))
+    # Scale columns to 1, so that the least squares are well conditioned.
     scale = np.maximum(terms.max(0), 1e-300)
     cost = model.comm(traffic_of_widths({layout: MIN_WIDTH * width}, problem), np.zeros(width.shape), topology)
+    # A step waits for backward on each device, and for the longest forward.
     ms = cost.backward_ms + cost.forward_ms.max(1, keepdims=True)
     return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))
 
@@ -284,9 +333,14 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
 
 def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], wanted: bool,
             divided: Collection[str]) -> dict[str, np.ndarray]:
-    """What anneal.SearchProblem has of groups. Whole tables that lookups hit and no constraint concerns may be shared; by kinds
-    that divide rows, where these are not ordered, all devices get some, and no strip is a row range (such ones would run in the
-    same op). divided: those that always are."""
+    """The fields of records.SearchProblem about groups.
+
+    Groups may share whole tables that lookups hit and no constraint concerns.
+    Kinds that divide rows need unordered rows, and at least one row for each device.
+    They also need that no strip is a row range, as those would run in the same op.
+
+    divided: names of tables that are always divided.
+    """
     topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
     of = np.full((len(layouts), len(topology)), -1)
     for g, (layout, group) in enumerate(groups):
@@ -303,6 +357,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     free = np.array([wanted and cache.kind[s] == 0 and w.width == MIN_WIDTH * cache.size[s] and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):
+        # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for of_group, group in groups if of_group is layout)
         shards, divides = whole, np.ones(len(whole), dtype=bool)
         if layout.divides_rows:
@@ -321,9 +376,13 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
 
 
 def _shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
-    """ms of the exchanges of a layout, groups of `size` devices, for what its groups share: see anneal.SearchProblem."""
+    """ms of a layout's exchanges for what its groups of `size` devices share.
+
+    Keys are those of records.SearchProblem, without "shared_".
+    """
     n = len(problem.topology)
     if layout.dense_gradient:
+        # An all-reduce is linear in its cells: two points give its rate and its fixed cost.
         low, high = spread_ms(problem, model, layout, np.array([2.0**20, 2.0**22])).max(1)
         rate = max(0.0, high - low) / (2.0**22 - 2.0**20)
         return {"total": rate, "once": max(0.0, low - rate * 2.0**20)}
@@ -336,7 +395,7 @@ def _shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int)
 
 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndarray) -> np.ndarray:
-    """[N, D] ms of exchanging the gradients of cells [N] of a kind that is on all devices."""
+    """[N, D] ms of exchanging gradients of cells [N], in a kind that is on all devices."""
     traffic = np.zeros((len(CHANNELS), len(cells), len(problem.topology)))
     for channel, entering in layout.channels.items():
         traffic[CHANNELS.index(channel)] += entering(cells, 1, problem)[:, None]
@@ -344,8 +403,10 @@ def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndar
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
-    """[N] the strips that had better be on all devices in layout y, were all other work divided evenly: by falling gain, as many
-    as make the step cheapest and fit."""
+    """[N] strips that are better on all devices in layout y, if all other work were divided evenly.
+
+    By falling gain: as many as make the step cheapest, and fit.
+    """
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):
         return may
@@ -355,9 +416,10 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     of_width = (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0] / n + fixed.total[0]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
+        """ms of these encodings, divided evenly over the devices."""
         return model.head(np.maximum(left, 0) / n) * n / speed
 
-    beside = copies.sum(0)  # what a table costs among the others, not alone
+    beside = copies.sum(0)  # price a table among the others, as they share one op
     extra = (model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest + fixed.shared_total[y] * size
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_width * fixed.size[may]
     order = np.argsort(extra - saved, kind="stable")

@@ -1,10 +1,17 @@
-"""Annealing: greedy plans, side by side improved by simulated annealing (compiled/), the best of them to the end.
+"""Annealing: greedy plans, improved by simulated annealing (compiled/).
 
-The starts: tables whole or cut by columns; large ones everywhere, their rows divided; small ones everywhere, in copies (data-
-parallel), where that is worth it. What the exchanges cost is taken to be linear in what each device, the widest one and the
-widest host exchange; which of the improved starts goes on and is returned, the model itself decides.
+Several starts are improved in turn. The best of them then gets the rest of the budget.
+Starts differ in what they do with tables:
 
-Shapes: S strips, D devices.
+- whole tables, or cut by columns;
+- the rows of large tables divided over groups of devices;
+- small tables data-parallel, where that pays.
+
+The compiled search takes the cost of exchanges as linear in three widths.
+These are the widths of each device, of the widest device and of the widest host.
+The model itself decides which start continues, and which plan is returned.
+
+Shapes: S strips, D devices. Strip, unit and part are defined in shard_cost_cache.py.
 """
 
 from __future__ import annotations
@@ -35,39 +42,53 @@ if TYPE_CHECKING:  # numba takes a second to import, and only this needs it
     from shardcore.search.anneal.search_space import Reshard, SearchSpace
 
 SPACES = ("all", "columns", "halves")
+"""What plans may contain, see `anneal`."""
 SPACE_OF = {"anneal": "all", "anneal_columns": "columns"}
-"""Which of them the sharders of these names search."""
+"""The space that each sharder searches."""
 _DEFAULT = Budget(evals=500_000)
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-"""Greedy starts cut what costs more than this share of a device's mean load."""
+"""Greedy starts cut tables that cost more than this share of a device's mean load."""
 _MISSES = 5
-"""Cuts after which a greedy plan that did not become cheaper is not cut further."""
+"""After so many cuts without a cheaper greedy plan, cutting ends."""
 _DIVIDED = (1.0, 0.5, 0.25)
-"""Others divide the rows of such tables."""
+"""Other starts divide the rows of tables that cost more than these shares."""
 _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
-"""Where the tables take more than this share of the memory, others cut what takes more than these of a device's."""
+"""When memory is tight, further starts cut tables by size.
+
+The first is the share of all memory that counts as tight.
+The others are shares of a device's memory, above which tables are cut.
+"""
 _HOPEFUL = 1.5
-"""Starts that cost more than this share of the cheapest are not improved."""
+"""Starts that cost more than this multiple of the cheapest are dropped."""
 _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
-"""Temperatures relative to a device's share of the cost: of a start, of the best of them when it goes on alone, at the end."""
+"""Temperatures, relative to a device's share of the cost.
+
+_HOT: at the beginning of a start. _WARM: when the best start continues alone. _COLD: at the end.
+"""
 _RACE = 0.7
-"""Share of the budget for which several starts are improved."""
+"""The share of the budget in which several starts are improved."""
 _COLUMNS = 0.5
-"""Share of the budget for plans by columns alone, before all of the space: of those that try rows and copies from the start, some
-end above them."""
+"""The share of the budget for plans by columns only, before the whole space.
+
+Searches that begin in the whole space sometimes end with costlier plans.
+"""
 _ROUNDS = 24
-"""Parts of a cooling, after each of which it is compared with the budget."""
+"""Rounds of a cooling. After each, the budget is checked."""
 _LOG = 1 << 20
-"""Changes since the best plan that are kept."""
+"""The most changes since the best plan that are logged."""
 
 
 def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
           reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations). The seconds of a budget only a first plan may exceed,
-    evaluations its starts and one round too. space: "all", or without tables everywhere, by rows or in copies: "columns" (any
-    widths), or "halves" of columns. reshard: a plan to improve, and how much may move.
+    """The best plan found within the budget (none: 500,000 evaluations).
 
-    Raises Infeasible and SettingMismatch as all sharders do.
+    Only a first plan may exceed a budget in seconds.
+    The starts and one round may exceed a budget in evaluations.
+
+    space: "all"; "columns", without tables shared by groups of devices; "halves", with halved columns only.
+    reshard: a plan to improve, and how much may move.
+
+    Raises Infeasible and SettingMismatch, as all sharders do.
     """
     problem.require_setting(model.setting)
     if space not in SPACES:
@@ -83,14 +104,20 @@ def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
 
 
 def anneal_columns(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """`anneal` without tables everywhere: rows and copies have ops and collectives of their own, of which a model often knows
-    least."""
+    """`anneal` without tables shared by groups of devices.
+
+    Row-wise and data-parallel tables have ops and collectives of their own. A model often knows these least.
+    """
     return anneal(problem, model, seed=seed, budget=budget, space="columns")
 
 
 @dataclass
 class Start:
-    """A plan in its space; fixed: what of that space it is improved in at first."""
+    """A plan in its space.
+
+    fixed: the subset of the space in which it is improved at first.
+    ms: cost by the model itself.
+    """
 
     space: SearchSpace
     state: State
@@ -99,13 +126,17 @@ class Start:
 
     @property
     def placements(self) -> list[Placement]:
+        """The plan as placements."""
         return self.space.placements(self.state.held, self.state.group)
 
 
 class Search:
+    """One annealing run: starts, cooling, and the choice among them."""
+
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+        # The clock stands still while numba compiles or reads from disk.
         before_s = meter.seconds()
-        from shardcore.search.anneal import compiled  # or read from disk, while the clock stands still
+        from shardcore.search.anneal import compiled
         from shardcore.search.anneal import search_space as spaces
 
         meter.started_s += meter.seconds() - before_s
@@ -117,24 +148,28 @@ class Search:
         self._annealing_s = 0.0
 
     def best(self, kind: str, pieces: Sequence[Shard], kept: list[Start]) -> Start:
-        """The best plan found in a space of pieces from its starts and those `kept`."""
+        """The best plan found in a space, from its own starts and those in `kept`."""
+        # In the whole space, plans by columns are searched first (see _COLUMNS).
         columns, begin = [], 0.0
         if kind == "all":
             begin = _COLUMNS
-            with suppress(Infeasible):  # copies may fit, where a table's outputs take more than its rows
+            with suppress(Infeasible):  # data-parallel tables may still fit: outputs can take more than rows
                 before_s = self.meter.seconds()
                 starts = self.starts("columns", pieces)
                 took_s = self.meter.seconds() - before_s
                 best = self.run(starts, 0.0, begin)
-                if not self.meter.has_time(took_s):  # for the starts of the larger space
+                if not self.meter.has_time(took_s):  # for the starts of the whole space
                     return self.run([*kept, best], begin, 1.0)
                 columns = best.placements
         return self.run([*kept, *self.starts(kind, pieces, columns)], begin, 1.0)
 
     def run(self, starts: list[Start], begin: float = 0.0, end: float = 1.0) -> Start:
-        """The best plan found from one share of the budget to another: the starts are improved in turn for a part of it, then the
-        best of them, less cooled, with the rest."""
+        """The best plan found between two shares of the budget.
+
+        The starts are improved in turn. Then the best one continues, from a lower temperature.
+        """
         if len(self.problem.topology) > 1:
+            # Shares of the budget: one for each start, equal, and then one for the best.
             at = begin + (end - begin) * np.append(np.linspace(0, _RACE, len(starts) + 1), 1.0)
             for i, start in enumerate(starts):
                 self._cool(start, at[i], at[i + 1], _HOT)
@@ -144,11 +179,15 @@ class Search:
         return starts[0]
 
     def _cool(self, start: Start, begin: float, end: float, hot: float) -> None:
-        """Improve a plan from one share of the budget to another: of what it was, the best met and what it is after each part of
-        the cooling, the one stays that is cheapest by the model itself."""
+        """Improve a plan between two shares of the budget.
+
+        Candidates are the plan before, the best plan met, and the plan after each round.
+        The cheapest by the model itself stays.
+        """
         state, cost = start.state, start.state.value[self.compiled.BEST] / len(self.problem.topology)
         best = self._cheaper(start, (np.inf, state))
         while (done := max(begin, self.meter.progress())) < end:
+            # Temperature follows the budget used, so that it ends cold whatever the limit is.
             at = (done - begin) / (end - begin)
             hot_ms, cold_ms = (cost * hot * (_COLD / hot) ** min(1.0, x) for x in (at, at + 1 / _ROUNDS))
             trials, before_s = self._trials((end - begin) / _ROUNDS), self.meter.seconds()
@@ -161,30 +200,33 @@ class Search:
         self.compiled.refresh(self.head, start.fixed, start.state)
 
     def _cheaper(self, start: Start, best: tuple[float, State]) -> tuple[float, State]:
-        """The best so far, or a copy of what a start is now."""
+        """The best plan so far, or a copy of the start's present plan if that is cheaper."""
         ms = self._exact_ms(start)
         if ms >= best[0]:
             return best
+        # The log and the random generator are not part of the plan.
         return ms, start.state._replace(**{name: of.copy() for name, of in start.state._asdict().items()
                                            if name not in ("log", "random")})
 
     def _trials(self, share: float) -> int:
-        """How many trials are about that share of the budget."""
+        """The number of trials in this share of the budget."""
         limits = []
         if self.meter.budget.evals:
             limits.append(max(100, int(self.meter.budget.evals * share)))
         if self.meter.budget.seconds:
+            # Trials per second so far; a first guess is corrected after one round.
             rate = self.meter.evals / max(self._annealing_s, 1e-3)
             limits.append(int(np.clip(rate * self.meter.budget.seconds * share, 1000, 10_000_000)))
         return min(limits)
 
     def _exact_ms(self, start: Start) -> float:
-        """What the model itself says of the plan."""
+        """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
         widths = {layout: MIN_WIDTH * state.width[:, k] for k, layout in enumerate(space.cache.kinds)}
         traffic = traffic_of_widths(widths, self.problem)
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
+                # Group sizes count cells of gradients, or units of columns (see _shared).
                 rows, width = (size, 1) if layout.dense_gradient else (0, MIN_WIDTH * size)
                 traffic[CHANNELS.index(channel), devices] += entering(rows, width, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
@@ -193,23 +235,31 @@ class Search:
     # --- starts --------------------------------------------------------------------------------------------------------
 
     def starts(self, kind: str, pieces: Sequence[Shard], columns: Sequence[Placement] = ()) -> list[Start]:
-        """Plans in a space, of SPACES. columns: a plan in that of columns, in place of the start that has no table everywhere."""
+        """Plans to start from in a space, one of SPACES.
+
+        columns: a plan by columns. It replaces the start without shared tables.
+        """
         space = self._space(pieces, kind)
         found = [self._of(columns, kind)] if columns else self._by_columns(space)
         layouts = space.layouts if space.fixed.may_share.any() else ()
+        # Layouts without divided rows come last: they may be the only ones that fit.
         for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
             found += self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, any(found))
         on_host = Counter(d.host for d in self.problem.topology.devices)
-        if len(set(on_host.values())) > 1 and self._has_time():  # what exchanges cost is then far from linear
+        if len(set(on_host.values())) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
                 found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
         fit = [start for start in found if start] or [self._packed(kind)]
+        # Improving a hopeless start would waste its share of the budget.
         least = min(start.state.value[self.compiled.BEST] for start in fit)
         return [start for start in fit if start.state.value[self.compiled.BEST] <= _HOPEFUL * least]
 
     def _divided(self, space: SearchSpace, y: int) -> list[Start | None]:
-        """Large tables shared by the groups of a layout; and all of them: no op of whole rows, no exchange of these."""
+        """Starts with large tables shared by the groups of a layout, and with all tables shared.
+
+        With all tables shared there is no op of whole rows, and no exchange for it.
+        """
         whole = np.flatnonzero(space.fixed.may_share[y])
         single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
         all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
@@ -219,7 +269,10 @@ class Search:
                 self._cheapest(space, [self._with(space, whole, y)])]
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> list[Start | None]:
-        """Those tables on all devices that are worth it; where nothing fits yet, those that take less so."""
+        """Starts with tables on all devices where that pays.
+
+        If nothing fits yet, a start replicates the tables that take less memory so.
+        """
         worth = self.spaces.worth_copying(space, self.model, y)
         some = {len(worth) // k for k in (1, 2, 4)} - {0}
         found = [self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])]
@@ -230,18 +283,27 @@ class Search:
         return found
 
     def _by_columns(self, space: SearchSpace) -> list[Start | None]:
-        """Where memory is tight, what is cut for the cost may leave gaps that no part fits: then also parts of few bytes."""
+        """Starts with tables cut by columns.
+
+        With tight memory, cuts chosen for cost may leave gaps that no part fits. So some starts cut by size.
+        """
         found = [self._cheapest(space, [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
         if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.cache):
             found.append(self._cheapest(space, [(self._small(space, share), _pairs()) for share in _SMALL]))
         return found
 
     def _shares(self, space: SearchSpace) -> Sequence[float]:
+        """Shares to cut at. Large problems try only two."""
         return _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
 
     def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
-        """The cheapest of some greedy plans, of strips in n [S] parts and those shared; from there on, what costs most on the
-        device that is last is cut once more, as long as that helps (as EMBark's planner does). None where none fits."""
+        """The cheapest of some greedy plans. None if none fits.
+
+        ways: number of parts of each strip [S], and the pairs of shared strips.
+
+        The best plan is then refined, as EMBark's planner does.
+        The costliest strip on the slowest device is cut once more, as long as that helps.
+        """
         best, least, begin = None, np.inf, None
         for n, shared in ways:
             shared = np.concatenate([shared, _pairs(space.divided, space.dividing)])
@@ -258,6 +320,7 @@ class Search:
             hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
             if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free), space.fixed.size[hottest]):
                 break
+            # `begin` keeps this array: further cuts add to it.
             n[hottest] += 1
             state = self._greedy(space, n, shared)
             misses += 1
@@ -266,8 +329,10 @@ class Search:
         return None if best is None else Start(space, best, space.as_it_is)
 
     def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
-        """Strips in n [S] parts (0: none) placed by falling cost or, where that does not fit, by falling size; None where neither
-        does, or where there is a plan already and no time for another one."""
+        """Place strips in n [S] parts by falling cost; if that fails, by falling size. 0 leaves a strip out.
+
+        None if neither fits, or if the budget has no time for another plan.
+        """
         if not self._has_time():
             return None
         fixed, parts, before_s = space.fixed, self._parts(space, n), self.meter.seconds()
@@ -283,15 +348,19 @@ class Search:
         return None
 
     def _has_time(self) -> bool:
-        """Whether the budget in seconds has time for one more greedy plan: for the first there is always time."""
+        """Whether there is time for one more greedy plan. There always is for the first."""
         return self._greedy_s is None or self.meter.has_time(self._greedy_s)
 
     def _state(self, space: SearchSpace) -> State:
+        """A State with nothing placed."""
         return self.compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
     def _with(self, space: SearchSpace, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
-        """Some strips shared by groups of a layout, the costliest first by the group that has least; the others cut where they
-        cost more than a device's mean load."""
+        """A way to start: some strips shared by groups of a layout, all others cut.
+
+        The costliest strips go first, each to the group with least load.
+        Other strips are cut if they cost more than a device's mean load.
+        """
         groups = np.flatnonzero(space.fixed.group_layout == y)
         cost = self._single_ms(space.fixed, strips, space.fixed.size[strips])
         load, of = np.zeros(len(groups)), np.zeros(len(strips), dtype=np.int64)
@@ -301,7 +370,10 @@ class Search:
         return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
     def _small(self, space: SearchSpace, share: float) -> np.ndarray:
-        """[S] parts of each strip, none of which takes more than a share of a device's mean memory; 0 if everywhere."""
+        """[S] number of parts of each strip, so that none takes more than a share of a device's mean memory.
+
+        0 for strips that are always shared.
+        """
         fixed = space.fixed
         size = fixed.part_bytes[fixed.part[np.arange(len(fixed.size)), fixed.size]]
         n = np.where(fixed.may_split, np.clip(-(-size // max(1, int(share * fixed.free.mean()))), 1, fixed.size), 1)
@@ -309,7 +381,10 @@ class Search:
         return n
 
     def _cuts(self, space: SearchSpace, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
-        """[S] parts of each strip by columns, none of which costs more than a share of a device's mean load; 0 if everywhere."""
+        """[S] number of parts by columns, so that none costs more than a share of a device's mean load.
+
+        0 for strips that groups share.
+        """
         fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
         n = np.ones(len(single), dtype=np.int64)
         n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
@@ -318,7 +393,10 @@ class Search:
         return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
 
     def _parts(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
-        """[N, 2] strips and units of n [S] equal parts, by falling cost, what may go to few devices first."""
+        """[N, 2] strips and units of n [S] equal parts, in the order of placing.
+
+        Strips with fewest devices go first, then the costliest parts.
+        """
         fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
         i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
         units = fixed.size[strip] * (i + 1) // of - fixed.size[strip] * i // of
@@ -326,15 +404,17 @@ class Search:
         return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
 
     def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[N] ms of ops with one part each, at speed 1."""
         return np.asarray(self.model.head(fixed.codes[fixed.part[strips, units]]))
 
     def _packed(self, kind: str) -> Start:
+        """A start from a packing, for problems where no greedy plan fits."""
         packing = pack_or_raise(self.problem)
         placements = placed([(shard,) for shard in packing.pieces], packing.devices, self.problem)
         return self._of(placements, "all" if kind == "all" else "columns")
 
     def _of(self, placements: Sequence[Placement], kind: str) -> Start:
-        """A plan without data-parallel tables, in a space of its own: rows that are divided stay so."""
+        """A plan without data-parallel tables, as a start in its own space. Divided rows stay divided."""
         parts = [(shard, d) for p in placements for d, shard in shards_on(p)]
         space = self._space([shard for shard, _ in parts], kind)
         divided = {space.cache.table(s).name for s in space.divided}
@@ -342,17 +422,21 @@ class Search:
         return self._placed(space, left, _pairs(space.divided, space.dividing))
 
     def _space(self, pieces: Sequence[Shard], kind: str) -> SearchSpace:
+        """The space of pieces. Row ranges become whole tables, shared by all devices, where possible."""
         whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
         return self.spaces.space(self._of_strips(whole), whole, kind == "all", kind == "halves", by_rows)
 
     def _of_strips(self, pieces: Sequence[Shard]) -> ShardCostCache:
-        """The last cache, where it has the strips of these pieces: to encode its parts again would take longest of all."""
+        """A cache for the strips of these pieces: the last one if it covers them.
+
+        Encoding its parts again would take longer than anything else.
+        """
         if self._cache is None or not self._cache.covers(pieces):
             self._cache = ShardCostCache(self.problem, self.model, pieces)
         return self._cache
 
     def _placed(self, space: SearchSpace, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
-        """Pieces on their devices, and the strips that groups share."""
+        """A start with pieces on their devices, and strips shared by groups. Bundles are placed as one."""
         state = self._state(space)
         self.compiled.share(self.head, space.fixed, state, shared)
         by_device: dict[int, list[Shard]] = {}
@@ -365,7 +449,7 @@ class Search:
         return Start(space, state, space.fixed)
 
     def resharded(self, reshard: Reshard, kind: str) -> Start:
-        """The plan to start from, with what it lacks placed greedily."""
+        """A start from an existing plan. Tables that the plan lacks are placed greedily."""
         old = reshard.sorted(self.problem)
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         all_pieces = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
@@ -387,10 +471,10 @@ class Search:
 
 
 def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
-    """[N, 2] strips that a group shares, for compiled.share."""
+    """[N, 2] strips, and the group that shares them, for compiled.share."""
     return np.array([(s, group) for s in strips], dtype=np.int64).reshape(-1, 2)
 
 
 def _choice(fixed: SearchProblem, strips: np.ndarray) -> np.ndarray:
-    """[N] devices to choose from; 0 for all where nothing is pinned."""
+    """[N] number of devices to choose from. 0 for all if nothing is pinned."""
     return fixed.allowed[strips].sum(1) if len(fixed.allowed) else np.zeros(len(strips))

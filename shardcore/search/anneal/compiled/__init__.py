@@ -1,10 +1,15 @@
-"""The compiled core of annealing: greedy construction, and changes of plans.
+"""The compiled core of annealing: greedy construction and simulated annealing.
 
-It works on numbers (records.SearchProblem, which space.py makes of a problem). A plan is a records.State, kept up to date while
-pieces are placed and changes carried out; the best plan met is kept as a log of what was done since.
+It works on arrays. `records.SearchProblem` holds the problem; search_space.py makes it.
+`records.State` holds one plan, with everything that follows from it. Moves update it in place.
+The best plan is not copied. A log of the changes made since then leads back to it.
 
-Compiled without numba's reference counts (_nrt=False, an option of numba's own use): they tripled the time of a trial. So nothing
-in the compiled functions may allocate.
+Nothing in these functions may allocate. They are compiled without numba's reference counts
+(`_nrt=False`, an internal option of numba), because counting tripled the time of a trial.
+
+Names in all files: `fx` is the SearchProblem, `st` the State.
+s and r are strips; a, b, c and d devices; h a host; g a group; y a layout.
+k is a kind, p a part, f a feature. `was` is before a change, `then` after it.
 """
 
 from shardcore.search.anneal.compiled.greedy import greedy

@@ -1,8 +1,10 @@
-"""What a plan costs, as it is and in the smooth form that the search makes small.
+"""What a plan costs: exactly, and in the smooth form that annealing minimises.
 
-The smooth form has the p-norm of the devices' loads instead of their maximum, and likewise of the columns that a device, or a
-host, exchanges (as in load balancing, Awerbuch et al. 1995). A change alters two devices, so its effect on the norms takes as
-long however many there are.
+The smooth form replaces the maximum over devices by a p-norm (Awerbuch et al. 1995, load balancing).
+This holds for loads, and for the columns that devices or hosts exchange.
+A move changes two devices. So it updates a norm in constant time, whatever the number of devices.
+
+All costs are in ms. Widths are in units of MIN_WIDTH columns.
 """
 
 import math
@@ -13,11 +15,12 @@ from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.records import WIDEST, WORST
 
 POWERS = 5
-"""log2 of the norm's p."""
+"""log2 of the norm's exponent p. Here p = 32."""
 
 
 @njit(inline="always")
 def power(x):
+    """x ** p by repeated squaring."""
     for _ in range(POWERS):
         x *= x
     return x
@@ -25,11 +28,14 @@ def power(x):
 
 @njit(inline="always")
 def root(x):
+    """x ** (1 / p), and 0 for 0 or for a sum that rounding made negative."""
+    # Norms are sums of differences, so rounding can leave them just below zero.
     return math.exp(math.log(x) / (1 << POWERS)) if x > 0.0 else 0.0
 
 
 @njit(inline="always")
 def total_of(x):
+    """The sum of a vector, by a loop that allocates nothing."""
     total = 0.0
     for i in range(len(x)):
         total += x[i]
@@ -38,6 +44,7 @@ def total_of(x):
 
 @inner
 def copy_norm(to, of):
+    """Copy the norms of loads, widths and host widths, [3, K]."""
     for i in range(3):
         for k in range(to.shape[1]):
             to[i, k] = of[i, k]
@@ -45,7 +52,10 @@ def copy_norm(to, of):
 
 @inner
 def shared_exchange(fx, size):
-    """ms of the exchanges of what groups share, from their sizes [G], but for what each group's own decides."""
+    """ms of the collectives for tables that groups share. size: [G] what each group exchanges.
+
+    The share that depends on a group's own size is not included. State.own_ms holds it for each device.
+    """
     ms = 0.0
     for y in range(len(fx.shared_once)):
         total = most = 0.0
@@ -53,6 +63,7 @@ def shared_exchange(fx, size):
             if fx.group_layout[g] == y:
                 total += size[g]
                 most = max(most, size[g])
+        # A collective with nothing to exchange does not run, so it has no fixed cost.
         if total > 0.0:
             ms += fx.shared_once[y] + fx.shared_total[y] * total + fx.shared_busiest[y] * most
     return ms
@@ -60,6 +71,11 @@ def shared_exchange(fx, size):
 
 @inner
 def load_of(fx, d, shared_ms, own_ms, ms, width):
+    """ms of a device: its ops at its speed, and the exchanges that its own widths cause.
+
+    ms: of the ops of its own strips, at speed 1. width: [K] units.
+    """
+    # Ops scale with the device's speed. Exchanges do not.
     load = (shared_ms + ms) / fx.speed[d] + own_ms
     for k in range(len(width)):
         load += fx.own[k] * width[k]
@@ -68,7 +84,13 @@ def load_of(fx, d, shared_ms, own_ms, ms, width):
 
 @inner
 def energy_of(fx, ref, norm, all_width, group_size):
-    """The smooth cost from the norms, the units of width in all, of each kind, and the sizes of what groups share."""
+    """The smooth cost in ms. It is `cost_of` with p-norms in place of maxima.
+
+    norm: [3, K] sums of p-th powers, relative to ref.
+    all_width: [K] units on all devices.
+    group_size: [G] what each group exchanges.
+    """
+    # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
     for k in range(len(all_width)):
         if all_width[k] > 0:
@@ -80,7 +102,7 @@ def energy_of(fx, ref, norm, all_width, group_size):
 
 @inner
 def cost_of(fx, st):
-    """The cost as it is, with maxima; sets the devices that are last and widest."""
+    """The exact cost in ms, with maxima. Also notes the slowest and the widest device in st.number."""
     worst = 0
     for d in range(1, len(st.load)):
         if st.load[d] > st.load[worst]:
@@ -89,6 +111,7 @@ def cost_of(fx, st):
     cost = st.load[worst] + shared_exchange(fx, st.group_size)
     for k in range(len(st.all_width)):
         if st.all_width[k] > 0:
+            # Where no cost depends on the widest device, the search for it is skipped.
             widest = 0
             if fx.busiest[k] > 0.0:
                 for d in range(1, len(st.load)):
@@ -97,6 +120,7 @@ def cost_of(fx, st):
             st.number[WIDEST + k] = widest
             cost += fx.once[k] + fx.total[k] * st.all_width[k] + fx.busiest[k] * st.width[widest, k]
             if fx.host_busiest[k] > 0.0:
+                # A host's link is shared by its devices: the host that sends most decides.
                 most = 0
                 for h in range(len(st.hosts)):
                     most = max(most, st.hosts[h, k])

@@ -1,5 +1,4 @@
-"""Greedy construction: pieces one by one, each to the device that it leaves least loaded.
-"""
+"""Greedy construction: place pieces one by one, each on the device that it leaves least loaded."""
 
 import numba
 import numpy as np
@@ -13,7 +12,10 @@ from shardcore.search.anneal.compiled.state import hold
 
 @inner
 def exchange(fx, st, d, k, more):
-    """ms that a device's and its host's widths make of the exchanges, were they the largest, with so much more of a kind."""
+    """ms of the exchanges if device d and its host were the widest, with `more` units of kind k added.
+
+    An upper estimate: greedy does not track the true maxima while it builds a plan.
+    """
     ms = 0.0
     for j in range(st.width.shape[1]):
         width = more if j == k else 0
@@ -23,17 +25,22 @@ def exchange(fx, st, d, k, more):
 
 @njit(numba.boolean(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
 def greedy(head, fx, st, pieces):
-    """Add pieces [N, 2] (strip, units) in their order, each to the device that it leaves least loaded, exchanges included; False
-    where one fits nowhere. Of devices that hold nothing and are equal, one is looked at."""
+    """Place pieces [N, 2] (strip, units) in the order given. False where one fits on no device.
+
+    Each goes to the device with the least load after it, exchanges included.
+    """
     n_devices = len(st.load)
     for i in range(len(pieces)):
         s, units = pieces[i, 0], pieces[i, 1]
         k, least, best, best_ms = fx.kind[s], np.inf, -1, 0.0
+        # Empty devices that are alike give the same result. Only one of them is priced.
         seen_empty = -1
         for d in range(n_devices):
             now = st.held[s, d] + units
+            # `allowed` without rows means that every strip may go anywhere.
             if len(fx.allowed) > 0 and not fx.allowed[s, d]:
                 continue
+            # Bytes are those of the widened part, not of the piece: a row's optimizer state counts once.
             was, then = fx.part[s, st.held[s, d]], fx.part[s, now]
             if st.used[d] + fx.part_bytes[then] - fx.part_bytes[was] > fx.free[d]:
                 continue
@@ -42,11 +49,13 @@ def greedy(head, fx, st, pieces):
                 if e >= 0 and fx.speed[e] == fx.speed[d] and fx.host[e] == fx.host[d] and fx.free[e] >= fx.free[d]:
                     continue
                 seen_empty = d
+            # A lower bound: a piece only adds to a load. It often saves the call of the head below.
             held_ms = total_of(st.ms[d])
             shared = st.shared_ms[d]
             lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, 0, 0)
             if lower >= least:
                 continue
+            # Only one fused op changes: the one of the strip's kind.
             for f in range(st.sums.shape[2]):
                 st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
             ms = head(st.trial_sums[0, 0], fx.parameters)

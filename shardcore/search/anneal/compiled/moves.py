@@ -1,4 +1,6 @@
-"""Changes of two devices: what is proposed, what it would cost, and carrying it out.
+"""Moves between two devices: propose one, price it, carry it out.
+
+A move is a list of edits in st.edit. An edit says how many units of a strip a device holds afterwards.
 """
 
 import numpy as np
@@ -12,29 +14,38 @@ from shardcore.search.anneal.compiled.state import hold, moved_of, note
 
 @inner
 def uniform(st):
+    """A random number in [0, 1), from the generator xorshift64* (Vigna 2016).
+
+    The state lives in st.random, so that a run with the same seed repeats.
+    """
     x = st.random[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
     x ^= x >> np.uint64(27)
     st.random[0] = x
+    # The upper 53 bits fill a float64's mantissa: 9007199254740992 is 2^53.
     return ((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @njit(inline="always")
 def below(st, n):
+    """A random integer from 0 to n - 1."""
+    # Rounding can make uniform * n equal to n.
     return min(int(uniform(st) * n), n - 1)
 
 
 @njit(inline="always")
 def edit(st, i, s, d, units):
+    """Write edit i: device d holds `units` of strip s afterwards."""
     st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
 
 
 @inner
 def other_holder(st, s, a):
-    """Another device that holds some of a strip, looked for among 64; -1 where there is none."""
+    """A random device other than a that holds some of strip s, or -1. Looks at 64 devices at most."""
     n = len(st.load)
     d = below(st, n)
+    # The limit keeps a proposal's time constant on large clusters.
     for _ in range(min(n, 64)):
         if d != a and st.held[s, d] > 0:
             return d
@@ -44,8 +55,9 @@ def other_holder(st, s, a):
 
 @inner
 def propose(fx, st):
-    """Edits of two devices: (a, b, how many); none where the draw leads nowhere."""
+    """Draw a move between two devices: (a, b, number of edits). No edits: this draw leads nowhere."""
     n = len(st.load)
+    # Choose device a: half of the time the slowest one. Only a change there lowers the maximum.
     u = uniform(st)
     if u < 0.5:
         a = st.number[WORST]
@@ -56,30 +68,35 @@ def propose(fx, st):
         a = below(st, n)
     if st.count[a] == 0:
         return 0, 0, 0
+    # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
     s = st.items[a, below(st, st.count[a])]
     units, size = int(st.held[s, a]), fx.size[s]
     b = below(st, n)
     c = below(st, n)
     if uniform(st) < 0.7 and st.load[c] < st.load[b]:
         b = c
+    # One wide shard costs less than two narrow ones: prefer a device with the same strip.
     if units < size and uniform(st) < 0.25:
         c = other_holder(st, s, a)
         if c >= 0:
             b = c
     if a == b:
         return 0, 0, 0
+    # How much moves: all that a holds, half of it, or any number of units.
     part = units
-    if fx.may_split[s] and units > 1 and uniform(st) < 0.4:  # some of it
+    if fx.may_split[s] and units > 1 and uniform(st) < 0.4:
         part = units // 2 if fx.halves or uniform(st) < 0.3 else 1 + below(st, units - 1)
+    # Now the kind of move: a trade for several strips, a swap for one, or a plain move.
     edit(st, 0, s, a, units - part)
     edit(st, 1, s, b, st.held[s, b] + part)
     u = uniform(st)
     if u < 0.15 and len(fx.kept) == 0:
         return a, b, trade(fx, st, s, a, b, part)
-    if u < 0.6 and st.count[b] > 0:  # for something else
+    if u < 0.6 and st.count[b] > 0:
         r = st.items[b, below(st, st.count[b])]
         if r == s:
             return 0, 0, 0
+        # The other strip moves whole, or partly where it may be cut.
         back = int(st.held[r, b])
         if fx.may_split[r] and back > 1 and uniform(st) < 0.2:
             back = back // 2 if fx.halves else 1 + below(st, back - 1)
@@ -91,9 +108,13 @@ def propose(fx, st):
 
 @inner
 def trade(fx, st, s, a, b, part):
-    """How many edits give so much of a strip to b for several others that cost about as much: what makes room for a part of a
-    table that outweighs a device."""
+    """Give `part` units of strip s to b, in return for several strips of about the same cost.
+
+    Returns the number of edits. It makes room for a part too costly for any single swap.
+    """
+    # The return may cost from 0.3 to 1.1 of what was given, so that trades differ.
     want = fx.added_ms[fx.part[s, part]] * (0.3 + 0.8 * uniform(st))
+    # Edits 0 and 1 are the part itself. Start at a random strip, so that none is preferred.
     n, i = 2, below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
@@ -111,7 +132,7 @@ def trade(fx, st, s, a, b, part):
 
 @inner
 def moves_too_much(fx, st, n):
-    """Whether n edits move more than they may, all of tables of which at most two are concerned."""
+    """Whether n edits exceed the re-sharding limits. The edits concern at most two tables."""
     a = b = -1
     more_a = more_b = 0
     for i in range(n):
@@ -124,26 +145,33 @@ def moves_too_much(fx, st, n):
         else:
             b = t
             more_b += more
+    # A table counts as moved once some device holds bytes of it that it did not have.
     tables = st.number[N_MOVED]
     if a >= 0:
         tables += int(st.moved[a] + more_a > 0) - int(st.moved[a] > 0)
     if b >= 0:
         tables += int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)
+    # A plan above a limit may still come closer to it: only a further increase is refused.
     too_many = tables > fx.most_moved[0] and tables > st.number[N_MOVED]
     return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_moved[1] and more_a + more_b > 0)
 
 
 @inner
 def try_edits(head, fx, st, a, b, n):
-    """The energy after n edits (strip, device a or b, units then), inf where they are not allowed; fills trial_*."""
+    """The energy in ms after n edits on devices a and b. Infinite where they are not allowed.
+
+    Fills the trial_* arrays, which `accept` takes over.
+    """
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
             return np.inf
+    # Cheap checks come first: no head is called for a move that is not allowed.
     st.trial_used[0], st.trial_used[1] = st.used[a], st.used[b]
     n_kinds = st.width.shape[1]
     for k in range(n_kinds):
         st.trial_width[0, k], st.trial_width[1, k] = st.width[a, k], st.width[b, k]
+    # Bit n_kinds * slot + k: the fused op of kind k on that device changes.
     touched = 0
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
@@ -152,6 +180,7 @@ def try_edits(head, fx, st, a, b, n):
         st.trial_used[slot] += fx.part_bytes[then] - fx.part_bytes[was]
         st.trial_width[slot, k] += fx.part_width[then] - fx.part_width[was]
         touched |= 1 << (n_kinds * slot + k)
+    # A device that is too full already may still lose bytes.
     if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (
             st.trial_used[1] > fx.free[b] and st.trial_used[1] > st.used[b]):
         return np.inf
@@ -165,6 +194,7 @@ def try_edits(head, fx, st, a, b, n):
             for f in range(n_features):
                 st.trial_sums[slot, k, f] = st.sums[d, k, f]
             if touched >> (n_kinds * slot + k) & 1:
+                # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
                 if st.trial_width[slot, k] == 0:
                     for f in range(n_features):
                         st.trial_sums[slot, k, f] = 0.0
@@ -178,6 +208,7 @@ def try_edits(head, fx, st, a, b, n):
                             st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
                 st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)
         st.trial_load[slot] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_width[slot])
+    # Norms change by the two devices' terms only.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
     for k in range(n_kinds):
@@ -197,6 +228,7 @@ def try_edits(head, fx, st, a, b, n):
             if fx.host_busiest[k] > 0.0:
                 more = st.trial_width[0, k] - st.width[a, k]
                 also = st.trial_width[1, k] - st.width[b, k]
+                # On one host both changes meet in one term.
                 if x == y:
                     more, also = more + also, 0
                 norm[2, k] += power((st.hosts[x, k] + more) / ref[2, k]) - power(st.hosts[x, k] / ref[2, k])
@@ -206,11 +238,12 @@ def try_edits(head, fx, st, a, b, n):
 
 @inner
 def accept(fx, st, a, b, n):
-    """Carry out the edits that try_edits tried last."""
+    """Carry out the n edits that `try_edits` priced last."""
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
         note(st, s, d, st.held[s, d])
         hold(fx, st, s, d, st.edit[i, 2])
+    # Copy the trial's results rather than compute them again.
     for slot in range(2):
         d = a if slot == 0 else b
         for k in range(st.width.shape[1]):

@@ -1,7 +1,12 @@
-"""The records that the compiled search works on: a problem as arrays, and a plan with room to try changes in.
+"""The records that the compiled search works on: SearchProblem and State.
 
-Shapes: S strips, U most units, R parts, F features, D devices, H hosts, P parameters, L log; K kinds of what devices hold, Y
-layouts of what groups of devices share, G groups. Empty arrays, with no rows, stand for what does not apply.
+An array with no rows means "does not apply".
+
+Shapes: S strips, U most units of a strip, R parts, F features, D devices, H hosts.
+P parameters, L log entries, K kinds of what single devices hold.
+Y layouts of what groups of devices share, G groups.
+
+Strip, unit and part are defined in search/shard_cost_cache.py.
 """
 
 from typing import NamedTuple
@@ -11,73 +16,77 @@ import numpy as np
 from numba import boolean, float64, int16, int32, int64, uint64
 
 HEAD = numba.types.FunctionType(float64(float64[::1], float64[::1]))
-"""The type of every model's compiled head, so that the search is compiled once for all models."""
+"""The type of every model's compiled head. One type, so that the search is compiled once for all models."""
 MOST_EDITS = 24
-"""Of one change."""
+"""The most edits of one move."""
 
 
 class SearchProblem(NamedTuple):
-    """What a search does not change. The annotations are numba's types."""
+    """What a search does not change. Annotations are numba's types."""
 
-    part: int32[:, ::1]  # [S, U + 1] the part that so many units of a strip are, 0 for none
-    codes: float64[:, ::1]  # [R, F] encoding of a part
-    added_ms: float64[::1]  # [R] what a part adds to an op
-    part_bytes: int64[::1]  # [R]
-    part_width: int64[::1]  # [R] units of width
-    kind: int64[::1]  # [S]
-    size: int64[::1]  # [S] units in all
-    table: int64[::1]  # [S] number of its table
-    may_split: boolean[::1]  # [S]
-    allowed: boolean[:, ::1]  # [S, D] where a strip may live; no rows: on any device
+    part: int32[:, ::1]  # [S, U + 1] the part for a number of units; part 0 is empty
+    codes: float64[:, ::1]  # [R, F] the part's encoding
+    added_ms: float64[::1]  # [R] ms that a part adds to a fused op
+    part_bytes: int64[::1]  # [R] memory of a part
+    part_width: int64[::1]  # [R] width in units
+    kind: int64[::1]  # [S] number of the kind, 0 to K - 1
+    size: int64[::1]  # [S] units of the whole strip
+    table: int64[::1]  # [S] number of the table
+    may_split: boolean[::1]  # [S] whether columns may be cut
+    allowed: boolean[:, ::1]  # [S, D] where a strip may live; no rows: anywhere
     free: int64[::1]  # [D] bytes
     speed: float64[::1]  # [D]
     host: int64[::1]  # [D]
-    own: float64[::1]  # [K] ms of both exchanges for each unit of width of the device itself,
-    busiest: float64[::1]  # [K] of the device with most,
-    host_busiest: float64[::1]  # [K] of the host with most,
-    total: float64[::1]  # [K] of all devices,
-    once: float64[::1]  # [K] and if there is any
-    group_layout: int64[::1]  # [G] number of each group's layout
-    group_of: int64[:, ::1]  # [Y, D] the group of each device, in each layout; -1: none
-    may_share: boolean[:, ::1]  # [Y, S] which strips groups may share
-    shared_codes: float64[:, :, ::1]  # [Y, S, F] what each device of a group then has of it
-    shared_bytes: int64[:, ::1]  # [Y, S]
-    shared_size: float64[:, ::1]  # [Y, S] what it exchanges; whole numbers
-    shared_own: float64[::1]  # [Y] ms of both exchanges for each of these of the group itself,
-    shared_busiest: float64[::1]  # [Y] of the group with most,
-    shared_total: float64[::1]  # [Y] of all groups,
-    shared_once: float64[::1]  # [Y] and if there is any
-    kept: int16[:, ::1]  # [S, D] units of the plan to start from; no rows: none
-    weight: int64[::1]  # [S] bytes of a unit
-    most_moved: int64[::1]  # [2] tables and bytes that may come to devices that did not have them
-    parameters: float64[::1]  # [P] of the head
-    halves: boolean  # whether columns are only cut in halves
+    # Rates of both exchanges of a step. ms = own * width + busiest * (largest width) + ...
+    own: float64[::1]  # [K] ms per unit on the device itself
+    busiest: float64[::1]  # [K] ms per unit on the widest device
+    host_busiest: float64[::1]  # [K] ms per unit on the widest host
+    total: float64[::1]  # [K] ms per unit on all devices together
+    once: float64[::1]  # [K] ms if there is any width at all
+    # Tables shared by groups of devices.
+    group_layout: int64[::1]  # [G] number of the group's layout
+    group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
+    may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
+    shared_codes: float64[:, :, ::1]  # [Y, S, F] encoding of each device's shard
+    shared_bytes: int64[:, ::1]  # [Y, S] memory on each device
+    shared_size: float64[:, ::1]  # [Y, S] what it exchanges; whole numbers, so that sums are exact
+    shared_own: float64[::1]  # [Y] ms per size of the group itself
+    shared_busiest: float64[::1]  # [Y] ms per size of the largest group
+    shared_total: float64[::1]  # [Y] ms per size of all groups together
+    shared_once: float64[::1]  # [Y] ms if anything is shared at all
+    # Re-sharding limits.
+    kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
+    weight: int64[::1]  # [S] bytes of weights of a unit
+    most_moved: int64[::1]  # [2] limits: tables moved, bytes moved
+    parameters: float64[::1]  # [P] of the model's head
+    halves: boolean  # whether columns may only be halved
 
 
 class State(NamedTuple):
-    """One plan, and the room to try a change in. trial_*: the same after a change, of its two devices."""
+    """One plan, with room to try a move. trial_*: the value after a move, for its two devices."""
 
     held: int16[:, ::1]  # [S, D] units
-    count: int64[::1]  # [D] strips that a device holds,
-    items: int32[:, ::1]  # [D, S] and which
-    sums: float64[:, :, ::1]  # [D, K, F] of codes
-    ms: float64[:, ::1]  # [D, K] of ops
+    count: int64[::1]  # [D] number of strips on a device
+    items: int32[:, ::1]  # [D, S] which strips; the first `count` entries are valid
+    sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
+    ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
     width: int64[:, ::1]  # [D, K]
     used: int64[::1]  # [D] bytes
     load: float64[::1]  # [D] ms
-    hosts: int64[:, ::1]  # [H, K] width
-    all_width: int64[::1]  # [K] width of all devices
-    norm: float64[:, ::1]  # [3, K] sums of p-th powers of loads (in [0, 0]), widths and hosts' widths, over ref
-    ref: float64[:, ::1]  # [3, K]
-    group: int64[::1]  # [S] the group that shares a strip; -1: none
-    shared: int64[::1]  # [S] those that one does
-    group_sums: float64[:, ::1]  # [G, F] of codes
-    group_ms: float64[::1]  # [G] of a device's op
-    group_size: float64[::1]  # [G] what is exchanged
-    group_bytes: int64[::1]  # [G] that each of its devices holds
-    shared_ms: float64[::1]  # [D] ops of what its groups share
-    own_ms: float64[::1]  # [D] exchanges of what its groups share, as far as these decide
-    moved: int64[::1]  # [S] bytes of tables
+    hosts: int64[:, ::1]  # [H, K] units on each host
+    all_width: int64[::1]  # [K] units on all devices
+    # Rows: 0 loads (only [0, 0] is used), 1 widths of devices, 2 widths of hosts.
+    norm: float64[:, ::1]  # [3, K] sums of p-th powers of value / ref
+    ref: float64[:, ::1]  # [3, K] means that the powers are relative to
+    group: int64[::1]  # [S] the group that shares the strip; -1: none
+    shared: int64[::1]  # [S] the shared strips; the first number[N_SHARED] are valid
+    group_sums: float64[:, ::1]  # [G, F] summed encodings
+    group_ms: float64[::1]  # [G] ms of the op on each of its devices, at speed 1
+    group_size: float64[::1]  # [G] sum of shared_size
+    group_bytes: int64[::1]  # [G] memory on each of its devices
+    shared_ms: float64[::1]  # [D] ms of the ops of its groups, at speed 1
+    own_ms: float64[::1]  # [D] ms of exchanges set by its own groups' sizes
+    moved: int64[::1]  # [S] bytes of each table that moved
     trial_sums: float64[:, :, ::1]  # [2, K, F]
     trial_ms: float64[:, ::1]  # [2, K]
     trial_width: int64[:, ::1]  # [2, K]
@@ -85,25 +94,36 @@ class State(NamedTuple):
     trial_load: float64[::1]  # [2]
     trial_all_width: int64[::1]  # [K]
     trial_norm: float64[:, ::1]  # [3, K]
-    trial_group_sums: float64[:, ::1]  # [2, F] of the groups that a change concerns
+    trial_group_sums: float64[:, ::1]  # [2, F] of the two groups that a move changes
     trial_group_ms: float64[::1]  # [2]
     trial_group_size: float64[::1]  # [G]
-    edit: int64[:, ::1]  # [MOST_EDITS, 3] a change: strip, device, units then
-    log: int32[:, ::1]  # [L, 3] what was done since the best plan: strip, device (-1: a group), units (group) before
-    number: int64[::1]  # see LOG
-    value: float64[::1]  # see BEST
-    random: uint64[::1]  # [1]
+    edit: int64[:, ::1]  # [MOST_EDITS, 3] a move: strip, device, units afterwards
+    # A device of -1 marks a change of group; the third entry is then the group before.
+    log: int32[:, ::1]  # [L, 3] done since the best plan: strip, device, units before
+    number: int64[::1]  # counters, see LOG
+    value: float64[::1]  # costs, see BEST
+    random: uint64[::1]  # [1] state of the random generator
 
 
 LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, WIDEST = range(6)
-"""Of State.number: entries of the log; the device that is last; tables, and bytes, moved; strips that groups share; and, from
-WIDEST on, the widest device of each kind."""
+"""Indices of State.number.
+
+LOG: entries in the log.
+WORST: the slowest device.
+N_MOVED, BYTES_MOVED: tables and bytes moved.
+N_SHARED: strips that groups share.
+WIDEST + k: the widest device of kind k. It has to come last.
+"""
 BEST, ENERGY = range(2)
-"""Of State.value: cost of the best plan met, in ms; the smooth cost of the present one."""
+"""Indices of State.value.
+
+BEST: cost of the best plan met, in ms.
+ENERGY: smooth cost of the present plan, in ms.
+"""
 
 
 def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> State:
-    """An empty plan."""
+    """A State with nothing placed."""
     (n_strips, _), n_devices, n_features = problem.part.shape, len(problem.free), problem.codes.shape[1]
     n_kinds, n_groups = len(problem.own), len(problem.group_layout)
     shapes = {
@@ -118,9 +138,11 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
         "log": (log_length, 3), "number": WIDEST + n_kinds, "value": 2, "random": 1}
     found = State(**{name: np.zeros(shapes[name], State.__annotations__[name].dtype.name) for name in State._fields})
     found.ref[:], found.group[:], found.value[:] = 1.0, -1, np.inf
+    # Spread small seeds over 64 bits. xorshift must not start at 0, where it stays.
     found.random[0] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
     return found
 
 
+# Explicit types make numba compile at import, or load the result from disk.
 PROBLEM = numba.types.NamedTuple([SearchProblem.__annotations__[name] for name in SearchProblem._fields], SearchProblem)
 STATE = numba.types.NamedTuple([State.__annotations__[name] for name in State._fields], State)

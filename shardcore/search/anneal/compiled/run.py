@@ -1,5 +1,4 @@
-"""Simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983).
-"""
+"""The loop of simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983)."""
 
 import math
 
@@ -14,17 +13,22 @@ from shardcore.search.anneal.compiled.shared_moves import change_shared
 from shardcore.search.anneal.compiled.state import recompute, undo
 
 SHARED_TRIALS = 0.1
-"""Share of the trials that concern tables that groups share."""
+"""Share of the trials that change what groups share."""
 
 
 @njit(numba.float64(HEAD, PROBLEM, STATE, numba.int64, numba.float64, numba.float64), **OPTIONS)
 def anneal(head, fx, st, trials, hot_ms, cold_ms):
-    """Try so many changes, the temperature falling from hot_ms to cold_ms; returns the cost of the best plan met."""
-    # Changes of what groups share take time for each device, and there are fewer of them.
+    """Try `trials` moves while the temperature falls from hot_ms to cold_ms.
+
+    Returns the exact cost of the best plan met, in ms.
+    """
+    # A change of a group costs time for each device, and there are fewer such changes.
     often = min(SHARED_TRIALS, 2.0 / len(st.load)) if fx.may_share.any() else 0.0
+    # Geometric cooling: a constant factor for each trial.
     temperature, cooling = hot_ms, (cold_ms / hot_ms) ** (1.0 / max(trials, 1))
     for _ in range(trials):
         temperature *= cooling
+        # Metropolis' rule. The random number is drawn first, so that one comparison decides.
         threshold = st.value[ENERGY] - temperature * math.log(max(uniform(st), 1e-300))
         if often > 0.0 and uniform(st) < often:
             if not change_shared(head, fx, st, threshold):
@@ -38,11 +42,12 @@ def anneal(head, fx, st, trials, hot_ms, cold_ms):
                 continue
             accept(fx, st, a, b, n)
             st.value[ENERGY] = energy
+        # Moves follow the smooth energy; the best plan is chosen by the exact cost.
         cost = cost_of(fx, st)
         if cost < st.value[BEST]:
             st.value[BEST] = cost
             st.number[LOG] = 0
-        elif st.number[LOG] + MOST_EDITS > len(st.log):  # begin again from the best
+        elif st.number[LOG] + MOST_EDITS > len(st.log):  # the log is full: start again from the best plan
             undo(fx, st)
             recompute(head, fx, st)
             cost_of(fx, st)

@@ -1,6 +1,6 @@
-"""Changes of what groups of devices share: a table comes to a group, leaves it, or goes from one to another.
+"""Moves of tables that groups of devices share: into a group, out of it, or between groups.
 
-Each alters every device of the group, so there are fewer of these.
+Each changes every device of a group. So they cost more than other moves and are tried less often.
 """
 
 from shardcore.compiling import inner
@@ -12,16 +12,21 @@ from shardcore.search.anneal.compiled.state import hold, note, recompute, set_gr
 
 @inner
 def propose_shared(fx, st):
-    """A change of what groups share: (leaves, from, comes, to, b). The strip `leaves` goes from one group to another or, where
-    that is the same or -1, to device b; the strip `comes` goes from b to a group. -1: none. All -1: the draw leads nowhere."""
+    """Draw a move: (leaves, start, comes, to, b). An entry of -1 means none; all -1: no move.
+
+    leaves: a strip that leaves group `start`, for another group `to` or for device b.
+    comes: a strip that leaves device b for group `to`.
+    """
     n, n_shared = len(st.load), st.number[N_SHARED]
     b, leaves, comes, y = below(st, n), -1, -1, 0
     nothing = (-1, -1, -1, -1, -1)
+    # Prefer the slowest device as the giver.
     if uniform(st) < 0.5:
         b = st.number[WORST]
     if n_shared > 0 and uniform(st) < 0.6:
         leaves = st.shared[below(st, n_shared)]
         y = fx.group_layout[st.group[leaves]]
+        # A strip that leaves a group goes to the less loaded of two devices.
         c = below(st, n)
         b = c if st.load[c] < st.load[b] else b
         if not fx.may_share[y, leaves]:
@@ -29,6 +34,7 @@ def propose_shared(fx, st):
         start, to = st.group[leaves], fx.group_of[y, b]
         if to != start and uniform(st) < 0.5:
             return leaves, start, -1, to, b
+    # Another strip may take its place, or come alone. It has to be whole on b.
     if (leaves < 0 or uniform(st) < 0.6) and st.count[b] > 0:
         comes = st.items[b, below(st, st.count[b])]
         if leaves < 0:
@@ -41,7 +47,7 @@ def propose_shared(fx, st):
     to = -1
     if comes >= 0:
         to = start
-        if leaves < 0:  # most often to the group that b is of
+        if leaves < 0:  # mostly b's own group
             to = fx.group_of[y, b]
             c = fx.group_of[y, below(st, n)] if len(st.group_size) > len(fx.shared_once) else to
             if c != to and c >= 0 and uniform(st) < 0.5:
@@ -51,7 +57,7 @@ def propose_shared(fx, st):
 
 @inner
 def try_group(head, fx, st, slot, g, leaves, comes):
-    """Fill trial_group_*[slot] with a group after a strip leaves it, and another comes (-1: none)."""
+    """Fill trial_group_*[slot] for group g after one strip leaves and another comes. -1: no such strip."""
     y = fx.group_layout[g]
     st.trial_group_size[g] = st.group_size[g]
     for f in range(st.group_sums.shape[1]):
@@ -64,17 +70,18 @@ def try_group(head, fx, st, slot, g, leaves, comes):
         st.trial_group_size[g] += fx.shared_size[y, comes]
         for f in range(st.group_sums.shape[1]):
             st.trial_group_sums[slot, f] += fx.shared_codes[y, comes, f]
+    # Sizes are whole numbers, so that an empty group is exactly 0.
     some = st.trial_group_size[g] > 0.0
     st.trial_group_ms[slot] = head(st.trial_group_sums[slot], fx.parameters) if some else 0.0
 
 
 @inner
 def change_shared(head, fx, st, threshold):
-    """Try a change of what groups share; make it so if the energy then is below the threshold."""
+    """Try one move of shared tables. Carry it out if the energy is then below the threshold."""
     leaves, start, comes, to, b = propose_shared(fx, st)
     if b < 0:
         return False
-    moves = leaves >= 0 and comes < 0 and to >= 0  # from group to group
+    moves = leaves >= 0 and comes < 0 and to >= 0  # between groups
     n, n_features, norm, ref = len(st.load), st.sums.shape[2], st.trial_norm, st.ref
     y = fx.group_layout[start if start >= 0 else to]
     for g in range(len(st.group_size)):
@@ -83,11 +90,13 @@ def change_shared(head, fx, st, threshold):
         try_group(head, fx, st, 0, start, leaves, comes if to == start else -1)
     if to >= 0 and to != start:
         try_group(head, fx, st, 1, to, -1, leaves if moves else comes)
+    # What b holds of whole-row strips (kind 0) after the move.
     width, more_on_b = st.trial_width[0], 0
     for k in range(len(width)):
         width[k] = st.width[b, k]
     for f in range(n_features):
         st.trial_sums[0, 0, f] = st.sums[b, 0, f]
+    # The strip that leaves comes whole to b.
     if leaves >= 0 and not moves:
         if len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
             return False
@@ -103,9 +112,11 @@ def change_shared(head, fx, st, threshold):
         for f in range(n_features):
             st.trial_sums[0, 0, f] -= fx.codes[p, f]
     ms = head(st.trial_sums[0, 0], fx.parameters) if width[0] > 0 else 0.0
+    # Bytes that each device of group `start` loses, and of group `to` gains.
     out_bytes = fx.shared_bytes[y, leaves] if leaves >= 0 else 0
     in_bytes = (fx.shared_bytes[y, leaves] if moves else fx.shared_bytes[y, comes]) if to >= 0 else 0
     copy_norm(norm, st.norm)
+    # Every device of a group changes. So the norm of loads is summed anew.
     norm[0, 0] = 0.0
     for d in range(n):
         g, more = fx.group_of[y, d], more_on_b if d == b else 0
@@ -121,6 +132,7 @@ def change_shared(head, fx, st, threshold):
         else:
             load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.width[d])
         norm[0, 0] += power(load / ref[0, 0])
+    # Widths change on b only, and only those of kind 0.
     norm[1, 0] += power(width[0] / ref[1, 0]) - power(st.width[b, 0] / ref[1, 0])
     h, wider = fx.host[b], width[0] - st.width[b, 0]
     norm[2, 0] += power((st.hosts[h, 0] + wider) / ref[2, 0]) - power(st.hosts[h, 0] / ref[2, 0])
@@ -130,6 +142,7 @@ def change_shared(head, fx, st, threshold):
     if energy_of(fx, ref, norm, st.trial_all_width, st.trial_group_size) >= threshold:
         return False
     if leaves >= 0:
+        # Note each step before it is taken, so that `undo` can go back in reverse order.
         note(st, leaves, -1, start)
         set_group(st, leaves, to if moves else -1)
         if not moves:
@@ -140,5 +153,6 @@ def change_shared(head, fx, st, threshold):
         hold(fx, st, comes, b, 0)
         note(st, comes, -1, -1)
         set_group(st, comes, to)
+    # Every device of a group changed. A full recompute is simple, and removes rounding errors.
     recompute(head, fx, st)
     return True

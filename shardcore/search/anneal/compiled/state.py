@@ -1,5 +1,4 @@
-"""A plan kept up to date: what devices hold and groups share, what follows from it, and the way back to the best plan met.
-"""
+"""Keeping a State up to date: what devices hold, what groups share, and the way back to the best plan."""
 
 import numba
 from numba import njit
@@ -11,14 +10,16 @@ from shardcore.search.anneal.compiled.records import BEST, BYTES_MOVED, ENERGY, 
 
 @inner
 def moved_of(fx, s, d, units):
-    """Bytes of a strip that came to a device when it holds so many units."""
+    """Bytes of a strip that moved to device d if it holds `units` of it."""
+    # Columns are exchangeable. Only units beyond those it had count as moved.
     return max(0, units - fx.kept[s, d]) * fx.weight[s]
 
 
 @inner
 def hold(fx, st, s, d, units):
-    """Set what a device holds of a strip, with the lists that follow."""
+    """Set how many units of strip s device d holds, and update the lists that follow."""
     was = st.held[s, d]
+    # Without limits, moved tables and bytes are not counted.
     if len(fx.kept) > 0:
         t = fx.table[s]
         more = moved_of(fx, s, d, units) - moved_of(fx, s, d, was)
@@ -30,6 +31,7 @@ def hold(fx, st, s, d, units):
         st.items[d, st.count[d]] = s
         st.count[d] += 1
     elif was > 0 and units == 0:
+        # Remove by swapping with the last entry: the order of the list has no meaning.
         i = 0
         while st.items[d, i] != s:
             i += 1
@@ -39,11 +41,12 @@ def hold(fx, st, s, d, units):
 
 @inner
 def set_group(st, s, group):
-    """Have a group share a strip, or none (-1)."""
+    """Let a group share strip s, or none (-1)."""
     if st.group[s] < 0:
         st.shared[st.number[N_SHARED]] = s
         st.number[N_SHARED] += 1
     elif group < 0:
+        # Remove by swapping with the last entry.
         i = 0
         while st.shared[i] != s:
             i += 1
@@ -54,6 +57,7 @@ def set_group(st, s, group):
 
 @inner
 def note(st, s, d, was):
+    """Log what a step is about to change. d: a device, or -1 where `was` is the strip's group."""
     at = st.number[LOG]
     st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, was
     st.number[LOG] += 1
@@ -61,7 +65,7 @@ def note(st, s, d, was):
 
 @inner
 def undo(fx, st):
-    """Back to the best plan met, but for what follows from `held` and `group`."""
+    """Take back all logged steps, the last first. Only `held` and `group`, with their lists, are restored."""
     while st.number[LOG] > 0:
         st.number[LOG] -= 1
         s, d, was = st.log[st.number[LOG], 0], st.log[st.number[LOG], 1], st.log[st.number[LOG], 2]
@@ -73,6 +77,7 @@ def undo(fx, st):
 
 @inner
 def recompute_groups(head, fx, st):
+    """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
     st.group_sums[:] = 0.0
     st.group_size[:] = 0.0
     st.group_bytes[:] = 0
@@ -86,6 +91,7 @@ def recompute_groups(head, fx, st):
             st.group_sums[g, f] += fx.shared_codes[y, s, f]
     for g in range(len(st.group_size)):
         st.group_ms[g] = head(st.group_sums[g], fx.parameters) if st.group_size[g] > 0.0 else 0.0
+    # In each layout a device is in one group at most. Over layouts its costs add up.
     st.shared_ms[:] = 0.0
     st.own_ms[:] = 0.0
     for y in range(len(fx.shared_once)):
@@ -98,7 +104,10 @@ def recompute_groups(head, fx, st):
 
 @inner
 def recompute(head, fx, st):
-    """Everything that follows from `held`, computed anew; the norms are taken relative to the means."""
+    """Compute everything that follows from `held` and `group`, and reset the norms' references.
+
+    This also removes rounding errors that many small updates gathered.
+    """
     n_devices, n_kinds = st.width.shape
     recompute_groups(head, fx, st)
     st.used[:] = 0
@@ -111,6 +120,7 @@ def recompute(head, fx, st):
     for d in range(n_devices):
         st.sums[d] = 0.0
         st.width[d] = 0
+        # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
             s = st.items[d, i]
             p, k = fx.part[s, st.held[s, d]], fx.kind[s]
@@ -119,14 +129,17 @@ def recompute(head, fx, st):
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] += fx.codes[p, f]
         for k in range(n_kinds):
+            # An empty op is not launched, so it costs 0.
             st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.width[d, k] > 0 else 0.0
             st.hosts[fx.host[d], k] += st.width[d, k]
             st.all_width[k] += st.width[d, k]
         st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.width[d])
+    # References are the means. The lower limits guard the division for empty plans.
     st.ref[0, 0] = max(st.load.mean(), 1e-12)
     for k in range(n_kinds):
         st.ref[1, k] = max(st.all_width[k] / n_devices, 1.0)
         st.ref[2, k] = max(st.all_width[k] / len(st.hosts), 1.0)
+    # Norms are summed after the references are known.
     st.norm[:] = 0.0
     for d in range(n_devices):
         st.norm[0, 0] += power(st.load[d] / st.ref[0, 0])
@@ -140,8 +153,12 @@ def recompute(head, fx, st):
 
 @njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)
 def refresh(head, fx, st):
-    """Compute everything that follows from `held`; returns the plan's cost, which is the best met from now on."""
+    """Compute everything that follows from `held`. Returns the plan's cost in ms.
+
+    This plan is the best met from now on; the log starts empty.
+    """
     recompute(head, fx, st)
+    # From here on, `rewind` leads back to this plan.
     st.number[LOG] = 0
     st.value[BEST] = cost_of(fx, st)
     return st.value[BEST]
@@ -149,8 +166,9 @@ def refresh(head, fx, st):
 
 @njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)
 def rewind(head, fx, st):
-    """Back to the best plan met; returns its cost."""
+    """Go back to the best plan met. Returns its cost in ms."""
     undo(fx, st)
+    # The log restores only `held` and `group`.
     recompute(head, fx, st)
     st.value[BEST] = cost_of(fx, st)
     return st.value[BEST]
@@ -158,7 +176,7 @@ def rewind(head, fx, st):
 
 @njit(numba.void(PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
 def place(fx, st, pieces):
-    """Add pieces [N, 3]: strip, device, units; to be followed by `refresh`."""
+    """Add pieces [N, 3]: strip, device, units. Call `refresh` afterwards."""
     for i in range(len(pieces)):
         s, d = pieces[i, 0], pieces[i, 1]
         hold(fx, st, s, d, st.held[s, d] + pieces[i, 2])
@@ -166,7 +184,8 @@ def place(fx, st, pieces):
 
 @njit(numba.void(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
 def share(head, fx, st, pairs):
-    """Have groups share strips, pairs [N, 2]: strip, group; before all others are placed."""
+    """Let groups share strips, before anything else is placed. pairs: [N, 2] strip, group."""
     for i in range(len(pairs)):
         set_group(st, pairs[i, 0], pairs[i, 1])
+    # Greedy needs loads and memory of shared tables from the start.
     recompute(head, fx, st)
