@@ -90,6 +90,7 @@ def train(args: argparse.Namespace) -> None:
     from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors
     from shardcore.samples import dataset, replays
 
+    # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
                                       for k in ("hardware", "batch", "precision", "optimizer"))]

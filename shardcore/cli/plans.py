@@ -1,6 +1,6 @@
 """Commands that make, price, run and export plans: problem, plan, price, replay, export.
 
-What a command needs is imported when it runs, so that help is quick.
+Commands import what they need when they run, so that help is quick.
 """
 
 from __future__ import annotations
@@ -106,11 +106,12 @@ def plan(args: argparse.Namespace) -> None:
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
     if args.explain:
         _say_explained(found, problem, cautious, budget)
+    # Warnings go to standard error, so that standard output stays readable by programs.
     _say_extrapolated(neural.out_of_range(model, lower(found, problem)))
 
 
 def _require_agreeing(args: argparse.Namespace) -> None:
-    """Raises ShardCoreError for options that are gone, or that do not go together."""
+    """Raise ShardCoreError for options that are gone or contradict each other."""
     from shardcore.search.anneal.sharder import SPACE_OF
 
     if args.second_model is not None:
@@ -126,7 +127,7 @@ def _require_agreeing(args: argparse.Namespace) -> None:
 
 def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
                budget: Budget | None) -> tuple[Plan, str]:
-    """The plan improved from the one to start from, and by how much, in words."""
+    """A plan improved from --start, and the improvement in words."""
     from shardcore import files
     from shardcore.cost.model import price
     from shardcore.publish.diff import diff
@@ -135,12 +136,14 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.search.anneal.sharder import SPACE_OF
     from shardcore.workload import lower
 
+    # A plan's file is checked against the problem that it was made for.
     old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
                           else problem)
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
                           budget=budget)
     found = replan(old, problem, model, config)
+    # A plan of another problem has no cost in this one.
     before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
     return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
 
@@ -234,6 +237,7 @@ def replay(args: argparse.Namespace) -> None:
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),
                           timeout_s=args.timeout_s, seed=args.seed)
     if args.append:
+        # Replays are kept by algorithm: a plan without one goes by its file.
         made = [(plan.provenance.get("algorithm", path.stem), plan)
                 for path, plan in zip(args.plans, plans, strict=True)]
         reference = dataset.reference_op(args.append, setting)

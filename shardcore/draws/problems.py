@@ -26,8 +26,8 @@ from shardcore.types import (
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 DEVICES = (2, 4, 8)
-"""Numbers of devices of plans that groups are like. A local batch is smaller than the global one by as
-much."""
+"""Numbers of devices in the plans that groups imitate. A local batch is the global batch divided by one of
+these."""
 
 
 _MOST_SLACK = 1e6
@@ -35,12 +35,13 @@ _MOST_SLACK = 1e6
 
 @dataclass(frozen=True)
 class ProblemConfig:
-    """What problems are drawn.
+    """Which problems are drawn.
 
-    devices: how many; they are all equal
-    min_tables, max_tables: how many tables
-    max_dim: the largest dim of a table
-    slack: memory of all devices over what the tables need
+    devices: number of equal devices.
+    min_tables: fewest tables.
+    max_tables: most tables.
+    max_dim: largest dim of a table.
+    slack: memory of all devices over the tables' needs.
     """
 
     devices: int = 4
@@ -69,6 +70,7 @@ def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int 
     tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
                    for i in rng.choice(len(live), n, replace=False))
     need = sum(table_bytes(t, setting.batch, setting.optimizer) for t in tables)
+    # A problem must have a solution: every table fits a device at its narrowest.
     narrowest = max(table_bytes(t, setting.batch, setting.optimizer, MIN_WIDTH) for t in tables)
     device = Device(max(int(need * config.slack / config.devices), narrowest))
     topology = Topology((device,) * config.devices)

@@ -1,18 +1,21 @@
-"""What FBGEMM reports of a running job's lookups (TBEBenchmarkParamsReporter, FBGEMM 1.8): pooling and reuse of its tables.
+"""Pooling and reuse of tables, from FBGEMM's reports of a running job (TBEBenchmarkParamsReporter, FBGEMM
+1.8).
 
     FBGEMM_TBE_REPORT_INPUT_PARAMS=1 FBGEMM_REPORT_INPUT_PARAMS_BUCKET=DIR python job.py
 
-A job that runs so writes DIR/tbe-OP-config-estimation-STEP.json for each table batched embedding op (TBE) and step. A file is
-of an op, not of a table: for each feature of the op, in its order, it has rows, dim and mean lookups, and no name. Called in the
-job, `write_tables_of_ops` puts names beside them; without, a table is known by its shape, where no other has the same.
+Such a job writes DIR/tbe-OP-config-estimation-STEP.json for each table batched embedding op (TBE) and step. A
+file describes an op, not a table. It has rows, dim and mean lookups of each feature, in the op's order, but
+no names. `write_tables_of_ops`, called in the job, writes the names beside them. Without names, a table is
+known by its shape, if no other table has the same.
 
-Reuse is FBGEMM's estimate of it: the shares of the 20 most frequent ids, and the power law that it fits to the other ids of the
-batch by rank, but not how many these are. `rows_by_count` finds the number for which the law ends at ids seen once. Against the
-true number of a batch's unique rows it is some 10% off, and far off where an id is seen many times and yet no other less often:
-`problem_for` with batches of data is better where there are any.
+FBGEMM estimates reuse. It gives the shares of the 20 most frequent ids. To the other ids it fits a power law
+of counts by rank, but does not say how many ids there are. `rows_by_count` finds the number for which the law
+ends at ids seen once. It is some 10% off a batch's true number of unique rows. It is far off if one id is
+seen often and no other is seen less often. `problem_for` with batches of data is more accurate.
 
-FBGEMM counts steps for the optimizers that need it alone. Under others (EXACT_SGD) it reports step 0 again at the second step,
-and the job ends there, for the file exists; it also ends at a feature with a handful of different ids in a batch.
+FBGEMM counts steps only for optimizers that need the count. Under others (EXACT_SGD) it reports step 0 again
+at the second step. The job then fails, because the file exists. It also fails at a feature with a handful of
+different ids in a batch.
 
 Shapes: K = REUSE_BINS.
 """
@@ -38,16 +41,22 @@ if TYPE_CHECKING:
 
 REPORT, TABLES = re.compile(r"tbe-(?P<op>.+)-config-estimation-\d+\.json"), "tbe-{op}-tables.json"
 NO_FIT = (1.0, 2.0)
-"""(q, s) of a report whose ids no power law fits."""
+"""(q, s) that FBGEMM reports if it fitted no power law."""
 LAST_COUNT = 0.7
-"""Where the fitted law ends: it goes through the middle of the ids seen once, and falls below 1 on their way."""
+"""Count at which the fitted law ends. It passes through the middle of the ids seen once, then below 1."""
 STEEPEST = 5.0
-"""FBGEMM takes laws alone that begin at least at a fifth of the last of the most frequent ids."""
+"""FBGEMM only accepts laws that begin at 1 / STEEPEST of the last frequent id's count, or above."""
 
 
 @dataclass(frozen=True)
 class TablePart:
-    """What an op holds of a model's table: rows [row_lo, row_hi) and columns [col_lo, col_hi), half-open."""
+    """The part of a model's table in an op.
+
+    module: path of its collection in the model.
+    table: its name there.
+    row_lo, row_hi: rows [row_lo, row_hi).
+    col_lo, col_hi: columns [col_lo, col_hi).
+    """
 
     module: str
     table: str
@@ -59,9 +68,15 @@ class TablePart:
 
 @dataclass(frozen=True)
 class PartLookups:
-    """What all features of one table of an op look up in a step, in the mean of the steps reported. rows, dim: of the op's table;
-    part: which of the model's that is, where known. pooling: lookups per sample. seen: [K] ids by how often a batch of so many
-    samples sees them."""
+    """Lookups of one table of an op, summed over its features, in the mean of the reported steps.
+
+    rows: of the op's table.
+    dim: of the op's table.
+    part: which part of the model's table it is. None: unknown.
+    pooling: lookups per sample.
+    seen: [K] unique ids by how often a batch looks them up.
+    batch: samples of that batch.
+    """
 
     rows: int
     dim: int
@@ -72,7 +87,11 @@ class PartLookups:
 
 
 def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
-    """For each op of a DistributedModelParallel on this rank, which tables it holds, beside what FBGEMM reports of it."""
+    """Write which tables each op on this rank holds, beside FBGEMM's reports.
+
+    model: a DistributedModelParallel.
+    folder: the folder of the reports.
+    """
     for path, module in model.named_modules():
         for lookup in getattr(module, "_lookups", ()):
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
@@ -88,9 +107,9 @@ def _part(path: str, table: Any) -> TablePart:
 
 
 def read_statistics(path: str | Path) -> list[PartLookups]:
-    """Lookups of all tables of all ops that a folder has reports of, or of one report.
+    """Lookups of all tables of all ops in a folder of reports, or in one report.
 
-    Raises ShardCoreError for a folder without reports, and for a file that is none, naming what it lacks.
+    Raises ShardCoreError for a folder without reports, and for a damaged report.
     """
     path = Path(path)
     reports = sorted(p for p in path.iterdir() if REPORT.fullmatch(p.name)) if path.is_dir() else [path]
@@ -109,8 +128,10 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
 
 
 def reported_tables(path: str | Path) -> tuple[Table, ...]:
-    """The tables of a job, without its model: by their names in it, or, where none were written, one for each table of an op (t0,
-    t1, ...; a part of a table is then one of its own). They count as FP32. A report of each rank that has a part is needed.
+    """The tables of a job, without its model. Precision is FP32.
+
+    Tables have their names in the job, if those were written. Otherwise each table of an op counts as a table
+      of its own: t0, t1, ... Each rank's reports are needed.
 
     Raises as `read_statistics` and `matched` do.
     """
@@ -128,7 +149,7 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
 
 
 def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
-    """By the op's number of a table."""
+    """Lookups by the op's table index."""
     try:
         specs = schema.read(report["embedding_specs"], tuple[tuple[int, int], ...], "embedding_specs")
         table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
@@ -162,11 +183,17 @@ def _mean(steps: list[PartLookups]) -> PartLookups:
 
 
 def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, rows: int) -> np.ndarray:
-    """[K] how many ids a batch sees so often, by reuse bin: of the most frequent ids, by their shares of the lookups, and of all
-    others, whose counts by rank r (from 0) are in proportion to (r + q)^-s."""
+    """[K] unique ids of a batch by reuse bin.
+
+    hitters: shares of lookups of the most frequent ids.
+    q, s: other ids at rank r (from 0) have counts in proportion to (r + q)^-s.
+    lookups: of the batch.
+    rows: of the table.
+    """
     counts = np.rint(np.asarray(hitters, dtype=float) * lookups)
     seen = np.bincount(np.searchsorted(BIN_HIGH, counts), minlength=REUSE_BINS).astype(float)
     first, left = len(counts), lookups - counts.sum()
+    # Nothing is left to distribute.
     if left < 0.5 or rows <= first or not first:
         return seen
     most = counts[-1]
@@ -175,6 +202,7 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     else:
         least = max(1.0, most / STEEPEST)
 
+    # Integral of the law over ranks [first - 0.5, end - 0.5]. It is a logarithm at s = 1.
     def mass(end: float) -> float:
         lo, hi = first + q - 0.5, end + q - 0.5
         return math.log(hi / lo) if abs(s - 1) < 1e-9 else (hi ** (1 - s) - lo ** (1 - s)) / (1 - s)
@@ -183,6 +211,7 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
         return left * (rank + q - 0.5) ** -s / mass(end)
 
     low, high = first + 1e-6, first + min(rows - first, left)
+    # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):  # both fall with the number of ids
         middle = (low + high) / 2
         more = count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least or count(first + 0.5, middle) > most
@@ -195,9 +224,12 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
 def matched(found: list[PartLookups], shapes: Mapping[str, tuple[str, str, int, int]]) -> dict[str, tuple[float, Reuse]]:
     """Pooling and reuse of tables, by our names.
 
-    shapes: of each table its module, its name there, rows and dim. Parts of a table by columns look up the same ids, so that one
-    of each row range counts; parts by rows add up. Raises ShardCoreError naming a table that was not reported, or that only its
-    shape says which it is, where others have the same.
+    found: what was reported.
+    shapes: by our name: module, name there, rows and dim.
+
+    Column parts of a table look up the same ids, so one part per row range counts. Row parts add up.
+    Raises ShardCoreError for a table that was not reported, or that shares its shape with others and has no
+    name.
     """
     named = [f for f in found if f.part]
     by_shape = defaultdict(list)

@@ -1,7 +1,8 @@
-"""TorchRec's ShardingPlans as files, which TorchRec itself can neither write nor read: all settings of each table, without loss.
+"""Files of TorchRec's ShardingPlans, without loss. TorchRec itself can neither write nor read them.
 
-A file holds, by module path and table, what a ParameterSharding says: sharding type, kernel, ranks, each shard's offsets, sizes
-and placement, and of the other settings (cache, SSD, bounds checks, output type, ...) those that are given.
+A file has the ParameterSharding of each table, by module path. That is sharding type, kernel, ranks, and each
+shard's offsets, sizes and placement. Other settings (cache, SSD, bounds checks, output type) are written if
+they are given.
 """
 
 from __future__ import annotations
@@ -21,22 +22,26 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 SCHEMA, VERSION = "shardcore/torchrec-plan", 2
-"""Version 1 had no qcomms, and a digest of the modules alone."""
+"""Version 1 had no qcomms. Its digest covered only the modules."""
 
 
 def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | None = None) -> None:
-    """qcomms: of the job's collectives, which TorchRec's sharders have and its plan does not, to be kept with it."""
+    """Write a plan.
+
+    qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
+    """
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
     files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_torchrec(path: str | Path) -> ShardingPlan:
-    """A plan to pass to DistributedModelParallel. Raises ShardCoreError naming a file that is none, cut short or edited."""
+    """A plan for DistributedModelParallel. Raises ShardCoreError for a file that is foreign, damaged or
+    edited."""
     return from_json(_read(path)["modules"], str(path))
 
 
 def read_qcomms(path: str | Path) -> QCommsConfig | None:
-    """The QCommsConfig that the plan's file was written with, for get_qcomm_codecs_registry. Raises as `read_torchrec`."""
+    """The QCommsConfig in a plan's file, for get_qcomm_codecs_registry. Raises as `read_torchrec` does."""
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
     return decode(QCommsConfig, _read(path).get("qcomms"), f"{path}, qcomms")
@@ -51,6 +56,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore reads up to "
                              f"{VERSION}")
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
+    # An edited plan could shard a table in a way that nobody priced.
     if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
         raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was edited after ShardCore "
                              "wrote it")
@@ -59,7 +65,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def to_json(plan: ShardingPlan) -> dict[str, Any]:
-    """By module path, by table: plain JSON. Raises ShardCoreError naming a setting that has no form in it."""
+    """A plan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
     return {path: {name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()}
             for path, module in plan.plan.items()}
 
@@ -73,7 +79,8 @@ def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") 
 
 
 def _sharding(value: Any, what: str) -> ParameterSharding:
-    """A table's, of a kind, a kernel and ranks that TorchRec has; it looks at them only when a model is built."""
+    """A table's sharding, with type, kernel and ranks checked. TorchRec checks them only when it builds a
+    model."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.types import ParameterSharding, ShardingType
 
@@ -87,7 +94,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
 
 
 def encode(value: Any, what: str) -> Any:
-    """A setting of TorchRec's as JSON. Raises ShardCoreError naming one that has no form in it."""
+    """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
     if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
         return value
     if isinstance(value, enum.Enum):
@@ -104,8 +111,9 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
-    """A value of the annotated kind, strictly."""
+    """A value of the annotated kind, strictly checked."""
     options = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) in (Union, UnionType) else [kind]
+    # Fields are X or X | None: one kind is left.
     kind = options[0]
     if value is None:
         return None
@@ -155,7 +163,12 @@ def _spec(shards: Any, what: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ShardOfSpec:
-    """A shard of a ShardingSpec: its first row and column, its rows and columns, and "rank:0/cpu" or the like."""
+    """A shard of a ShardingSpec.
+
+    offsets: first row and column.
+    sizes: rows and columns.
+    placement: such as "rank:0/cpu".
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Planning from a TorchRec model: its tables as a Problem, and a planner in the place of TorchRec's own.
+"""Planning from a TorchRec model: its tables as a Problem, and a drop-in planner.
 
     planner = ShardCorePlanner(topology, batch_size=512, constraints=constraints, model=load_model("model/"))
     plan = planner.collective_plan(module, sharders, dist.group.WORLD)
@@ -39,21 +39,26 @@ if TYPE_CHECKING:
 WHOLE_TYPES = {layout.torchrec[0] for layout in LAYOUTS.values() if not layout.divides_rows}
 """TorchRec's sharding types that do not cut a table."""
 BATCH_SIZE = 512
-"""Of a rank, where TorchRec's planner is given none."""
+"""Samples per rank, if none are given. The default of TorchRec's planner."""
 RESERVED = 0.15
-"""The share of a device's memory that TorchRec keeps free of embeddings, by default."""
+"""The share of device memory that TorchRec keeps free of embeddings by default."""
 
 
 def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
                 optimizer: str = "exact_sgd", constraints: Constraints | None = None, name: str = "model") -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
-    topology: ours, or TorchRec's, of whose memory RESERVED stays free. lookups: by feature, its mean lookups per sample, ids
-    being drawn by DEFAULT_ACCESS; or batches of the model's own data, a global batch or more together, from which pooling and
-    reuse are read; or the path of FBGEMM's own reports of a job (a folder, or one file), in which reuse is an estimate: see
-    `fbgemm_statistics`. A table of several features looks up for all of them, though what it exchanges counts once; so does a
-    sequence of an EmbeddingCollection, which is priced as if it were pooled. Raises ShardCoreError naming a feature without
-    lookups or with ids that its table lacks, data of fewer samples, and a table's data type that no cost model is for.
+    topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
+    global_batch: samples per step over all devices.
+    lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
+      model's data, a global batch or more in all: pooling and reuse are read from them. A path of FBGEMM's
+      reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+
+    A table of several features looks up for all of them, but its exchange counts once. A sequence of an
+    EmbeddingCollection is priced as if it were pooled.
+
+    Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
+    without a cost model.
     """
     theirs = tables_of(module)
     if not theirs:
@@ -72,8 +77,11 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
              algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
              constraints: Constraints | None = None) -> tuple[Plan, Problem]:
-    """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
-    `problem_for` and all sharders do, and for an algorithm that is not known."""
+    """A plan of a module's tables, and the problem that it solves.
+
+    Batch and optimizer are those of the cost model. Raises as `problem_for` and all sharders do, and for an
+    unknown algorithm.
+    """
     _require_model(model)
     algorithm = known(algorithm)
     problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer, constraints)
@@ -81,17 +89,21 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
 
 
 class ShardCorePlanner:
-    """Takes the place of TorchRec's EmbeddingShardingPlanner, and its arguments: a torchrec ShardingPlanner.
+    """A drop-in for TorchRec's EmbeddingShardingPlanner. It is a torchrec ShardingPlanner.
 
-    topology: TorchRec's (its HBM and hosts count; its bandwidths do not, for the cost model has measured its own), or ours.
-    batch_size: samples of a rank. constraints: TorchRec's, by table: pooling_factors; sharding_types (a table that none of them
-    cuts stays whole; where the search divides rows or copies against them it is done again by columns alone; a plan that still
-    has another type than asked for is refused); compute_kernels (the first that is not dense) and all settings that go to the
-    kernels. model: the cost model. algorithm, seed, budget: of the search. lookups: as `problem_for` has them, instead of
-    pooling_factors. reserved: the share of HBM that is kept free of embeddings.
+    topology: TorchRec's or ours. TorchRec's bandwidths are ignored, because the cost model measured its own.
+    batch_size: samples per rank.
+    constraints: TorchRec's, by table: pooling_factors, sharding_types, compute_kernels and kernel settings.
+    model: the cost model.
+    algorithm, seed, budget: of the search.
+    lookups: as in `problem_for`, instead of pooling_factors.
+    reserved: share of HBM kept free of embeddings.
 
-    After a plan, `problem` and `found` are what was solved and how, in our terms, and `unpriced` what its price leaves out of the
-    settings of its kernels, collectives and optimizers, a line each.
+    A table whose sharding_types never cut it stays whole. A plan that breaks other sharding_types is searched
+    again with columns only, then refused. The first compute kernel that is not dense is used.
+
+    After a plan, `problem` and `found` are the problem and our plan. `unpriced` has a line for each setting
+    that the price leaves out.
     """
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
@@ -102,6 +114,7 @@ class ShardCorePlanner:
 
         _require_model(model)
         algorithm = known(algorithm)
+        # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
@@ -112,10 +125,11 @@ class ShardCorePlanner:
         self.unpriced: list[str] = []
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
-        """A plan for the module's collections; raises as `plan_for` and `to_torchrec` do."""
+        """A plan for the module's collections. Raises as `plan_for` and `to_torchrec` do."""
         theirs = tables_of(module)
         lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
         whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t)) and set(asked) <= WHOLE_TYPES)
+        # A cost model is valid for one global batch only.
         batch = self.batch_size * len(self.topology)
         if batch != self.model.setting.batch:
             raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a global batch of {batch}; "
@@ -134,7 +148,7 @@ class ShardCorePlanner:
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:
-        """Rank 0's plan on all ranks; what it raises, all raise, instead of waiting for it."""
+        """Rank 0's plan on all ranks. If rank 0 fails, all ranks raise its error instead of waiting."""
         import torch.distributed as dist
         from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 
@@ -154,7 +168,7 @@ class ShardCorePlanner:
         return found.sharding_types if found else None
 
     def _pooling(self, theirs: Mapping[str, ModelTable]) -> dict[str, float]:
-        """By feature; where a constraint has one factor for several features it holds for each."""
+        """Lookups by feature. A single factor holds for every feature of its table."""
         pooling: dict[str, float] = {}
         for table in theirs.values():
             found, features = self.constraints.get(table.name), table.config.feature_names
@@ -168,7 +182,7 @@ class ShardCorePlanner:
         return pooling
 
     def _refused(self, theirs: Mapping[str, ModelTable]) -> str:
-        """Which table the plan found shards otherwise than asked for; "" is none."""
+        """Why the plan breaks a sharding_types constraint. "": it breaks none."""
         placed = defaultdict(list)
         for p in self.found.placements:
             placed[p.shard.table.name].append(p)
@@ -180,7 +194,7 @@ class ShardCorePlanner:
         return ""
 
     def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:
-        """The constraints' settings for kernels, in the form of a plan."""
+        """The constraints' kernel settings, in the form of a plan."""
         from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
         modules: dict[str, Any] = {}
@@ -194,7 +208,7 @@ class ShardCorePlanner:
 
 
 def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
-    """TorchRec's devices and hosts. On a CPU its HBM is DDR. Links are left to the cost model."""
+    """TorchRec's devices and hosts as ours. On a CPU, DDR counts as HBM. The cost model has the links."""
     cuda = topology.compute_device == "cuda"
     return Topology(tuple(
         Device(int((d.storage.hbm if cuda else d.storage.ddr) * (1 - reserved)),
@@ -202,7 +216,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
 
 
 def _narrower(algorithm: str) -> list[str]:
-    """The search that cuts by columns alone, for one that also divides rows and copies."""
+    """Sharders to try next if a plan breaks constraints: those that only cut columns."""
     return [name for name, space in SPACE_OF.items() if space == "columns"] if SPACE_OF.get(algorithm) == "all" else []
 
 

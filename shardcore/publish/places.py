@@ -1,4 +1,4 @@
-"""Places: folders, and URLs that fsspec knows, read and written alike."""
+"""Local folders and fsspec URLs behind one interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 
 @dataclass(frozen=True)
 class Remote:
-    """A file or folder of a file system of fsspec: what of Path is used here."""
+    """A file or folder on an fsspec file system. It has the few methods of Path that are used here."""
 
     fs: Any
     path: str
@@ -33,8 +33,10 @@ class Remote:
         return self.call("cat_file")
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """What the file system answers for this path. Raises FileNotFoundError as the file system does, and
-        ShardCoreError for whatever else goes wrong there."""
+        """Call a method of the file system with this path.
+
+        Raises FileNotFoundError as the file system does, and ShardCoreError for any other failure.
+        """
         try:
             return getattr(self.fs, method)(self.path, *args, **options)
         except FileNotFoundError:
@@ -49,7 +51,7 @@ Place = Path | Remote
 
 @contextmanager
 def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Raise what the system says of a folder as `Remote.call` does for other storage; of `but`, as it is."""
+    """Raise OSErrors as ShardCoreErrors of one line. Those in `but` pass unchanged."""
     try:
         yield
     except but:
@@ -59,8 +61,10 @@ def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[
 
 
 def place(root: str | Path) -> Place:
-    """Where plans are. Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and
-    for what is no name of a folder."""
+    """The place that a path or URL names.
+
+    Raises ShardCoreError for an unknown URL scheme, a missing package, or an invalid folder name.
+    """
     if "\0" in str(root):
         raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
@@ -92,8 +96,7 @@ def exists(at: Place) -> bool:
 
 
 def listed(folder: Place) -> list[str]:
-    """Names of what is in a folder, sorted, without those that begin with a dot; none where there is no
-    folder."""
+    """Sorted names in a folder, without those that begin with a dot. Empty if the folder is missing."""
     try:
         with plain_errors(folder, ABSENT):
             found = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
@@ -103,7 +106,7 @@ def listed(folder: Place) -> list[str]:
 
 
 def write(at: Place, content: bytes) -> None:
-    """Whole or not at all."""
+    """Write a file atomically: whole or not at all."""
     if isinstance(at, Path):
         files.write_atomic(at, content)
         return
@@ -114,7 +117,7 @@ def write(at: Place, content: bytes) -> None:
 
 
 def remove(at: Place) -> None:
-    """A file, or a folder with all in it; what is not there is gone already."""
+    """Remove a file or a whole folder. It may be missing already."""
     with suppress(FileNotFoundError), plain_errors(at, ABSENT):
         if not isinstance(at, Path):
             at.call("rm", recursive=True)

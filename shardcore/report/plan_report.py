@@ -1,4 +1,4 @@
-"""A plan in words: its explanation, its moves, its drift and the decisions on it."""
+"""A plan in words: its explanation, moves, drift and decisions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from shardcore.search.explain import Alternative, Explanation
 from shardcore.types import Placement
 
 MOST_SHARDS = 8
-"""Shards of the bounding device, and tables that move, that are shown."""
+"""Shards of the bottleneck device that are shown."""
 
 
 # --- explanation -----------------------------------------------------------------------------------------
 
 
 def text(found: Explanation) -> str:
-    """Several paragraphs and tables, for a terminal."""
+    """The explanation as paragraphs and tables, for a terminal."""
     return "\n\n".join(_paragraphs(found))
 
 
 def sentences(x: Explanation) -> tuple[str, str, str, str]:
-    """Which device bounds the plan, what is exchanged, how memory is used, and how near a bound the plan
-    is."""
+    """Four sentences: the bottleneck device, the exchange, memory, and the distance to a lower bound."""
     return _bounding(x), _exchange(x), _memory(x), _bound(x)
 
 
@@ -79,6 +78,7 @@ def _bound(x: Explanation) -> str:
     proved = (f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
               f"{percent_change(x.total_ms, b.proved_ms)})"
               if b.proved_ms else "No lower bound is proved")
+    # The bound covers only one space of plans: a plan outside it may be cheaper.
     if b.proved_ms and x.total_ms < b.proved_ms:
         proved = ("This plan is of another kind than those of which none takes less than "
                   f"{b.proved_ms:.3f} ms (proved)")
@@ -96,7 +96,7 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 
 
 def moves_text(found: Diff) -> str:
-    """What moves, is new and is gone, in a few words."""
+    """Tables that move, are new or are gone, in a few words."""
     said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
     said += [f"{_count(len(names), 'table')} {words}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
              for names, words in ((found.added, "new"), (found.removed, "gone")) if names]
@@ -104,19 +104,19 @@ def moves_text(found: Diff) -> str:
 
 
 def moved_words(found: Diff) -> str:
-    """How much moves."""
+    """How many tables and bytes move."""
     return f"{_count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
 
 
 def diff_text(found: Diff) -> str:
-    """What moves, table by table."""
+    """Moves table by table."""
     rows = [(m.table, gib(m.bytes), where(m.old), where(m.new)) for m in found.moves]
     listed = [text_table(("table", "moves", "was", "is"), rows)] if rows else []
     return "\n\n".join([moves_text(found), *listed])
 
 
 def where(placements: Iterable[Placement]) -> str:
-    """Where a table lives: its devices, with its columns where they are not all, and how several share it."""
+    """Where a table is placed: its devices, its columns if cut, and how devices share it."""
     return "; ".join(_where(p) for p in sorted(placements, key=lambda p: p.shard.col_lo))
 
 
@@ -128,7 +128,7 @@ def _where(p: Placement) -> str:
 
 
 def drift_text(x: Drift) -> str:
-    """Several lines, for a terminal."""
+    """Drift in a few lines, for a terminal."""
     moved = _count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
@@ -151,7 +151,7 @@ DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "mo
 
 
 def decision_row(x: Decision) -> tuple[str, ...]:
-    """Under DECISION_HEADERS; its ms are those under the model of that time."""
+    """A row under DECISION_HEADERS. Its ms are those under the model of that time."""
     model = x.provenance.get("model_version")
     return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
             f"version {model}" if model else "-", x.reason)

@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"[+-]?\d")
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns: numbers right; the first, and words, left."""
+    """A table with aligned columns: numbers right, words and the first column left."""
     cells = [[escaped(str(c)) for c in row] for row in [headers, *rows]]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
