@@ -1,4 +1,4 @@
-"""measure: run what the dataset lacks on the devices of the Ray cluster."""
+"""measure: run the samples that the dataset lacks on the devices of the Ray cluster."""
 
 import argparse
 
@@ -22,6 +22,7 @@ def measure() -> None:
         groups = measure_compute(paths.POOL, setting, config, paths.MEASUREMENTS)
         exchanges = measure_comm(setting, config, paths.MEASUREMENTS)
         steps = measure_steps(paths.POOL, setting, config, paths.MEASUREMENTS) if config.step_samples else 0
+    # One file of each kind: DVC and readers handle few files better than many.
     merge_parts(paths.MEASUREMENTS)
     get_run_logger().info("measured %d groups, %d exchanges and %d steps of plans", groups, exchanges, steps,
                           extra=console.RESULT)

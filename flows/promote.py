@@ -1,4 +1,4 @@
-"""promote: register the trained model; champion if at least as good."""
+"""promote: register the trained model, and make it champion if it is at least as good."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
 
 
 def page(promotion: Promotion) -> str:
-    """Markdown: who is champion, who challenged, and what was decided."""
+    """Markdown: the champion, the challenger and the decision."""
     rows = [(role, links.model_version(promotion.model, version) if version else "none yet")
             for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))]
     return f"{promotion.reason}\n\n{report.markdown_table(('alias', 'version'), rows)}"

@@ -21,6 +21,7 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
     setting = params.section("setting", SettingConfig)
     config = params.section("publish", PublishConfig)
     chosen = [Path(p) for p in problems] if problems else sorted(paths.PROBLEMS.glob("*.json"))
+    # Only a run over all problems, at the usual place, counts as published.
     everything = not problems and plans in (None, config.plans)
     return publish_plans(chosen, plans or config.plans, setting, config, everything)
 

@@ -34,6 +34,7 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
         overrides: Parameters to write into params.yaml first, by section, such as {"measure": {"compute_samples": 1000}}.
         push: Push the data to DVC's remote, and commit dvc.lock and params.yaml on the branch that is checked out.
     """
+    # Fail before hours of work, not after.
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
@@ -41,6 +42,7 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
     commit = push_data(target) if push else None
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
+        # Promote and publish change the registry and the plans, so DVC does not run them.
         announce("promote", target)
         champion = promote(will_publish=True)
         done = "no model is champion yet: the challenger awaits approval"
@@ -52,7 +54,7 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
 
 
 def page(stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str) -> str:
-    """Markdown: what every stage did, the parameters set, the commit, and what came of it."""
+    """Markdown: what each stage did, the parameters set, the commit, and the result."""
     parts = [report.markdown_table(("stage", "ran", "seconds"),
                                    [(s.stage, "yes" if s.ran else "nothing changed", f"{s.seconds:.0f}") for s in stages])]
     if rows := [(f"{section}.{key}", value) for section, values in overrides.items() for key, value in values.items()]:
@@ -78,7 +80,7 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 
 
 def setting_of(text: str) -> tuple[str, str, Any]:
-    """"measure.compute_samples=1000" as section, key and value (YAML)."""
+    """Section, key and value (YAML) of "measure.compute_samples=1000"."""
     import yaml
 
     name, equals, value = text.partition("=")

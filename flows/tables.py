@@ -1,4 +1,4 @@
-"""tables: the pool of tables that everything is drawn from."""
+"""tables: the pool of tables for all draws."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""params.yaml: a section for each stage, and the setting that all share."""
+"""params.yaml: a section for each stage, and the shared setting."""
 
 from typing import TypeVar
 
@@ -10,5 +10,5 @@ SECTIONS = ("setting", "tables", "measure", "train", "evaluate", "promote", "pub
 
 
 def section(name: str, cls: type[T]) -> T:
-    """A section as its config dataclass; raises ShardCoreError naming an unknown key or section."""
+    """A section as its config dataclass. Raises ShardCoreError for an unknown key or section."""
     return files.read_params(paths.PARAMS, name, cls, SECTIONS)

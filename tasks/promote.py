@@ -24,8 +24,11 @@ _REPLAYS_TAG = "shardcore.replays_digest"
 
 @dataclass(frozen=True)
 class PromoteConfig:
-    """may_lose: how many points of score a challenger may lose and still be called at least as good. approval: whether one that
-    passed waits until a person approves."""
+    """When a challenger becomes champion.
+
+    may_lose: points of score that a challenger may lose and still pass.
+    approval: whether a challenger that passed waits for a person's approval.
+    """
 
     may_lose: float = 0.0
     approval: bool = False
@@ -36,7 +39,13 @@ class PromoteConfig:
 
 @dataclass(frozen=True)
 class Promotion:
-    """What came of a challenger: the version that is champion afterwards (None: none is yet), and why, in words."""
+    """What became of a challenger.
+
+    model: the model's name.
+    challenger: its version.
+    champion: the champion's version afterwards. None: there is none yet.
+    reason: why, in words.
+    """
 
     model: str
     challenger: str
@@ -45,7 +54,7 @@ class Promotion:
 
 
 def score(metrics: dict[str, float]) -> float:
-    """Lower is better: the mean of the models' absolute percentage errors (compute counts as much as both exchanges)."""
+    """Mean absolute percentage error. Lower is better. Compute has the weight of both exchanges together."""
     comm = [metrics[k] for k in ("forward_comm_mape", "backward_comm_mape") if k in metrics]
     return (metrics["compute_mape"] + sum(comm) / len(comm)) / 2 if comm else metrics["compute_mape"]
 
@@ -54,9 +63,16 @@ def score(metrics: dict[str, float]) -> float:
 @registry.plain_errors()
 def promote_model(folder: Path, measurements: Path, config: PromoteConfig, approve: bool = False,
                   will_publish: bool = False, replayed: Path = paths.REPLAYS) -> Promotion:
-    """Register the model's files as challenger, and make it champion unless the champion is better on the same held-out data, or
-    surely better at choosing among plans that `evaluate` replayed (kept in `replayed`). With config.approval a challenger that
-    passed becomes champion only when `approve` says so. will_publish: the caller goes on to publish, so nobody else has to."""
+    """Register the model's files as challenger, and make it champion unless the champion is better.
+
+    folder: the model's files.
+    measurements: the champion is better if it wins on their held-out samples.
+    config: with config.approval, a challenger that passed becomes champion only with `approve`.
+    approve: a person approves.
+    will_publish: the caller publishes afterwards, so nobody else has to.
+    replayed: replays by `evaluate`. The champion is also better if it surely chooses better among their
+      plans.
+    """
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
     client = registry.connect()
@@ -82,6 +98,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
         return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
     if config.approval and not approve:
         return end(champion, f"challenger {version} awaits approval; {reason}")
+    # Claim before the alias is set: the watch would publish as soon as it sees the new champion.
     if will_publish:
         publish_claim.claim(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
@@ -89,7 +106,8 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
 
 
 def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]) -> None:
-    """What replays say of a version's model: metrics reality_* and a plot in the run that made it; once for the same replays."""
+    """Log a model's replay metrics (reality_*) and a plot to the run that made it. Once per set of replays.
+    """
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
@@ -116,6 +134,7 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
         old_model = registry.download(client, before)
     except ShardCoreError as error:  # registered by a ShardCore that computed other features
         return True, f"{said}; champion {before.version} cannot be read any more: {error}"
+    # Errors of different settings cannot be compared.
     if old_model.setting != model.setting:
         return True, f"{said}; champion {before.version} is for another setting ({old_model.setting})"
     old = score(accuracy.evaluate(old_model, *data))

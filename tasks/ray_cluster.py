@@ -1,7 +1,9 @@
-"""A connection to Ray: RAY_ADDRESS, or a local Ray for as long as the context lasts. Actors are in a namespace named after the
-flow run, which the dashboard and `ray list actors` show beside their names.
+"""A connection to Ray: RAY_ADDRESS, or a local Ray while the context lasts.
 
-A local Ray listens at loopback only and asks for a token, as the stack's does. Its folder is the run's (tasks.owned).
+Actors are in a namespace named after the flow run. The dashboard and `ray list actors` show it.
+
+A local Ray listens only at loopback and asks for a token, as the stack's does. Its folder is the run's
+(tasks.owned).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
 
 @contextmanager
 def ray_cluster() -> Iterator[None]:
-    """Connect to Ray; raises ShardCoreError where RAY_ADDRESS does not answer."""
+    """Connect to Ray. Raises ShardCoreError if RAY_ADDRESS does not answer."""
     import ray
     from prefect import runtime
 
@@ -63,9 +65,11 @@ def ray_cluster() -> Iterator[None]:
 
 @contextmanager
 def _ending_with_it() -> Iterator[Callable[[], None]]:
-    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended, for Ray may wait for them for a minute. Where
-    this is not heard in time, for Ray waits in its own code, say so and end this process. Yields what to call before Ray is to
-    end."""
+    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended.
+
+    Ray itself may wait for them for a minute. If Ray's own code does not react to the interrupt in time, say
+    so and end this process. Yields the function to call before Ray is shut down.
+    """
     found: dict[str, psutil.Process] = {}
     over = threading.Event()
 
@@ -79,6 +83,7 @@ def _ending_with_it() -> Iterator[Callable[[], None]]:
                 with suppress(psutil.NoSuchProcess):
                     found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
         if not over.is_set():
+            # An interrupt reaches the main thread even while it waits.
             os.kill(os.getpid(), signal.SIGINT)
             if not over.wait(_LAST_WORDS_S):
                 print(f"error: {lost()}", file=sys.stderr, flush=True)
@@ -103,13 +108,15 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _close() -> None:
-    """Have the Ray that starts next listen at loopback and ask for a token of its own, and this process know it."""
+    """Make the Ray that starts next listen only at loopback, with a token of its own that this process knows.
+    """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_write_token()), **_LOCAL_RAY})
-    ray_constants.ENABLE_RAY_CLUSTER = False  # read, as the two settings, when Ray was imported
+    # Ray read this, and the two settings, when it was imported.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 

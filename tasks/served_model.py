@@ -1,9 +1,12 @@
-"""The cost model as an MLflow pyfunc (models from code), for others' convenience: ShardCore itself reads the files.
+"""The cost model as an MLflow pyfunc (models from code), for other programs. ShardCore itself reads the
+files.
 
-Input: groups of shards, each to run as one fused op: {"shards": [...], "batch": samples the op runs over; the setting's without}.
-A shard is {"table": a table as in problem files, "rows": [low, high], "columns": [low, high]}; without rows or columns, all of
-them. Output: for each group its ms, forward + backward, the part of it that is forward, the ends of the interval that holds 90%
-of measurements, and what of the group lies beyond what was measured, in sentences.
+Input: groups of shards, each run as one fused op. A group is {"shards": [...], "batch": samples of the op}.
+  The default batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high],
+  "columns": [low, high]}. The default is all rows and columns.
+
+Output, per group: "ms" of forward + backward, "forward_ms" of it, "low_ms" to "high_ms", which hold 90% of
+  measurements, and "extrapolated", sentences on what exceeds the measured range.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ CONFIDENCE = 0.9
 
 
 class TableInput(BaseModel):
-    """The least of a table; the rest as in problem files."""
+    """The required keys of a table. Others are as in problem files."""
 
     name: str
     rows: int
@@ -60,7 +63,8 @@ class ServedCostModel(PythonModel):
         self._model = neural.load(context.artifacts["model"])
 
     def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
-        """Answers as above, dictionaries; raises MlflowException (HTTP 400) that says what is wrong with which group."""
+        """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group and its error.
+        """
         try:
             groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
             return [_answer(self._model, *g) for g in groups]
@@ -73,6 +77,7 @@ def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) ->
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
     low, high = (float(x) for x in model.interval(sums, CONFIDENCE))
     ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
+    # A group has no device of its own. out_of_range needs a workload, so one is made up.
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), Topology((Device(1),)), batch)
     return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high, "extrapolated": neural.out_of_range(model, alone)}
 

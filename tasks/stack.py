@@ -1,8 +1,8 @@
-"""`python -m tasks.stack up|down|status`: the services that flows need, long-lived, on one machine.
+"""`python -m tasks.stack up|down|status`: the long-lived services that flows need, on one machine.
 
-A Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head with its dashboard, and the
-watch that publishes whenever the champion changes. Data, logs and the token are in one folder; `. .stack/env.sh` makes a shell
-a client.
+The stack has a Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head
+with its dashboard, and the watch that publishes when the champion changes. One folder has data, logs and the
+token. `. .stack/env.sh` makes a shell a client.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POOL = "local"
 PATIENCE_S = 180.0
 _SOCKET_PATH_BYTES = 107
 _RAY_SOCKET_BYTES = 70
-"""What Ray adds to its folder in the paths of its sockets."""
+"""Bytes that Ray adds to its folder in the paths of its sockets."""
 _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
@@ -51,15 +51,20 @@ _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 esac
 export no_proxy NO_PROXY="$no_proxy"
 """
-"""reach_directly for a shell."""
+"""reach_directly, for a shell."""
 _KEPT_SESSIONS = 3
-"""Of Ray, whose logs stay."""
+"""Sessions of Ray whose logs are kept."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """ports: those that it listens at, by their names in StackConfig; answers: raises OSError, or is false, unless it works;
-    page: for people."""
+    """A service of the stack.
+
+    daemon: its process.
+    ports: where it listens, by the names in StackConfig.
+    answers: raises OSError or returns false unless it works.
+    page: URL for people.
+    """
 
     daemon: Daemon
     ports: dict[str, int]
@@ -67,7 +72,7 @@ class Service:
     page: str = ""
 
     def state(self) -> str:
-        """down, died, silent (it starts, or hangs), or healthy."""
+        """down, died, silent (it starts or hangs), or healthy."""
         if self.daemon.process() is None:
             return "died" if self.daemon.died() else "down"
         try:
@@ -80,14 +85,15 @@ class Service:
 
 
 def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
-    """The environment of what talks to the stack: flows, worker, a user's shell."""
+    """The environment of the stack's clients: flows, worker, a user's shell."""
     env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api", "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
            "PREFECT_HOME": str(folder / "prefect"), "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
            "MLFLOW_TRACKING_URI": config.url(config.mlflow_port), "MLFLOW_TRACKING_USERNAME": USER,
            "MLFLOW_TRACKING_PASSWORD": token,
            "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
            "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
-    # Ray's switch for clusters of more than one machine: with it, which is Linux's default, it listens at all addresses
+    # Ray's switch for clusters of several machines. It is on by default on Linux, and makes Ray listen at all
+    # addresses.
     return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
 
 
@@ -141,7 +147,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
 
 
 def ray_folder(folder: Path) -> Path:
-    """Where Ray keeps its sessions: in the stack's folder, unless the paths of its sockets would become too long."""
+    """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long."""
     inside = folder / "ray"
     if len(os.fsencode(inside)) + _RAY_SOCKET_BYTES <= _SOCKET_PATH_BYTES:
         return inside
@@ -149,16 +155,17 @@ def ray_folder(folder: Path) -> Path:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """TMPDIR of the services; short, because sockets are there too."""
+    """TMPDIR of the services. It is short, because sockets are there too."""
     return ray_folder(folder) / "tmp"
 
 
 def write_settings(config: StackConfig, folder: Path) -> str:
-    """The files that services and clients read, made anew; returns the token, which the first call makes."""
+    """Write the files that services and clients read. Returns the token, which the first call creates."""
     for made in (folder / "logs", ray_folder(folder), temporary_folder(folder)):
         made.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (folder / "token").exists():
-        (folder / "mlflow-auth.db").unlink(missing_ok=True)  # it keeps the password that it was made with
+        # This database keeps the password that it was created with.
+        (folder / "mlflow-auth.db").unlink(missing_ok=True)
         _write_private(folder / "token", secrets.token_urlsafe(32))
     token = (folder / "token").read_text().strip()
     env = client_env(config, folder, token)
@@ -174,10 +181,11 @@ def write_settings(config: StackConfig, folder: Path) -> str:
 
 
 def logging_config(lines: Path) -> str:
-    """Prefect's own logging configuration, with what flows and tasks log as JSON lines too."""
+    """Prefect's logging configuration, extended to write logs of flows and tasks as JSON lines too."""
     import yaml
 
-    prefect = Path(importlib.util.find_spec("prefect").origin).parent  # to import it takes seconds
+    # Importing Prefect takes seconds.
+    prefect = Path(importlib.util.find_spec("prefect").origin).parent
     config = yaml.safe_load((prefect / "logging" / "logging.yml").read_text())
     config["formatters"]["lines"] = {"()": "pythonjsonlogger.json.JsonFormatter", "timestamp": True,
                                      "format": "%(levelname)s %(name)s %(message)s"}
@@ -192,13 +200,17 @@ def logging_config(lines: Path) -> str:
 
 
 def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
-    """Start what does not run, and wait until all is healthy. Raises ShardCoreError where a port is taken or a service ends."""
+    """Start all services that do not run, and wait until they are healthy.
+
+    Raises ShardCoreError if a port is taken or a service ends.
+    """
     folder = Path(config.folder).resolve()
     require_usable(config, folder)
     with _alone(folder):
         began = time.monotonic()
         stack = services(config, folder, write_settings(config, folder))
         missing = [n for n, s in stack.items() if not s.daemon.runs_as_told()]
+        # Nothing runs, so nobody uses the temporary files.
         if len(missing) == len(stack):
             _empty(temporary_folder(folder))
         for name in missing:
@@ -206,6 +218,7 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
         _forget_sessions(ray_folder(folder))
         for name in missing:
             if name in ("worker", "watch"):
+                # Worker and watch fail without a Prefect server.
                 _wait([stack["prefect"]], began)
             stack[name].daemon.start()
         _wait([stack["worker"]], began)
@@ -214,7 +227,7 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
 
 
 def down(config: StackConfig) -> None:
-    """End all services, and the flow runs of the worker."""
+    """End all services, and the worker's flow runs."""
     folder = Path(config.folder).resolve()
     if folder.exists():
         with _alone(folder):
@@ -223,7 +236,7 @@ def down(config: StackConfig) -> None:
 
 
 def status(config: StackConfig) -> tuple[str, bool]:
-    """What to tell a user, and whether all is healthy."""
+    """A text for the user, and whether all services are healthy."""
     folder = Path(config.folder).resolve()
     token = (folder / "token").read_text().strip() if (folder / "token").exists() else ""
     rows, ends, healthy = [], [], True
@@ -244,19 +257,22 @@ def status(config: StackConfig) -> tuple[str, bool]:
 
 
 def _empty(folder: Path) -> None:
-    """Delete what is in a folder."""
+    """Delete the content of a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def _forget_sessions(ray: Path) -> None:
-    """Delete what Ray kept of its runs, the last few aside."""
+    """Delete logs of Ray's sessions, except the last few."""
     for session in sorted(ray.glob("session_2*"))[:-_KEPT_SESSIONS]:
         shutil.rmtree(session, ignore_errors=True)
 
 
 def _make_way(service: Service, config: StackConfig) -> None:
-    """End what a killed server left (what a worker left are flow runs, which go on); its ports are free."""
+    """End what a killed server left, and require its ports to be free.
+
+    Flow runs that a worker left go on.
+    """
     if service.ports:
         daemons.end_leftovers(service.daemon, 5.0)
     for name, port in service.ports.items():
@@ -264,7 +280,7 @@ def _make_way(service: Service, config: StackConfig) -> None:
 
 
 def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = lambda line: None) -> None:
-    """Until all of them are healthy; raises ShardCoreError where one ends, or is not within PATIENCE_S."""
+    """Wait until all are healthy. Raises ShardCoreError if one ends, or takes longer than PATIENCE_S."""
     waiting = list(waited)
     while waiting:
         for service in list(waiting):
@@ -280,8 +296,10 @@ def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = 
 
 
 def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
-    """Deploy prefect.yaml where it, the flows or the database changed since this stack last did: a schedule that was switched on
-    in Prefect's page stays on meanwhile."""
+    """Deploy prefect.yaml if it, the flows or the database changed since the last time.
+
+    Otherwise a schedule that was switched on in Prefect's page would be switched off.
+    """
     file = Path("prefect.yaml")
     if not file.exists():
         raise ShardCoreError(f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's folder")
@@ -299,7 +317,8 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
 
 
 def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
-    until = time.monotonic() + patience_s  # what a killed Ray left ends by itself
+    # Remains of a killed Ray end by themselves.
+    until = time.monotonic() + patience_s
     while True:
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -336,7 +355,7 @@ def _polls(worker: Daemon, api: str, user: str) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One command at a time changes a stack; another waits."""
+    """Hold the stack's lock: one command at a time changes a stack."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -344,7 +363,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read."""
+    """Write a file that only its owner can read."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
         f.write(text)

@@ -1,4 +1,5 @@
-"""The settings of the stack: the section `stack` of params.yaml. What cannot work is refused before anything starts."""
+"""Settings of the stack: section `stack` of params.yaml. Invalid settings are refused before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +15,23 @@ from shardcore.types import ShardCoreError
 
 _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
               "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}
-"""What may begin their URLs; MLflow's may also name a driver, such as postgresql+psycopg2."""
+"""Valid URL schemes. MLflow's may also name a driver, such as postgresql+psycopg2."""
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
-"""Bytes of a folder's path, to which names of files are added, and of each name in it."""
+"""Bytes of a folder's path, to which file names are added, and of each name in it."""
 
 
 @dataclass(frozen=True)
 class StackConfig:
-    """folder: of data, logs and the token; host: what the services listen at (0.0.0.0: all of this machine's addresses);
-    the ports; object_store_mib: of Ray; prefect_database, mlflow_database: SQLAlchemy URLs (empty: SQLite in the folder),
-    artifacts: where MLflow keeps files (empty: in the folder)."""
+    """The stack's settings.
+
+    folder: of data, logs and the token.
+    host: address that the services listen at. 0.0.0.0: all addresses of this machine.
+    prefect_port, mlflow_port, ray_port, ray_client_port, dashboard_port, metrics_port: one per service, all
+      different.
+    object_store_mib: memory of Ray's object store.
+    prefect_database, mlflow_database: SQLAlchemy URLs. Empty: SQLite in the folder.
+    artifacts: where MLflow keeps files. Empty: in the folder.
+    """
 
     folder: str = ".stack"
     host: str = "127.0.0.1"
@@ -64,7 +72,7 @@ class StackConfig:
 
     @property
     def client_host(self) -> str:
-        """The host's name to clients on this machine."""
+        """The host's name for clients on this machine."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
     def url(self, port: int) -> str:
@@ -72,12 +80,13 @@ class StackConfig:
 
 
 def require_usable(config: StackConfig, folder: Path) -> None:
-    """Raises ShardCoreError where this machine cannot have such a stack, before anything of it is written."""
+    """Raise ShardCoreError if this machine cannot run such a stack, before anything is written."""
     if folder.exists() and any(folder.iterdir()) and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid")):
         raise ShardCoreError(f"stack.folder is {_shortened(config.folder)}, which holds other things; it needs a folder of "
                              f"its own, such as {StackConfig.folder}")
     try:
         with socket.socket() as s:
+            # Binding tells whether the address is this machine's.
             s.bind((config.host, 0))
             every = s.getsockname()[0] == "0.0.0.0"
     except (OSError, UnicodeError) as error:
@@ -90,7 +99,7 @@ def require_usable(config: StackConfig, folder: Path) -> None:
 
 
 def _wrong_folder(given: str) -> str:
-    """Why a folder cannot be the stack's, or ""."""
+    """Why the stack cannot use a folder. "": it can."""
     folder = Path(os.path.abspath(given))
     if not str(folder).isprintable() or set(str(folder)) & set("?#%"):
         return f"its path {_shortened(str(folder))} becomes part of URLs: no control characters, and none of ?#%"

@@ -29,8 +29,11 @@ from tasks.setting import SettingConfig
 
 @dataclass(frozen=True)
 class TrainConfig(fit.FitConfig):
-    """FitConfig, and the stage's own. datasets: shipped folders whose samples of the same setting join the measured ones, to
-    train and to evaluate on. learning_curve: whether to train on parts of the samples too (as long as two trainings more)."""
+    """FitConfig, and fields of the stage.
+
+    datasets: shipped folders whose samples of the same setting are added, for training and evaluation.
+    learning_curve: whether to train on parts of the samples too. That takes as long as two trainings more.
+    """
 
     datasets: tuple[str, ...] = ()
     learning_curve: bool = True
@@ -48,7 +51,8 @@ class TrainConfig(fit.FitConfig):
 
 
 def data_version() -> str:
-    """DVC's hash of the measurements, from dvc.lock; "unversioned" outside a DVC stage, where they may have changed since."""
+    """DVC's hash of the measurements, from dvc.lock. Outside a DVC stage "unversioned": they may have
+    changed."""
     if "DVC_STAGE" not in os.environ:
         return "unversioned"
     try:
@@ -59,14 +63,17 @@ def data_version() -> str:
 
 
 def parts_digest(folder: Path) -> str:
-    """The version of a dataset folder: its files' names hold digests of their content, which are checked as they are read; its
-    replays hold theirs within."""
+    """The version of a dataset folder.
+
+    Its file names have digests of their content, which are checked when they are read. Replays have theirs
+    inside.
+    """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
     return files.digest([*parts, *replays.digests(folder)])
 
 
 def git_commit() -> str:
-    """The commit of this folder, with "-dirty" where tracked files differ from it."""
+    """The commit of this folder, with "-dirty" if tracked files differ from it."""
     try:
         found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True,
                                text=True, check=False)
@@ -78,8 +85,10 @@ def git_commit() -> str:
 @task(task_run_name="train-model")
 @registry.plain_errors()
 def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path) -> dict[str, float]:
-    """Train on the measurements, write the model's files, its curves.csv and its card.md beside them, log the run; the metrics on
-    the test split."""
+    """Train on the measurements, and log the run. Returns the metrics on the test split.
+
+    Writes the model's files to `folder`, and curves.csv and card.md beside it.
+    """
     logger = get_run_logger()
     client = registry.connect()
     setting = wanted.of_dataset(measurements)
@@ -95,7 +104,8 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
     work = console.Work("epochs", config.epochs)
 
     def progress(model: str, epoch: int, values: dict[str, float]) -> None:
-        if model == "compute":  # exchanges are fitted at once
+        # Exchanges are fitted in one step, without epochs.
+        if model == "compute":
             work.done(epoch)
         if epoch % 10 == 0:
             logger.info("%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
@@ -121,6 +131,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
         _log_figures(model, accuracy.held_out(known.compute), trained.curves, studied)
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
+        # Files come last: a failed run leaves no model that looks trained.
         neural.save(model, folder)
         files.write_csv(folder.with_name("curves.csv"), trained.curves)
         files.write_atomic(folder.with_name(registry.CARD), card.encode())
@@ -164,7 +175,7 @@ def _study(model: neural.NeuralModel, known: drift_correction.Measurements, conf
 
 
 def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]) -> None:
-    """Each folder as an input of the run, with its version."""
+    """Log each folder as an input of the run, with its version."""
     for folder, version in versions.items():
         ids = dataset.read_ids(folder, "compute")
         found = [s for s in compute if s.id in ids]
@@ -177,10 +188,11 @@ def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]
 
 def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: Sequence[Mapping[str, Any]],
                 curve: study.LearningCurve | None) -> None:
-    """Training curves by epoch; the learning curve by samples."""
+    """Log training curves by epoch, and the learning curve by samples."""
     metrics = [Metric(f"{r['model']}_{k}", float(v), 0, r["epoch"]) for r in rows for k, v in r.items()
                if k not in ("model", "epoch")]
     metrics += [Metric("learning_curve_test_mape", error, 0, samples) for samples, error in (curve.rows if curve else ())]
+    # MLflow takes at most 1,000 metrics per request.
     for i in range(0, len(metrics), 1000):
         client.log_batch(run_id, metrics=metrics[i:i + 1000])
 
