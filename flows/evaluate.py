@@ -27,7 +27,8 @@ def evaluate() -> None:
 
 def result(accuracy: dict[str, float], reality: dict[str, float]) -> str:
     """The result in one line: errors of predicted ms in percent, and rank correlations."""
-    said = f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau {accuracy['compute_kendall_tau']:.2f}"
+    said = (f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
+            f"{accuracy['compute_kendall_tau']:.2f}")
     if reality:
         said += f"; replayed plans: error {reality['mape']:.1f}%, Kendall tau {reality['kendall_tau']:.2f}"
     return said

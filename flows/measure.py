@@ -37,9 +37,12 @@ def dry_run() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.measure", description="Measure the samples that params.yaml asks "
-                                     "for and the dataset lacks, on this machine or the Ray cluster at RAY_ADDRESS.")
-    parser.add_argument("--dry-run", action="store_true", help="only say what is missing and how long it would take; no device "
+    parser = argparse.ArgumentParser(prog="python -m flows.measure",
+                                     description="Measure the samples that params.yaml asks "
+                                     "for and the dataset lacks, on this machine or the Ray cluster at "
+                                     "RAY_ADDRESS.")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="only say what is missing and how long it would take; no device "
                         "is taken")
     if parser.parse_args().dry_run:
         services.run_flow(dry_run, needs_prefect=False)

@@ -83,7 +83,8 @@ def placed_shards(plan: Plan) -> list[dict[str, Any]]:
         else:
             found.append((p.shard, tuple(sorted(p.devices))))
     found.sort(key=lambda x: (x[0].table.name, x[0].row_lo, x[0].row_hi, x[0].col_lo, x[0].col_hi, x[1]))
-    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi], "devices": list(devices)}
+    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi],
+             "devices": list(devices)}
             for s, devices in found]
 
 
@@ -94,12 +95,14 @@ def _divided(parts: Sequence[tuple[Shard, int]], problem: Problem) -> Placement:
     table, sizes = first.table, sorted(s.rows for s, _ in parts)
     for layout in LAYOUTS.values():
         for group in layout.groups(problem.topology) if layout.divides_rows else ():
-            even = even_rows(table.rows, len(group)) if set(group) == devices and len(parts) == len(group) else None
+            even = (even_rows(table.rows, len(group))
+                    if set(group) == devices and len(parts) == len(group) else None)
             if even is None:
                 continue
             found = Placement(layout.name, Shard(table, 0, table.rows, first.col_lo, first.col_hi), group)
             same_sizes = sizes == sorted(hi - lo for lo, hi in even) and sum(sizes) == table.rows
             if same_sizes and not table.ordered or set(parts) == {(s, d) for d, s in shards_on(found)}:
                 return found
-    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(parts)} ranges of {sizes[:4]} on {len(devices)} "
-                         "devices; TorchRec divides them evenly, over all devices or those of a host: plan again")
+    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(parts)} ranges of {sizes[:4]} on "
+                         f"{len(devices)} devices; TorchRec divides them evenly, over all devices or those "
+                         "of a host: plan again")

@@ -41,7 +41,7 @@ class Readable(Protocol):
     def read_bytes(self) -> bytes: ...
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------------------------
 
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
@@ -106,7 +106,8 @@ def parse_json(content: bytes, what: Any) -> Any:
     """As read_json, for the content of `what`."""
     text = decoded(content, what)
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float, parse_constant=_float)
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float,
+                           parse_constant=_float)
         _require_depth(value)
         if _SURROGATE.search(content):
             # Encoding fails on a lone surrogate. Better here than when the value is written.
@@ -114,7 +115,8 @@ def parse_json(content: bytes, what: Any) -> Any:
     except RecursionError:
         raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
     except ValueError as error:
-        raise ShardCoreError(f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or edited") from None
+        raise ShardCoreError(f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or "
+                             "edited") from None
     return value
 
 
@@ -122,7 +124,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = sorted(k for k, _ in pairs)
-        raise ValueError(f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice")
+        raise ValueError(f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} "
+                         "appears twice")
     return made
 
 
@@ -142,7 +145,8 @@ def _require_depth(value: Any) -> None:
     """Raise RecursionError for values nested deeper than MOST_DEPTH."""
     level = [[value]]
     for _ in range(MOST_DEPTH + 1):
-        level = [v.values() if isinstance(v, dict) else v for one in level for v in one if isinstance(v, dict | list)]
+        level = [v.values() if isinstance(v, dict) else v
+                 for one in level for v in one if isinstance(v, dict | list)]
         if not level:
             return
     raise RecursionError
@@ -170,7 +174,8 @@ def read_yaml(path: str | Path) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()
-                raise ValueError(f"line {event.start_mark.line + 1} has an alias, *{shortened(event.anchor, 40)}; write it out")
+                raise ValueError(f"line {event.start_mark.line + 1} has an alias, "
+                                 f"*{shortened(event.anchor, 40)}; write it out")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -196,12 +201,13 @@ def read_yaml(path: str | Path) -> Any:
         _require_numbers(value)
     except RecursionError:
         raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # of dates, tags, ...
+    # Of dates, tags, ...
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return value
 
 
-# --- records -----------------------------------------------------------------------------------------------------------
+# --- records ------------------------------------------------------------------------------------------------
 
 
 def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
@@ -222,7 +228,8 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     fields = {name: field for name, field in _fields(cls).items() if name not in given}
     unknown = sorted(str(key) for key in data if key not in fields)
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are {', '.join([*fields, *also])}")
+        raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are "
+                             f"{', '.join([*fields, *also])}")
     kinds, values = _kinds(cls), {}
     for name, field in fields.items():
         if name in data:
@@ -310,10 +317,11 @@ _SCALARS: dict[Any, Callable[[Any], bool]] = {
 
 
 def _words(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else re.sub(r"\b(\w+\.)+", "", str(kind))
+    return (kind.__name__ if isinstance(kind, type) and not get_args(kind)
+            else re.sub(r"\b(\w+\.)+", "", str(kind)))
 
 
-# --- values in messages --------------------------------------------------------------------------------------------------
+# --- values in messages -------------------------------------------------------------------------------------
 
 
 def show(value: Any, most: int = 80) -> str:

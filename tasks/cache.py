@@ -46,7 +46,8 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
             # A copy with other content was changed by the user: leave it.
             if copy.is_file() and _is_ours(copy) and _md5(copy) == found:
                 copy.unlink()
-            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew", entry, copy)
+            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew",
+                           entry, copy)
 
 
 def results() -> list[tuple[Path, str]]:
@@ -60,8 +61,8 @@ def results() -> list[tuple[Path, str]]:
 
 def _of(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise ShardCoreError(f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the file from git again, or "
-                             "remove it")
+        raise ShardCoreError(f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the "
+                             "file from git again, or remove it")
     return value
 
 
@@ -83,7 +84,8 @@ def _inside(name: Any, where: Path) -> Path:
 
 def _hash(md5: Any, where: Path) -> str:
     if not isinstance(md5, str) or not _MD5.fullmatch(md5):
-        raise ShardCoreError(f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a folder")
+        raise ShardCoreError(f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a "
+                             "folder")
     return md5
 
 

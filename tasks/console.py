@@ -41,7 +41,7 @@ class _Display(Protocol):
 _display: _Display | None = None
 
 
-# --- what flows and tasks say ------------------------------------------------------------------------------------------
+# --- what flows and tasks say -------------------------------------------------------------------------------
 
 
 def show(kind: str, message: str, share: float = 0.0) -> None:
@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-# --- who shows it ------------------------------------------------------------------------------------------------------
+# --- who shows it -------------------------------------------------------------------------------------------
 
 
 class Screen:
@@ -178,7 +178,7 @@ class _ForPeople(logging.Handler):
             show(kind, record.getMessage())
 
 
-# --- as a program ------------------------------------------------------------------------------------------------------
+# --- as a program -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,8 @@ def _redirect(log: Path) -> None:
             os.dup2(file.fileno(), stream.fileno())
     sys.stdout.reconfigure(line_buffering=True)
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__name__ == "PrefectConsoleHandler"]:  # imported by flows only
+    # Imported by flows only.
+    for handler in [h for h in root.handlers if type(h).__name__ == "PrefectConsoleHandler"]:
         # Prefect's handler writes a terminal's colours.
         plain = logging.StreamHandler(sys.stderr)
         plain.setFormatter(handler.formatter)

@@ -49,7 +49,8 @@ class Daemon:
         if self.log.exists():
             self.log.replace(self.log.with_name(f"{self.log.name}.1"))
         with open(self.log, "wb") as log:
-            subprocess.Popen(self.command, env={**self.env, _MARK: self._mark}, stdin=subprocess.DEVNULL, stdout=log,
+            subprocess.Popen(self.command, env={**self.env, _MARK: self._mark}, stdin=subprocess.DEVNULL,
+                             stdout=log,
                              stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._write_id)
 
     def process(self) -> psutil.Process | None:
@@ -64,8 +65,8 @@ class Daemon:
         """Whether it runs. Raises ShardCoreError if it was started with another command."""
         process = self.process()
         if process is not None and process.cmdline() != list(self.command):
-            raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those of now; end it "
-                                 "first")
+            raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those "
+                                 "of now; end it first")
         return process is not None
 
     def died(self) -> bool:
@@ -87,7 +88,8 @@ class Daemon:
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()][-count:]
+                return [line for line in log.read().decode(errors="replace").splitlines()
+                        if line.strip()][-count:]
         except FileNotFoundError:
             return []
 
@@ -114,7 +116,8 @@ class Daemon:
                 return 0
             if self.process() is not None:
                 return pid
-            holder = psutil.Process(pid)  # a killed leader keeps its id until it is reaped, which may take seconds
+            # A killed leader keeps its id until it is reaped, which may take seconds.
+            holder = psutil.Process(pid)
             return pid if not _runs(holder) and holder.create_time() < started + _CLOCK_S else 0
         except psutil.NoSuchProcess:
             return pid

@@ -45,7 +45,8 @@ def owned() -> Iterator[None]:
         return
     # Only this process holds the write end. So the pipe closes however this process ends.
     read, write = os.pipe()
-    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, _base()], stdin=read, stdout=subprocess.PIPE, text=True,
+    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, _base()], stdin=read,
+                                stdout=subprocess.PIPE, text=True,
                                 cwd="/", start_new_session=True)
     os.close(read)
     folder = guardian.stdout.readline().strip()
@@ -95,7 +96,7 @@ def _base() -> str:
     return base if len(os.fsencode(base)) <= _LONGEST_BASE or not os.access("/tmp", os.W_OK) else "/tmp"
 
 
-# --- the guardian ------------------------------------------------------------------------------------------------------
+# --- the guardian -------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -105,7 +106,8 @@ def main() -> None:
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
         # Without a last word the run was killed, or its native code ended it, as Ray's may.
-        if not sys.stdin.buffer.read():  # it was killed, or its native code ended it: Ray's may, with no word of ours
+        # It was killed, or its native code ended it: Ray's may, with no word of ours.
+        if not sys.stdin.buffer.read():
             print(f"error: this run was ended before its end; {GOES_ON}", file=sys.stderr, flush=True)
     _sweep(folder)
 

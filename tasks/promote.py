@@ -76,7 +76,8 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
     client = registry.connect()
-    runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list")
+    runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
+                              output_format="list")
     tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(model.setting)}
     challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags)
     name, version = challenger.name, str(challenger.version)
@@ -105,26 +106,31 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     return end(version, f"version {version} is champion, {reason}")
 
 
-def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]) -> None:
+def _log_reality(client: mlflow.MlflowClient, version: ModelVersion,
+                 rows: Sequence[replay_metrics.ReplayRecord]) -> None:
     """Log a model's replay metrics (reality_*) and a plot to the run that made it. Once per set of replays.
     """
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
-    client.log_batch(version.run_id, [Metric(f"reality_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
-    client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png")
+    client.log_batch(version.run_id,
+                     [Metric(f"reality_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
+    client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"),
+                      "replays.png")
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
-def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, kept: Sequence[replays.ReplaySet],
+def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path,
+           kept: Sequence[replays.ReplaySet],
            challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
-    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
+                                  model.setting)
     data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
     if not any(s.error is None for s in data[0]):
-        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge version "
-                             f"{challenger.version} by; measure more")
+        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge "
+                             f"version {challenger.version} by; measure more")
     new = score(accuracy.evaluate(model, *data))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
     said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"

@@ -92,8 +92,8 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
     """
     problem = files.read_problem(path)
     if problem.name in names:
-        raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of its "
-                             "own")
+        raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of "
+                             "its own")
     names.append(problem.name)
     problem.require_setting(publisher.model.setting)
     return publisher.publish(problem)

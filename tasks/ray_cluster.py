@@ -25,8 +25,11 @@ from shardcore.types import ShardCoreError
 from tasks import owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
-_LOCAL_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster of more than one machine listens at all addresses
-              "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # nobody will start another head: all ends with it
+_LOCAL_RAY = {
+    # A cluster of more than one machine would listen at all addresses.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Nobody will start another head: everything ends with it.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
@@ -39,14 +42,17 @@ def ray_cluster() -> Iterator[None]:
     from prefect import runtime
 
     address = os.environ.get("RAY_ADDRESS") or "local"
-    options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": runtime.flow_run.name or None}
+    options = {"log_to_driver": False, "logging_level": logging.WARNING,
+               "namespace": runtime.flow_run.name or None}
     of_our_own = address == "local"
-    with owned.owned() if of_our_own else nullcontext(), _ending_with_it() if of_our_own else nullcontext(bool) as ends_now:
+    with (owned.owned() if of_our_own else nullcontext(),
+          _ending_with_it() if of_our_own else nullcontext(bool) as ends_now):
         try:
             if of_our_own:
                 _close()
                 with owned.serving():
-                    ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES, include_dashboard=False,
+                    ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                             include_dashboard=False,
                              _node_ip_address=services.LOOPBACK[0], **options)
             else:
                 if address != "auto":
@@ -55,7 +61,8 @@ def ray_cluster() -> Iterator[None]:
         except ShardCoreError:
             raise
         except Exception as error:  # of many kinds, a bare one among them
-            raise ShardCoreError(f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}") from None
+            raise ShardCoreError(f"cannot connect to Ray at {address}: "
+                                 f"{' '.join(str(error).split())[:200]}") from None
         try:
             yield
         finally:
@@ -81,7 +88,8 @@ def _ending_with_it() -> Iterator[Callable[[], None]]:
         while not over.wait(_LOOK_EVERY_S) and not lost():
             if len(found) < len(_NEEDED):  # then no more, for to look for them disturbs what is measured
                 with suppress(psutil.NoSuchProcess):
-                    found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
+                    found.update({name: p for p in psutil.Process().children()
+                                  if (name := p.name()) in _NEEDED})
         if not over.is_set():
             # An interrupt reaches the main thread even while it waits.
             os.kill(os.getpid(), signal.SIGINT)

@@ -49,7 +49,7 @@ class StageRun:
     seconds: float
 
 
-# --- parameters --------------------------------------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------------------------
 
 
 def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
@@ -71,12 +71,14 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
     document = yaml.load(paths.PARAMS) or {}
     unknown = sorted(set(overrides) - set(sections))
     if unknown:
-        raise ShardCoreError(f"overrides have an unknown section {unknown[0]!r}; known are {', '.join(sections)}")
+        raise ShardCoreError(f"overrides have an unknown section {unknown[0]!r}; known are "
+                             f"{', '.join(sections)}")
     changed = False
     for name, values in overrides.items():
         section = document.get(name) or {}
         if not isinstance(values, Mapping):
-            raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with keys")
+            raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with "
+                                 "keys")
         schema.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
         for key, value in values.items():
             if key not in section or section[key] != value:
@@ -89,7 +91,7 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
     return changed
 
 
-# --- dvc ---------------------------------------------------------------------------------------------------------------
+# --- dvc ----------------------------------------------------------------------------------------------------
 
 
 @task(task_run_name="dvc-repro-{target}")
@@ -122,7 +124,8 @@ def repro(target: Stage) -> list[StageRun]:
                 done = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, done, description=f"stage {found[2]}")
         if process.wait():
-            raise ShardCoreError(why(errors) or f"dvc repro {target} ended with exit code {process.returncode}")
+            raise ShardCoreError(why(errors)
+                                 or f"dvc repro {target} ended with exit code {process.returncode}")
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [StageRun(stage, ran, end - since if ran else 0.0)
@@ -181,7 +184,8 @@ def why(errors: Sequence[str]) -> str:
         return f"{first} {', '.join(holders)}; wait until that has ended, or end it"
     if first.startswith("Unable to acquire lock") and _DVC_LOCK.exists():
         holder = _DVC_LOCK.read_text().strip()
-        return f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has ended, or end it"
+        return (f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has "
+                "ended, or end it")
     return first
 
 
@@ -203,12 +207,13 @@ def announce(stage: str, target: Stage, runs: bool = True) -> None:
 def require_pushable() -> None:
     """Raise ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
     if _git("symbolic-ref", "--quiet", "HEAD").returncode:
-        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be committed; check one "
-                             "out, or refresh without push")
+        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be "
+                             "committed; check one out, or refresh without push")
     process = _dvc("config", "core.remote")
     found = process.stdout.read().strip()
     if process.wait() or not found:
-        raise ShardCoreError("DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push")
+        raise ShardCoreError("DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh "
+                             "without push")
 
 
 @task(task_run_name="push-{target}")
@@ -233,14 +238,17 @@ def push_data(target: Stage) -> str | None:
 
 
 def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
-    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
-    return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    # The stages' `python` is this one.
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT,
                             text=True, env={**os.environ, **env, "PATH": here})
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(["git", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        return subprocess.run(["git", *arguments], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, check=False)
     except OSError as error:
         raise ShardCoreError(f"git cannot be run: {error.strerror}") from None
 

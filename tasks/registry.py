@@ -56,7 +56,8 @@ def connect() -> mlflow.MlflowClient:
         client = mlflow.MlflowClient()
         _end_left_runs(client)
     except (MlflowException, OSError) as error:
-        raise ShardCoreError(f"MLflow cannot be used at {uri}: {' '.join(str(error).split())[:200]}") from None
+        raise ShardCoreError(f"MLflow cannot be used at {uri}: "
+                             f"{' '.join(str(error).split())[:200]}") from None
     return client
 
 
@@ -67,8 +68,9 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except (MlflowException, RequestException) as error:
-        raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: {' '.join(str(error).split())[:200]}; what was "
-                             "finished is kept, and a rerun goes on from there") from None
+        raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: "
+                             f"{' '.join(str(error).split())[:200]}; what was finished is kept, and a rerun "
+                             "goes on from there") from None
 
 
 @contextmanager
@@ -102,7 +104,8 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
                              f"{' '.join(str(error).split())[:200]}") from None
 
 
-def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
+def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
+             tags: dict[str, str]) -> ModelVersion:
     """The version with a model's files, created on the first call. It becomes challenger.
 
     The card beside the folder becomes its description.
@@ -110,7 +113,8 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags
     digest = files.model_digest(folder)
     name = model_name(neural.load(folder).setting.hardware)
     # A rerun with the same files must not make a second version.
-    existing = [v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest]
+    existing = [v for v in client.search_model_versions(f"name = '{name}'")
+                if v.tags.get(DIGEST_TAG) == digest]
     version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
@@ -118,8 +122,10 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags
     return version
 
 
-def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
-    with run(run_id=run_id, run_name=None if run_id else "register"), warnings.catch_warnings(action="ignore"):
+def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None,
+            tags: dict[str, str]) -> ModelVersion:
+    with (run(run_id=run_id, run_name=None if run_id else "register"),
+          warnings.catch_warnings(action="ignore")):
         info = mlflow.pyfunc.log_model(
             name=_ARTIFACT,
             python_model=str(Path(__file__).with_name("served_model.py")),
@@ -131,22 +137,25 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
-    client.set_logged_model_tags(info.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])})
+    client.set_logged_model_tags(info.model_id, {
+        MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])})
     return version
 
 
 def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:
     """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
     with tempfile.TemporaryDirectory() as temporary:
-        path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}", dst_path=temporary)
+        path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}",
+                                                   dst_path=temporary)
         folders = [p.parent for p in Path(path).rglob(files.MODEL_JSON)]
         if not folders:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; it was not "
-                                 "registered by ShardCore")
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; "
+                                 "it was not registered by ShardCore")
         try:
             return neural.load(folders[0])
         except ShardCoreError as error:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: {error}") from None
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: "
+                                 f"{error}") from None
 
 
 def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralModel, ModelVersion]:
@@ -155,5 +164,6 @@ def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralM
     version = find(client, name, CHAMPION)
     if version is None:
         raise ShardCoreError(f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
-                             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias in MLflow")
+                             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias "
+                             "in MLflow")
     return download(client, version), version

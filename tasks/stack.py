@@ -43,7 +43,8 @@ PATIENCE_S = 180.0
 _SOCKET_PATH_BYTES = 107
 _RAY_SOCKET_BYTES = 70
 """Bytes that Ray adds to its folder in the paths of its sockets."""
-_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
+          "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 *'*'* | *HOSTS*) ;;
@@ -81,17 +82,20 @@ class Service:
             return "silent"
 
 
-# --- what the stack is ---------------------------------------------------------------------------------------------------
+# --- what the stack is --------------------------------------------------------------------------------------
 
 
 def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
     """The environment of the stack's clients: flows, worker, a user's shell."""
-    env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api", "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
-           "PREFECT_HOME": str(folder / "prefect"), "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
+    env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api",
+           "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
+           "PREFECT_HOME": str(folder / "prefect"),
+           "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
            "MLFLOW_TRACKING_URI": config.url(config.mlflow_port), "MLFLOW_TRACKING_USERNAME": USER,
            "MLFLOW_TRACKING_PASSWORD": token,
            "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
-           "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
+           "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+           "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
     # Ray's switch for clusters of several machines. It is on by default on Linux, and makes Ray listen at all
     # addresses.
     return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
@@ -109,7 +113,8 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         return Daemon(name, command, {**base, **env}, folder)
 
     prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}",
-               "PREFECT_DEPLOYMENT_CONCURRENCY_SLOT_WAIT_SECONDS": "5"}  # what waits for its turn looks again so often
+               # What waits for its turn looks again so often.
+               "PREFECT_DEPLOYMENT_CONCURRENCY_SLOT_WAIT_SECONDS": "5"}
     if config.prefect_database:
         prefect["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.prefect_database
     mlflow = {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"), "MLFLOW_AUTH_ADMIN_USERNAME": USER,
@@ -117,29 +122,38 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
               "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
               "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
               "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}
-    ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port, "dashboard-host": config.host,
-           "dashboard-port": config.dashboard_port, "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
+    ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port,
+           "dashboard-host": config.host, "dashboard-port": config.dashboard_port,
+           "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
            "object-store-memory": config.object_store_mib << 20, "log-color": "false"}
     if config.host != "0.0.0.0":
         ray["node-ip-address"] = config.host
     api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
     dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
-    worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name",
+    worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process",
+                    "--name",
                     f"stack@{socket.gethostname()}", PREFECT_WORKER_QUERY_SECONDS="2")
     watch = daemon("watch", *python, "tasks.watch")
     found = [
         Service(daemon("prefect", *python, "prefect", "server", "start", "--host", config.host, "--port",
                        str(config.prefect_port), **prefect),
-                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true", config.url(config.prefect_port)),
-        Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port", str(config.mlflow_port),
-                       "--workers", "1", "--app-name", "basic-auth", "--uvicorn-opts", "--log-level warning", **mlflow),
-                {"mlflow_port": config.mlflow_port}, lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
+                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true",
+                config.url(config.prefect_port)),
+        Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port",
+                       str(config.mlflow_port), "--workers", "1", "--app-name", "basic-auth",
+                       "--uvicorn-opts", "--log-level warning", **mlflow),
+                {"mlflow_port": config.mlflow_port},
+                lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
                 config.url(config.mlflow_port)),
-        Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats",
+        Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block",
+                       "--disable-usage-stats",
                        *(f"--{k}={v}" for k, v in ray.items()), RAY_ADDRESS="",
-                       RAY_metric_cardinality_level="low"),  # calls have names of their own, too many for a label
-                {k: getattr(config, k) for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
-                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")), dashboard),
+                       # Calls have names of their own, too many for a label.
+                       RAY_metric_cardinality_level="low"),
+                {k: getattr(config, k)
+                 for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
+                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
+                dashboard),
         Service(worker, {}, lambda: _polls(worker, api, client["PREFECT_API_AUTH_STRING"])),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
@@ -174,8 +188,10 @@ def write_settings(config: StackConfig, folder: Path) -> str:
     _write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts))
     _write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
                                                f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
-                                               "auth_cache_ttl_seconds = 60\n"  # or each request hashes the password: 0.1 s
-                                               "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n")
+                                               # Or each request hashes the password: 0.1 s.
+                                               "auth_cache_ttl_seconds = 60\n"
+                                               "authorization_function = "
+                                               "mlflow.server.auth:authenticate_request_basic_auth\n")
     _write_private(folder / "logging.yml", logging_config(folder / "logs" / "flows.jsonl"))
     return token
 
@@ -189,14 +205,15 @@ def logging_config(lines: Path) -> str:
     config = yaml.safe_load((prefect / "logging" / "logging.yml").read_text())
     config["formatters"]["lines"] = {"()": "pythonjsonlogger.json.JsonFormatter", "timestamp": True,
                                      "format": "%(levelname)s %(name)s %(message)s"}
-    config["handlers"]["lines"] = {"class": "logging.handlers.WatchedFileHandler", "filename": str(lines), "delay": True,
+    config["handlers"]["lines"] = {"class": "logging.handlers.WatchedFileHandler", "filename": str(lines),
+                                   "delay": True,
                                    "formatter": "lines"}
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         config["loggers"][logger]["handlers"].append("lines")
     return yaml.safe_dump(config)
 
 
-# --- up, down, status ----------------------------------------------------------------------------------------------------
+# --- up, down, status ---------------------------------------------------------------------------------------
 
 
 def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
@@ -243,13 +260,16 @@ def status(config: StackConfig) -> tuple[str, bool]:
     for name, service in services(config, folder, token).items():
         state, process = service.state(), service.daemon.process()
         healthy = healthy and state == "healthy"
-        since = datetime.fromtimestamp(process.create_time()).strftime("%Y-%m-%d %H:%M:%S") if process else "-"
-        rows.append((name, state, since, process.pid if process else "-", service.page or "-", _shown(service.daemon.log)))
+        since = (datetime.fromtimestamp(process.create_time()).strftime("%Y-%m-%d %H:%M:%S")
+                 if process else "-")
+        rows.append((name, state, since, process.pid if process else "-", service.page or "-",
+                     _shown(service.daemon.log)))
         if state in ("died", "silent"):
             ends += [f"\n{name}: {state}; the last lines of {_shown(service.daemon.log)}:"]
             ends += [f"  {line[:200]}" for line in service.daemon.last_lines(8)]
     text = report.text_table(("service", "state", "since", "process", "page", "log"), rows)
-    where = {"clients": f". {_shown(folder / 'env.sh')}", "login": f"{USER}, with the password in {_shown(folder / 'token')}; "
+    where = {"clients": f". {_shown(folder / 'env.sh')}",
+             "login": f"{USER}, with the password in {_shown(folder / 'token')}; "
              "Ray's page asks for that alone", "metrics": f"{config.url(config.metrics_port)}/metrics",
              "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
              "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs")}
@@ -302,17 +322,20 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
     """
     file = Path("prefect.yaml")
     if not file.exists():
-        raise ShardCoreError(f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's folder")
+        raise ShardCoreError(f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's "
+                             "folder")
     texts = [config.prefect_database, *(p.read_text() for p in (file, *sorted(Path("flows").glob("*.py"))))]
     version = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     if (known := folder / "deployed").exists() and known.read_text() == version:
         return
-    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], env=env, text=True,
+    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], env=env,
+                          text=True,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     (folder / "logs" / "deploy.log").write_text(done.stdout)
     if done.returncode:
         last = " ".join(done.stdout.split())[-200:]
-        raise ShardCoreError(f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} ends with: {last}")
+        raise ShardCoreError(f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} "
+                             f"ends with: {last}")
     _write_private(known, version)
 
 
@@ -327,8 +350,8 @@ def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
             except OSError as error:
                 reason = error.strerror
         if time.monotonic() > until:
-            raise ShardCoreError(f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: {reason}"
-                                 f"{_holder(port)}; end that, or choose another port")
+            raise ShardCoreError(f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: "
+                                 f"{reason}{_holder(port)}; end that, or choose another port")
         time.sleep(0.2)
 
 
@@ -346,7 +369,8 @@ def _holder(port: int) -> str:
 def _polls(worker: Daemon, api: str, user: str) -> bool:
     """Whether the worker asked the server for work since it started."""
     process = worker.process()
-    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}",
+               "Content-Type": "application/json"}
     known = json.loads(get(f"{api}/work_pools/{POOL}/workers/filter", headers, b"{}"))
     seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in known
             if w["name"] in worker.command and w["last_heartbeat_time"]]

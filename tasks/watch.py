@@ -37,7 +37,8 @@ logger = logging.getLogger("shardcore.watch")
 
 def watched() -> publish_claim.PublishState:
     """The state of the model that this project publishes under."""
-    state = publish_claim.read(mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
+    state = publish_claim.read(mlflow.MlflowClient(),
+                               _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
     if not state.due(time.time()):
         return state
     # A claim is made before the alias is set. Read once more, so that a claim between two reads is seen.
@@ -80,7 +81,8 @@ def step() -> str:
         if state.champion == state.published:
             return f"{what} are published"
         same = state.champion == state.publishing
-        return f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} being published"
+        return (f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} "
+                "being published")
     try:
         return publish_once(state, time.time())
     except Exception as error:
@@ -107,7 +109,8 @@ def main() -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if not os.environ.get("PREFECT_API_URL"):
-        sys.exit("error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs deployments")
+        sys.exit("error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs "
+                 "deployments")
     watch()
 
 

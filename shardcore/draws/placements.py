@@ -38,7 +38,7 @@ Columns = list[dict[int, int]]
 
 
 def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -> tuple[Problem, str] | None:
-    """A problem of the pool and one of PLANNERS. None: devices do not divide the batch, or no table is live."""
+    """A problem of the pool and one of PLANNERS. None: uneven batch shares, or no table is live."""
     live = sum(t.pooling > 0 for t in pool)
     if not live:
         return None

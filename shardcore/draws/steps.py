@@ -98,7 +98,8 @@ def _step_plan(drawn: Problem, kind: str, small: Sequence[Table], rng: np.random
         elif "rows" in kind and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
             found.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
-            found += [Placement(WHOLE_ROWS.name, shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)]
+            found += [Placement(WHOLE_ROWS.name, shard, (d,))
+                      for d, shard in _cut_columns(table, everywhere, rng)]
     return Plan(tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))))
 
 

@@ -114,14 +114,17 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     path = Path(path)
     reports = sorted(p for p in path.iterdir() if REPORT.fullmatch(p.name)) if path.is_dir() else [path]
     if not reports:
-        raise ShardCoreError(f"folder {str(path)!r} has no reports of FBGEMM (tbe-OP-config-estimation-STEP.json); run the job "
-                             "with FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET naming it")
+        raise ShardCoreError(f"folder {str(path)!r} has no reports of FBGEMM "
+                             "(tbe-OP-config-estimation-STEP.json); run the job with "
+                             "FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET "
+                             "naming it")
     steps: dict[tuple[str, int], list[PartLookups]] = defaultdict(list)
     for report in reports:
         named = REPORT.fullmatch(report.name)
         op = named["op"] if named else report.name
         names = report.with_name(TABLES.format(op=op))
-        parts = schema.read(schema.read_json(names), tuple[TablePart, ...], str(names)) if names.exists() else None
+        parts = (schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
+                 if names.exists() else None)
         for i, found in _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
             steps[op, i].append(found)
     return [_mean(found) for found in steps.values()]
@@ -143,9 +146,11 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
     shapes = {table if having[table] == 1 else f"{module}.{table}":
               (module, table, max(p.row_hi for p in held), max(p.col_hi for p in held))
               for (module, table), held in sorted(parts.items())}
-    tables = [Table(name, *shapes[name][2:], *statistics) for name, statistics in matched(found, shapes).items()]
+    tables = [Table(name, *shapes[name][2:], *statistics)
+              for name, statistics in matched(found, shapes).items()]
     unnamed = [f for f in found if not f.part]
-    return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f])) for i, f in enumerate(unnamed)])
+    return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]))
+                           for i, f in enumerate(unnamed)])
 
 
 def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
@@ -154,7 +159,8 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         specs = schema.read(report["embedding_specs"], tuple[tuple[int, int], ...], "embedding_specs")
         table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
-        for table, mean, batch, law in zip(table_of, report["pooling_params"]["Ls"], report["batch_params"]["Bs"],
+        for table, mean, batch, law in zip(table_of, report["pooling_params"]["Ls"],
+                                           report["batch_params"]["Bs"],
                                            report["indices_params_list"], strict=True):
             hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
             if not all(0 <= share <= 1 for share in hitters):
@@ -166,14 +172,17 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         schema.read(list(batches.values()), tuple[int, ...], "Bs")
         if not all(0 <= i < len(specs) for i in table_of):
             raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
-        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i]) for i in pooling}
-        if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1 for f in found.values()):
+        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i])
+                 for i in pooling}
+        if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1
+                   for f in found.values()):
             raise ValueError("lookups are not finite, or less than none")
         return found
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         said = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
         raise ShardCoreError(f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, "
-                             "feature_table_map, and for each feature Ls, Bs and indices_params_list") from None
+                             "feature_table_map, and for each feature Ls, Bs and "
+                             "indices_params_list") from None
 
 
 def _mean(steps: list[PartLookups]) -> PartLookups:
@@ -198,7 +207,8 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
         return seen
     most = counts[-1]
     if (q, s) == NO_FIT:
-        q, s, least = 1.0, 0.01, (1 + (most if most < STEEPEST else most / STEEPEST)) / 2  # as if all were seen as often
+        # As if all were seen as often.
+        q, s, least = 1.0, 0.01, (1 + (most if most < STEEPEST else most / STEEPEST)) / 2
     else:
         least = max(1.0, most / STEEPEST)
 
@@ -214,14 +224,16 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):  # both fall with the number of ids
         middle = (low + high) / 2
-        more = count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least or count(first + 0.5, middle) > most
+        more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least
+                or count(first + 0.5, middle) > most)
         low, high = (middle, high) if more else (low, middle)
     scale = left / mass(high)
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)
     return seen - np.diff(edges, prepend=high)
 
 
-def matched(found: list[PartLookups], shapes: Mapping[str, tuple[str, str, int, int]]) -> dict[str, tuple[float, Reuse]]:
+def matched(found: list[PartLookups],
+            shapes: Mapping[str, tuple[str, str, int, int]]) -> dict[str, tuple[float, Reuse]]:
     """Pooling and reuse of tables, by our names.
 
     found: what was reported.
@@ -238,17 +250,21 @@ def matched(found: list[PartLookups], shapes: Mapping[str, tuple[str, str, int, 
             by_shape[f.rows, f.dim].append(f)
     result = {}
     for name, (module, table, rows, dim) in shapes.items():
-        ranges = {(f.part.row_lo, f.part.row_hi): f for f in named if (f.part.module, f.part.table) == (module, table)}
+        ranges = {(f.part.row_lo, f.part.row_hi): f
+                  for f in named if (f.part.module, f.part.table) == (module, table)}
         parts = list(ranges.values()) or by_shape[rows, dim]
         same = [n for n, shape in shapes.items() if shape[2:] == (rows, dim)]
         if not ranges and parts and (len(parts) > 1 or len(same) > 1):
-            raise ShardCoreError(f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and does not say which is "
-                                 f"table {name!r} (there are {', '.join(same[:5])}); call write_tables_of_ops in the job")
+            raise ShardCoreError(f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and "
+                                 f"does not say which is table {name!r} (there are {', '.join(same[:5])}); "
+                                 "call write_tables_of_ops in the job")
         reported = sum(high - low for low, high in ranges) if ranges else rows
         if not parts or reported != rows:
-            lacks = f"reported {reported} of the {rows} rows" if parts else f"did not report a table of {rows} rows and dim {dim}"
-            raise ShardCoreError(f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops alone (data_parallel "
-                                 "tables none), and a job that cuts tables needs to call write_tables_of_ops")
+            lacks = (f"reported {reported} of the {rows} rows" if parts
+                     else f"did not report a table of {rows} rows and dim {dim}")
+            raise ShardCoreError(f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops "
+                                 "alone (data_parallel tables none), and a job that cuts tables needs to "
+                                 "call write_tables_of_ops")
         result[name] = (sum(p.pooling for p in parts), _reuse(parts))
     return result
 

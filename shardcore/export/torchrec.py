@@ -85,7 +85,7 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
 
 
-# --- to TorchRec -------------------------------------------------------------------------------------------------------------
+# --- to TorchRec --------------------------------------------------------------------------------------------
 
 
 def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str = "cuda",
@@ -102,7 +102,8 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     require_cover(plan, problem)
-    theirs = ({t.name: ModelTable(module, t.name, None, True) for t in problem.tables} if isinstance(module, str)
+    theirs = ({t.name: ModelTable(module, t.name, None, True) for t in problem.tables}
+              if isinstance(module, str)
               else _matched(problem, tables_of(module)))
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
@@ -111,8 +112,10 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     kept = {} if like else {name: with_settings(settings, f"table {name!r} of the plan's provenance")
                             for name, settings in plan.provenance.get("torchrec", {}).items()}
     if unknown := sorted(set(kept) - set(theirs)):
-        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}")
-    cut = {(theirs[name].path, found.sharding_type) for name, found in shardings.items() if theirs[name].pooled}
+        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has "
+                             f"{sorted(theirs)[:5]}")
+    cut = {(theirs[name].path, found.sharding_type)
+           for name, found in shardings.items() if theirs[name].pooled}
     modules: dict[str, Any] = {}
     for name, table in theirs.items():
         found = shardings[name]
@@ -135,7 +138,8 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     """
     table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
     if len(kinds) > 1:
-        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them")
+        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a "
+                             "table by one of them")
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
         return Sharded(layout, layout.torchrec[0])
@@ -144,7 +148,8 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], parts)
 
 
-def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable], compute_device: str) -> None:
+def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable],
+                       compute_device: str) -> None:
     """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
     width: dict[str, int] = {}
     for name, table in theirs.items():
@@ -152,19 +157,23 @@ def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, Mo
         if table.pooled:
             continue
         if found.sharding_type in ("table_row_wise", "grid_shard"):
-            raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone")
+            raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
+                                 "EmbeddingBagCollections alone")
         if found.layout.dense_gradient and compute_device == "cpu":
-            raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there")
+            raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel "
+                                 "pools there")
         for _, part in found.parts if found.sharding_type == "column_wise" else ():
             if width.setdefault(table.path, part.width) != part.width:
-                raise ShardCoreError(f"plan cuts {what} into parts {part.width} wide, and one {width[table.path]}; TorchRec "
-                                     "there needs all parts of tables cut by columns equally wide")
+                raise ShardCoreError(f"plan cuts {what} into parts {part.width} wide, and one "
+                                     f"{width[table.path]}; TorchRec there needs all parts of tables cut by "
+                                     "columns equally wide")
 
 
 def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
     if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
-        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
-                             "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan")
+        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; "
+                             "TorchRec replicates with its dense kernel alone, in device memory: change the "
+                             "kernel to 'fused', or the plan")
 
 
 def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, ModelTable]:
@@ -173,16 +182,19 @@ def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, Mo
     ours = {t.name: t for t in problem.tables}
     if missing := sorted(set(theirs) ^ set(ours)):
         where = "the model lacks" if missing[0] in ours else "the problem lacks"
-        raise ShardCoreError(f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model {sorted(theirs)[:5]}; {where} "
-                             f"{missing[0]!r}")
+        raise ShardCoreError(f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model "
+                             f"{sorted(theirs)[:5]}; {where} {missing[0]!r}")
     for name, table in theirs.items():
-        shape, found = (ours[name].rows, ours[name].dim), (table.config.num_embeddings, table.config.embedding_dim)
+        shape, found = ((ours[name].rows, ours[name].dim),
+                        (table.config.num_embeddings, table.config.embedding_dim))
         if shape != found:
-            raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and {found} in the model")
+            raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and "
+                                 f"{found} in the model")
     return dict(theirs)
 
 
-def _sharding(found: Sharded, on: Topology, compute_device: str, old: ParameterSharding | None) -> ParameterSharding:
+def _sharding(found: Sharded, on: Topology, compute_device: str,
+              old: ParameterSharding | None) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.sharding_plan import placement
     from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
@@ -193,15 +205,17 @@ def _sharding(found: Sharded, on: Topology, compute_device: str, old: ParameterS
     else:
         ranks = [rank for rank, _ in found.parts]
         spec = EnumerableShardingSpec([ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width],
-                                                     placement(compute_device, rank, per_host)) for rank, s in found.parts])
+                                                     placement(compute_device, rank, per_host))
+                                       for rank, s in found.parts])
         # A table that was replicated has a dense kernel. It needs a fused one now.
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
     base = old or ParameterSharding(found.sharding_type, kernel)
-    return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec)
+    return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks,
+                   sharding_spec=spec)
 
 
-# --- from TorchRec -----------------------------------------------------------------------------------------------------------
+# --- from TorchRec ------------------------------------------------------------------------------------------
 
 
 def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Module) -> Plan:
@@ -219,7 +233,8 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     found: list[Placement] = []
     for path, tables in by_path.items():
         if path not in sharding_plan.plan:
-            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(sharding_plan.plan)[:5]}")
+            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has "
+                                 f"{sorted(sharding_plan.plan)[:5]}")
         found += placements_of(sharding_plan.plan[path], tables, problem.topology)
     kept = {name: settings for name, table in theirs.items()
             if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}

@@ -53,20 +53,21 @@ def _read(path: str | Path) -> dict[str, Any]:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
-        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore reads up to "
-                             f"{VERSION}")
+        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
+                             f"ShardCore reads up to {VERSION}")
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     # An edited plan could shard a table in a way that nobody priced.
     if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
-        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was edited after ShardCore "
-                             "wrote it")
+        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+                             "edited after ShardCore wrote it")
     schema.read(body["modules"], Mapping[str, Mapping[str, Mapping[str, Any]]], f"{path}, modules")
     return body
 
 
 def to_json(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
-    return {path: {name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()}
+    return {path: {name: encode(sharding, f"table {name!r} of module {path!r}")
+                   for name, sharding in module.items()}
             for path, module in plan.plan.items()}
 
 
@@ -74,7 +75,8 @@ def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") 
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     return ShardingPlan({path: EmbeddingModuleShardingPlan(
-        {name: _sharding(value, f"{what}, table {name!r} of module {path!r}") for name, value in tables.items()})
+        {name: _sharding(value, f"{what}, table {name!r} of module {path!r}")
+         for name, value in tables.items()})
         for path, tables in modules.items()})
 
 
@@ -87,7 +89,8 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
     made = decode(ParameterSharding, value, what)
     for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
         if getattr(made, name) not in (known := [kind.value for kind in kinds]):
-            raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows {', '.join(known)}")
+            raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows "
+                                 f"{', '.join(known)}")
     if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
     return made
@@ -102,17 +105,20 @@ def encode(value: Any, what: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [encode(v, what) for v in value]
     if type(value).__name__ == "EnumerableShardingSpec":
-        return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes), "placement": str(s.placement)}
+        return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes),
+                 "placement": str(s.placement)}
                 for s in value.shards]
     if dataclasses.is_dataclass(value) and not type(value).__name__.endswith("ShardingSpec"):
         return {f.name: encode(v, f"{what}, {f.name}") for f in dataclasses.fields(value)
                 if (v := getattr(value, f.name)) is not None}
-    raise ShardCoreError(f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and plain settings")
+    raise ShardCoreError(f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and "
+                         "plain settings")
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
     """A value of the annotated kind, strictly checked."""
-    options = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) in (Union, UnionType) else [kind]
+    options = ([k for k in get_args(kind) if k is not type(None)]
+               if get_origin(kind) in (Union, UnionType) else [kind])
     # Fields are X or X | None: one kind is left.
     kind = options[0]
     if value is None:
@@ -136,13 +142,15 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         if unknown := sorted(set(value) - known):
             raise ShardCoreError(f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
                                  f"{', '.join(sorted(known))}")
-        needed = [f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory is dataclasses.MISSING]
+        needed = [f.name for f in dataclasses.fields(kind) if f.init
+                  and f.default is f.default_factory is dataclasses.MISSING]
         if missing := [name for name in needed if name not in value]:
             raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
         try:
             return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
         except (ValueError, TypeError) as error:  # of TorchRec's own checks
-            raise ShardCoreError(str(error) if isinstance(error, ShardCoreError) else f"{what}: {error}") from None
+            raise ShardCoreError(str(error) if isinstance(error, ShardCoreError)
+                                 else f"{what}: {error}") from None
     if kind in (int, float, str, bool):
         return schema.read(value, kind, what)
     if isinstance(value, list | Mapping):
@@ -156,7 +164,8 @@ def _spec(shards: Any, what: str) -> Any:
 
     found = schema.read(shards, tuple[_ShardOfSpec, ...], what)
     try:
-        return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in found])
+        return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement)
+                                       for s in found])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # of PyTorch's own checks
         raise ShardCoreError(f"{what}: {error}") from None
 

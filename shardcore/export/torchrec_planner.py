@@ -45,7 +45,8 @@ RESERVED = 0.15
 
 
 def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
-                optimizer: str = "exact_sgd", constraints: Constraints | None = None, name: str = "model") -> Problem:
+                optimizer: str = "exact_sgd", constraints: Constraints | None = None,
+                name: str = "model") -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
@@ -62,12 +63,14 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     """
     theirs = tables_of(module)
     if not theirs:
-        raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place")
+        raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
+                             "nothing to place")
     statistics = _statistics(theirs, lookups, global_batch)
     precision = {"FP32": "fp32", "FP16": "fp16"}
     for key, table in theirs.items():
         if table.config.data_type.name not in precision:
-            raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are {', '.join(precision)}")
+            raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are "
+                                 f"{', '.join(precision)}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[t.config.data_type.name]) for key, t in theirs.items())
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
@@ -84,7 +87,8 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
     """
     _require_model(model)
     algorithm = known(algorithm)
-    problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer, constraints)
+    problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer,
+                          constraints)
     return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
 
 
@@ -118,7 +122,8 @@ class ShardCorePlanner:
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
-        self.batch_size, self.constraints, self.lookups = batch_size or BATCH_SIZE, dict(constraints or {}), lookups
+        self.batch_size, self.constraints, self.lookups = (batch_size or BATCH_SIZE, dict(constraints or {}),
+                                                           lookups)
         self.model, self.algorithm, self.seed, self.budget = model, algorithm, seed, budget
         self.problem: Problem | None = None
         self.found: Plan | None = None
@@ -128,14 +133,17 @@ class ShardCorePlanner:
         """A plan for the module's collections. Raises as `plan_for` and `to_torchrec` do."""
         theirs = tables_of(module)
         lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
-        whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t)) and set(asked) <= WHOLE_TYPES)
+        whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t))
+                      and set(asked) <= WHOLE_TYPES)
         # A cost model is valid for one global batch only.
         batch = self.batch_size * len(self.topology)
         if batch != self.model.setting.batch:
-            raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a global batch of {batch}; "
-                                 f"the cost model is for ({self.model.setting}): give its batch, or measure with --batch {batch}")
+            raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a "
+                                 f"global batch of {batch}; the cost model is for ({self.model.setting}): "
+                                 f"give its batch, or measure with --batch {batch}")
         optimizer = self.model.setting.optimizer
-        self.problem = problem_for(module, self.topology, batch, lookups, optimizer, Constraints(unsplit=whole))
+        self.problem = problem_for(module, self.topology, batch, lookups, optimizer,
+                                   Constraints(unsplit=whole))
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
             self.found = SHARDERS[algorithm](self.problem, self.model, seed=self.seed, budget=self.budget)
             if not (refused := self._refused(theirs)):
@@ -173,11 +181,14 @@ class ShardCorePlanner:
         for table in theirs.values():
             found, features = self.constraints.get(table.name), table.config.feature_names
             if found is None:
-                raise ShardCoreError(f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors="
-                                     f"[mean lookups per sample of {', '.join(features)}]), or give the planner `lookups`")
-            factors = found.pooling_factors * len(features) if len(found.pooling_factors) == 1 else found.pooling_factors
+                raise ShardCoreError(f"table {table.name!r} has no constraints; it needs "
+                                     f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
+                                     f"{', '.join(features)}]), or give the planner `lookups`")
+            factors = (found.pooling_factors * len(features) if len(found.pooling_factors) == 1
+                       else found.pooling_factors)
             if len(factors) != len(features):
-                raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its {len(features)} features")
+                raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its "
+                                     f"{len(features)} features")
             pooling |= dict(zip(features, factors, strict=True))
         return pooling
 
@@ -189,8 +200,8 @@ class ShardCorePlanner:
         for name, table in theirs.items():
             asked, kind = self._asked(table), sharded(placed[name], self.topology).sharding_type
             if asked and kind not in asked and not (kind == "table_wise" and "column_wise" in asked):
-                return (f"the plan found shards table {name!r} {kind}; its constraints ask for {', '.join(asked)}: allow it, or "
-                        "table_wise alone to keep it whole")
+                return (f"the plan found shards table {name!r} {kind}; its constraints ask for "
+                        f"{', '.join(asked)}: allow it, or table_wise alone to keep it whole")
         return ""
 
     def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:
@@ -202,8 +213,10 @@ class ShardCorePlanner:
             if c := self.constraints.get(table.name):
                 kernel = next((k for k in c.compute_kernels or () if k != "dense"), "fused")
                 modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
-                    "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm, stochastic_rounding=c.stochastic_rounding,
-                    bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype, key_value_params=c.key_value_params)
+                    "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
+                    stochastic_rounding=c.stochastic_rounding,
+                    bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype,
+                    key_value_params=c.key_value_params)
         return ShardingPlan(modules)
 
 
@@ -217,12 +230,14 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
 
 def _narrower(algorithm: str) -> list[str]:
     """Sharders to try next if a plan breaks constraints: those that only cut columns."""
-    return [name for name, space in SPACE_OF.items() if space == "columns"] if SPACE_OF.get(algorithm) == "all" else []
+    return ([name for name, space in SPACE_OF.items() if space == "columns"]
+            if SPACE_OF.get(algorithm) == "all" else [])
 
 
 def _require_model(model: CostModel) -> None:
     if not hasattr(model, "setting"):
-        raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) gives")
+        raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) "
+                             "gives")
 
 
 def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
@@ -232,23 +247,27 @@ def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
         return _reported(theirs, lookups)
     if isinstance(lookups, Mapping):
         return _given(theirs, lookups)
-    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)  # a batch is none
+    # A batch is none.
+    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)
 
 
 def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> dict[str, tuple[float, Zipf]]:
     for name, table in theirs.items():
         for feature in table.config.feature_names:
             if feature not in lookups:
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(lookups)[:5]}")
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are "
+                                     f"{sorted(lookups)[:5]}")
             if not isinstance(lookups[feature], Real):
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups {lookups[feature]!r}; it needs a "
-                                     "number, the mean of a sample")
-    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS) for name, t in theirs.items()}
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups "
+                                     f"{lookups[feature]!r}; it needs a number, the mean of a sample")
+    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS)
+            for name, t in theirs.items()}
 
 
 def _reported(theirs: Mapping[str, ModelTable], path: str | Path) -> dict[str, tuple[float, Reuse]]:
     return fbgemm_statistics.matched(fbgemm_statistics.read_statistics(path), {
-        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim) for name, t in theirs.items()})
+        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim)
+        for name, t in theirs.items()})
 
 
 def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor],
@@ -259,26 +278,26 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
     samples = 0
     for batch in batches:
         if not isinstance(batch, KeyedJaggedTensor):
-            raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the "
-                                 "path of FBGEMM's reports")
+            raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups "
+                                 "by feature, or the path of FBGEMM's reports")
         samples += batch.stride()
         by_feature = batch.to_dict()
         for name, table in theirs.items():
             for feature in table.config.feature_names:
                 if feature not in by_feature:
-                    raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there are "
-                                         f"{list(by_feature)[:5]}")
+                    raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there "
+                                         f"are {list(by_feature)[:5]}")
                 values = by_feature[feature].values().cpu().numpy()
                 _require_rows(values, feature, name, table.config.num_embeddings)
                 ids[name].append(values)
     if samples < global_batch:
-        raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, {global_batch}, or "
-                             "more")
+        raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, "
+                             f"{global_batch}, or more")
     found = {name: np.concatenate(parts) for name, parts in ids.items()}
     return {name: (len(values) / samples, access.reuse_of(values, samples)) for name, values in found.items()}
 
 
 def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
     if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
-        raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows 0 to {rows - 1}; "
-                             "give ids as the collection gets them")
+        raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows "
+                             f"0 to {rows - 1}; give ids as the collection gets them")

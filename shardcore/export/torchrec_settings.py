@@ -47,11 +47,13 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
     if placed := sorted(set(settings) & set(PLACEMENT)):
         raise ShardCoreError(f"{what} has {placed[0]!r} among its settings, which follows from the plan")
     if "compute_kernel" not in settings:
-        raise ShardCoreError(f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'")
+        raise ShardCoreError(f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, "
+                             "such as 'fused'")
     return torchrec_json.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
-def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), optimizer: str | None = None) -> list[str]:
+def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
+             optimizer: str | None = None) -> list[str]:
     """What the price of a plan leaves out, a line each.
 
     Tables are priced as fused ops in device memory, collectives as FP32. Sharders are checked for another
@@ -61,17 +63,19 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), op
     for path, module in plan.plan.items():
         for name, sharding in module.items():
             given = [f"{f.name}={value}" for f in fields(sharding)
-                     if f.name not in (*PLACEMENT, "compute_kernel") and (value := getattr(sharding, f.name)) is not None]
+                     if f.name not in (*PLACEMENT, "compute_kernel")
+                     and (value := getattr(sharding, f.name)) is not None]
             if sharding.compute_kernel not in PLAIN_KERNELS or given:
                 said.append(f"table {name!r} of module {path!r} is priced as fused, in device memory; it has "
                             + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
     for sharder in sharders:
         own = getattr((getattr(sharder, "fused_params", None) or {}).get("optimizer"), "name", None)
         if optimizer and own and OPTIMIZERS.get(own) != optimizer:
-            said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under {optimizer}; its "
-                        f"optimizer is {own}")
+            said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under "
+                        f"{optimizer}; its optimizer is {own}")
         for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():
-            sent = [str(codec.quantized_dtype).removeprefix("torch.") for codec in (codecs.forward, codecs.backward)]
-            said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} forward, {sent[1]} "
-                        "backward")
+            sent = [str(codec.quantized_dtype).removeprefix("torch.")
+                    for codec in (codecs.forward, codecs.backward)]
+            said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} "
+                        f"forward, {sent[1]} backward")
     return said

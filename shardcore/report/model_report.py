@@ -344,8 +344,8 @@ def _proxies(model: NeuralModel) -> list[str]:
     links = [collective_model.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
-        *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, with "
-           f"the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
+        *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, "
+           f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
           for c in CHANNELS if c != collective_model.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),
         ("links within a host, as those between hosts", {"between"} in links),

@@ -272,7 +272,8 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     columns, found = ["id", "error", "relative_ci", "measurement_version"], {}
     for row in parts.read_rows(folder, "compute", None, columns):
         if row["error"] is None:
-            found.setdefault(row["id"], []).append(math.inf if row["relative_ci"] is None else row["relative_ci"])
+            found.setdefault(row["id"], []).append(
+                math.inf if row["relative_ci"] is None else row["relative_ci"])
     usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
     return {k for k, known in found.items()
             if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}

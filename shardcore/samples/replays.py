@@ -288,7 +288,8 @@ class _Body:
 def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("version") not in range(1, VERSION + 1):
+    if (not isinstance(data, dict) or data.get("schema") != SCHEMA
+            or data.get("version") not in range(1, VERSION + 1)):
         raise ShardCoreError(f"{path} is not {SCHEMA} of version 1 to {VERSION}; "
                              f"remove {folder} to replay its plans again")
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}
@@ -304,7 +305,8 @@ def _of_version_1(body: dict[str, Any]) -> dict[str, Any]:
     def row(old: Any) -> Any:
         if not isinstance(old, dict) or not isinstance(old.get("algorithm"), str):
             return old
-        return {**{renamed.field(name): of for name, of in old.items()}, "algorithm": renamed.sharder(old["algorithm"])}
+        return {**{renamed.field(name): of for name, of in old.items()},
+                "algorithm": renamed.sharder(old["algorithm"])}
 
     rows = body.get("replays")
     return {**body, "replays": list(map(row, rows)) if isinstance(rows, list) else rows}
