@@ -45,8 +45,7 @@ class Readable(Protocol):
 
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
-    """A file's content. Raises ShardCoreError for a file that is missing, too large, or not a regular file.
-    """
+    """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
     try:
         if isinstance(path, str | os.PathLike):
             if "\0" in str(path):

@@ -1,5 +1,4 @@
-"""Accuracy of the cost models on held-out samples, of the sharders on held-out problems, and of both on
-replays."""
+"""Evaluate cost models on held-out samples, sharders on held-out problems, and both on replays."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     """Metrics of the COMPARED sharders on the same held-out problems. Writes sharders.csv to `out`.
 
     Per sharder: the share of problems solved, the cost relative to the best other sharder, and seconds. Cost
-      and seconds cover only problems that all sharders solved.
+    and seconds cover only problems that all sharders solved.
     """
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()

@@ -4,8 +4,8 @@ A run is `python -m tasks.services …`, or a flow that is started by itself. It
 is TMPDIR for everything it starts. All its processes carry the folder's path in their environment.
 
 A guardian is a small process in a session of its own. It waits until the run has ended or was killed. Then it
-  ends every process with that path in its environment, and removes the folder. Servers end last: flows still
-  tell a Prefect server how they ended, and return their actors to Ray.
+ends every process with that path in its environment, and removes the folder. Servers end last: flows still
+tell a Prefect server how they ended, and return their actors to Ray.
 
 This file is also the guardian's program, so it imports only the standard library. It reads /proc, which Linux
 has. Elsewhere a run that ends normally ends the processes it knows. A killed run leaves its processes.
@@ -33,8 +33,7 @@ _LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
 """Time to end after SIGTERM, the same for servers, and the time to end after SIGKILL."""
 _EVERY_S = 0.05
 _LONGEST_BASE = 18
-"""Bytes of the folder's parent. Paths of Ray's sockets are 70 bytes longer than its folder, and may have 107.
-"""
+"""Bytes of the folder's parent. Paths of Ray's sockets add 70 bytes to its folder, and may have 107."""
 
 
 @contextmanager

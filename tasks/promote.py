@@ -108,8 +108,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
 
 def _log_reality(client: mlflow.MlflowClient, version: ModelVersion,
                  rows: Sequence[replay_metrics.ReplayRecord]) -> None:
-    """Log a model's replay metrics (reality_*) and a plot to the run that made it. Once per set of replays.
-    """
+    """Log a model's replay metrics (reality_*) and a plot to its run. Once per set of replays."""
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return

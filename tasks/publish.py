@@ -26,8 +26,9 @@ from tasks.train import git_commit
 @registry.plain_errors()
 def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingConfig, config: PublishConfig,
                   everything: bool = False) -> str:
-    """Search a plan for each problem file, and publish it if it is worth it. Returns a table of the published
-    plans.
+    """Search a plan for each problem file, and publish it if it is worth it.
+
+    Returns a table of the published plans.
 
     plans: a folder or URL (see publish.store).
     everything: these are all problems, so the champion then counts as published (see publish_claim).

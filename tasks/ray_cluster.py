@@ -116,8 +116,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _close() -> None:
-    """Make the Ray that starts next listen only at loopback, with a token of its own that this process knows.
-    """
+    """Make the Ray that starts next listen only at loopback, with a token that this process knows."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 

@@ -53,8 +53,9 @@ class StageRun:
 
 
 def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
-    """Write overrides into params.yaml, comments kept, if all sections stay valid. Returns whether that
-    changed it.
+    """Write overrides into params.yaml if all sections stay valid. Returns whether that changed it.
+
+    Comments in the file are kept.
 
     overrides: {section: {key: value}}.
     sections: each section's config dataclass.

@@ -1,12 +1,13 @@
-"""The cost model as an MLflow pyfunc (models from code), for other programs. ShardCore itself reads the
-files.
+"""The cost model as an MLflow pyfunc (models from code), for other programs.
+
+ShardCore itself reads the model's files.
 
 Input: groups of shards, each run as one fused op. A group is {"shards": [...], "batch": samples of the op}.
   The default batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high],
   "columns": [low, high]}. The default is all rows and columns.
 
 Output, per group: "ms" of forward + backward, "forward_ms" of it, "low_ms" to "high_ms", which hold 90% of
-  measurements, and "extrapolated", sentences on what exceeds the measured range.
+measurements, and "extrapolated", sentences on what exceeds the measured range.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class ServedCostModel(PythonModel):
         self._model = neural.load(context.artifacts["model"])
 
     def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
-        """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group and its error.
-        """
+        """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group."""
         try:
             groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
             return [_answer(self._model, *g) for g in groups]

@@ -1,5 +1,4 @@
-"""Settings of the stack: section `stack` of params.yaml. Invalid settings are refused before anything starts.
-"""
+"""Settings of the stack: section `stack` of params.yaml. Invalid ones are refused before anything starts."""
 
 from __future__ import annotations
 

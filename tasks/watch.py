@@ -1,10 +1,9 @@
-"""`python -m tasks.watch`: run the publishing deployment whenever the champion changes in the MLflow
-registry.
+"""`python -m tasks.watch`: run the publishing deployment whenever the champion changes.
 
 It does not matter who set the alias: the gate, or a person in MLflow. The watch remembers nothing itself. The
-  registered model records what was published last (tasks/publish_claim.py). Prefect recognises a run that was
-  requested already by its key. So the watch can be killed at any moment. A new one does what is left to do,
-  once.
+registered model records what was published last (tasks/publish_claim.py). Prefect recognises a run that was
+requested already by its key. So the watch can be killed at any moment. A new one does what is left to do,
+once.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     """Collective `index` among ranks on `hosts` hosts.
 
     Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
-      number of tables, because plans have many small exchanges. Each table goes to a random rank with
-      probability p, otherwise to the least loaded one. A uniform p varies the balance. Every eighth draw
-      leaves some ranks without tables.
+    number of tables, because plans have many small exchanges. Each table goes to a random rank with
+    probability p, otherwise to the least loaded one. A uniform p varies the balance. Every eighth draw leaves
+    some ranks without tables.
 
     Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls in FP32 at the full
     batch, as plans of whole and column-wise tables have. The others vary in collective, payload and batch.

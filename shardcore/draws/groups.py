@@ -113,8 +113,9 @@ def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Set
 
 def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
                   config: GroupConfig) -> tuple[Shard, ...]:
-    """1 to max_shards shards of the pool's tables, with replacement, at random widths. Three quarters have at
-    most 15.
+    """1 to max_shards shards of the pool's tables, with replacement, at random widths.
+
+    Three quarters of the groups have at most 15.
 
     This is NeuroShard's draw, widened to the shards that a search makes.
     """

@@ -139,7 +139,7 @@ def _greedy(drawn: Problem, pieces: Sequence[tuple[int, int]],
     """Place pieces (table, columns) by falling load, each on the least loaded device with free memory.
 
     Without loads, a random device with free memory is taken. Parts of a table that meet on a device share its
-      overhead. None: a piece finds no device.
+    overhead. None: a piece finds no device.
     """
     # A fixed seed: the same problem must give the same placement everywhere.
     rng = np.random.default_rng(0)

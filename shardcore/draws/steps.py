@@ -26,8 +26,7 @@ from shardcore.types import (
 )
 
 STEP_KINDS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
-"""The plans of a problem. All have tables whole or cut by columns. Some also have divided rows or replicas.
-"""
+"""The plans of a problem. All have tables whole or cut by columns. Some have divided rows or replicas too."""
 _STEP_SEED = 2**32 - 3
 _STEP_TABLES = (8, 24)
 _STEP_DIMS = (16, 32, 64, 128)

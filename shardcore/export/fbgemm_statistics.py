@@ -1,5 +1,6 @@
-"""Pooling and reuse of tables, from FBGEMM's reports of a running job (TBEBenchmarkParamsReporter, FBGEMM
-1.8).
+"""Pooling and reuse of tables, from FBGEMM's reports of a running job.
+
+TBEBenchmarkParamsReporter of FBGEMM 1.8 writes them:
 
     FBGEMM_TBE_REPORT_INPUT_PARAMS=1 FBGEMM_REPORT_INPUT_PARAMS_BUCKET=DIR python job.py
 
@@ -134,7 +135,7 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
     """The tables of a job, without its model. Precision is FP32.
 
     Tables have their names in the job, if those were written. Otherwise each table of an op counts as a table
-      of its own: t0, t1, ... Each rank's reports are needed.
+    of its own: t0, t1, ... Each rank's reports are needed.
 
     Raises as `read_statistics` and `matched` do.
     """
@@ -222,7 +223,7 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
 
     low, high = first + 1e-6, first + min(rows - first, left)
     # Bisection over the number of ids: both counts fall as it grows.
-    for _ in range(60):  # both fall with the number of ids
+    for _ in range(60):
         middle = (low + high) / 2
         more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least
                 or count(first + 0.5, middle) > most)

@@ -1,5 +1,6 @@
-"""A Plan to and from a TorchRec ShardingPlan (TorchRec 1.8). Every rule was tried with
-DistributedModelParallel.
+"""A Plan to and from a ShardingPlan of TorchRec 1.8.
+
+Every rule here was tried with DistributedModelParallel.
 
 Each kind of sharding is one or two sharding types of TorchRec:
 

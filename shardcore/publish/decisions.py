@@ -115,6 +115,5 @@ def require_id(found: str, what: str) -> str:
 
 
 def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
-    """Whether a candidate should replace the previous plan. previous_ms None: that plan is no longer valid.
-    """
+    """Whether a candidate should replace the previous plan. previous_ms None: that plan is invalid."""
     return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)

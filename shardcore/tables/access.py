@@ -28,8 +28,8 @@ BIN_MEAN = np.array([1, 2, 3.38, 6.23, 11.6, 22.4, 45, 88] + [0.7 * 2**k for k i
 """Mean count in each reuse bin.
 
 Bins 0 to 9 follow from the public access and unique-row shares of dlrm_datasets (2021), within their
-  rounding. Higher bins have 0.7 of their upper edge, as those do. The last bin has no upper edge: 1.5 times
-  its lower one.
+rounding. Higher bins have 0.7 of their upper edge, as those do. The last bin has no upper edge: 1.5 times its
+lower one.
 """
 _ZIPF_BUCKETS = 512
 

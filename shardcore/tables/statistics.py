@@ -28,8 +28,7 @@ def read_release() -> dict:
 
 
 def published() -> dict[str, float]:
-    """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), by the names of pool_statistics.
-    """
+    """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
     data = read_release()
     values = [data["rows"]["mean"], data["rows"]["sd"], data["pooling"]["mean"], data["pooling"]["sd"],
               data["lookups"], data["unique_rows"], *data["reuse_bins"]["mean"], *data["reuse_bins"]["sd"],

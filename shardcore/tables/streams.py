@@ -60,8 +60,7 @@ def _lengths(table: Table, n: int, batch: int, rng: np.random.Generator) -> np.n
 
 
 def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
-    """Spread ranks over the rows as hashing would: a bijection of [0, rows) that moves neighbours far apart.
-    """
+    """Spread ranks over the rows as hashing would: a bijection of [0, rows) that parts neighbours."""
     # The golden ratio spreads multiples evenly. A step coprime to `rows` makes it a bijection.
     step = max(1, int(rows * 0.6180339887498949))
     while math.gcd(step, rows) != 1:
