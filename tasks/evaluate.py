@@ -84,6 +84,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     Writes predictions.csv and predictions.png to `out`.
     """
     model = neural.load(folder)
+    # The model was trained on these datasets too, so it is judged on all.
     known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
                                   model.setting)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
@@ -155,6 +156,7 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     if out.is_symlink():
         raise ShardCoreError(f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
+    # Figures of an older model must not look like this one's.
     _remove(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
     if not config.replay_problems:
         logger.info("no plans are replayed: evaluate.replay_problems is 0")

@@ -44,7 +44,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     work = console.Work("problems", len(problems))
     with publish_claim.publishing(client, version, everything) as renew:
         for i, path in enumerate(problems):
-            # Others wait as long as the claim is renewed.
+            # Others wait for as long as the claim is renewed.
             renew()
             work.done(i)
             try:

@@ -119,6 +119,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         prefect["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.prefect_database
     mlflow = {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"), "MLFLOW_AUTH_ADMIN_USERNAME": USER,
               "MLFLOW_AUTH_ADMIN_PASSWORD": token, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+              # Derived from the token, so that sessions survive a restart.
               "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
               "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
               "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}

@@ -117,6 +117,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
                         ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
     with registry.run(run_name=f"train-{setting.hardware}") as run:
+        # A model's provenance says which data and code it came from.
         version, commit = data_version(), git_commit()
         versions = {measurements: version, **{path: parts_digest(path) for path in shipped}}
         mlflow.log_params({**dataclasses.asdict(config),

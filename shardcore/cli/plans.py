@@ -89,6 +89,7 @@ def plan(args: argparse.Namespace) -> None:
     _require_agreeing(args)
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
+    # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
     provenance = {"model_digest": files.model_digest(args.model)}
     if args.confidence:
@@ -227,6 +228,7 @@ def replay(args: argparse.Namespace) -> None:
     from shardcore.samples import dataset, replays
     from shardcore.workload import lower
 
+    # Fail before reading files if the device is missing.
     device = args.device or hardware.detect_device()
     hardware.require_device(device)
     problem = files.read_problem(args.problem)
@@ -240,6 +242,7 @@ def replay(args: argparse.Namespace) -> None:
         # Replays are kept by algorithm: a plan without one goes by its file.
         made = [(plan.provenance.get("algorithm", path.stem), plan)
                 for path, plan in zip(args.plans, plans, strict=True)]
+        # The reference op shows how slow the machine is during the replays.
         reference = dataset.reference_op(args.append, setting)
         known = replays.append(args.append, problem, made, setting, config,
                                lambda w: replay_all(w, setting, config, device, reference))

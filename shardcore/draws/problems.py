@@ -60,6 +60,7 @@ def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int 
             config: ProblemConfig | None = None) -> Problem:
     """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
     config = config or ProblemConfig()
+    # Tables without lookups take no time.
     live = [t for t in pool if t.pooling > 0]
     if len(live) < config.min_tables:
         raise ShardCoreError(f"the pool has {len(live)} tables with lookups; a problem needs at least "

@@ -65,6 +65,7 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
                              f"{max_table_bytes >> 20} MiB at a dim of {MIN_WIDTH}: no step can be replayed; "
                              "give more memory, or ask for no steps")
     enough = min(_STEP_TABLES[0], len(fitting[MIN_WIDTH]))
+    # Wide tables are large: only dims at which enough tables fit are drawn.
     max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= enough] or [MIN_WIDTH]))
     fewest, most = (min(n, len(fitting[max_dim])) for n in _STEP_TABLES)
     shape = ProblemConfig(devices, fewest, most, max_dim)

@@ -95,6 +95,7 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
     """
     for path, module in model.named_modules():
         for lookup in getattr(module, "_lookups", ()):
+            # Data-parallel lookups are wrapped in DDP, hence `module`.
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
                 if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
                     files.write_json(Path(folder) / TABLES.format(op=uuid), [
@@ -103,6 +104,7 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
 
 def _part(path: str, table: Any) -> TablePart:
     row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
+    # Wrappers of the job are not in the model's own paths.
     path = ".".join(p for p in path.split(".") if p not in ("module", "_dmp_wrapped_module"))
     return TablePart(path, table.name, row, row + table.local_rows, column, column + table.local_cols)
 
@@ -126,6 +128,7 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
         names = report.with_name(TABLES.format(op=op))
         parts = (schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
                  if names.exists() else None)
+        # Several steps of an op are averaged.
         for i, found in _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
             steps[op, i].append(found)
     return [_mean(found) for found in steps.values()]
@@ -169,6 +172,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
             mean = schema.read(mean, float, "Ls")
             batches[table] = batch
             pooling[table] += mean
+            # Features of a table are assumed to look up different ids.
             seen[table] += rows_by_count(hitters, law["zipf_q"], law["zipf_s"], mean * batch, specs[table][0])
         schema.read(list(batches.values()), tuple[int, ...], "Bs")
         if not all(0 <= i < len(specs) for i in table_of):

@@ -144,6 +144,7 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
         return Sharded(layout, layout.torchrec[0])
+    # TorchRec fails on several parts of a table on one rank.
     placements = consolidate(placements)
     parts = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
     return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], parts)

@@ -104,6 +104,7 @@ def encode(value: Any, what: str) -> Any:
         return value.name
     if isinstance(value, (list, tuple)):
         return [encode(v, what) for v in value]
+    # Compared by name: TorchRec takes seconds to import.
     if type(value).__name__ == "EnumerableShardingSpec":
         return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes),
                  "placement": str(s.placement)}
@@ -127,6 +128,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         if not isinstance(value, list):
             raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a list")
         inner = [k for k in get_args(kind) if k is not Ellipsis]
+        # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and get_origin(kind) is tuple else [inner[0]] * len(value)
         return get_origin(kind)(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -138,6 +140,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be an object with keys")
+        # TorchRec's own annotations are the schema, so new settings need no code here.
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
             raise ShardCoreError(f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "

@@ -144,6 +144,7 @@ class ShardCorePlanner:
         optimizer = self.model.setting.optimizer
         self.problem = problem_for(module, self.topology, batch, lookups, optimizer,
                                    Constraints(unsplit=whole))
+        # The search does not know sharding_types. So check its plan, and retry with columns only.
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
             self.found = SHARDERS[algorithm](self.problem, self.model, seed=self.seed, budget=self.budget)
             if not (refused := self._refused(theirs)):
@@ -166,6 +167,7 @@ class ShardCorePlanner:
             except Exception as error:
                 return error
 
+        # An exception is broadcast like a plan. Raising it on rank 0 only would leave the others waiting.
         result = invoke_on_rank_and_broadcast_result(pg or dist.GroupMember.WORLD, 0, attempt)
         if isinstance(result, Exception):
             raise result
@@ -211,6 +213,7 @@ class ShardCorePlanner:
         modules: dict[str, Any] = {}
         for table in theirs.values():
             if c := self.constraints.get(table.name):
+                # Dense kernels are for replicas, which to_torchrec chooses itself.
                 kernel = next((k for k in c.compute_kernels or () if k != "dense"), "fused")
                 modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
                     "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
@@ -290,6 +293,7 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
                 values = by_feature[feature].values().cpu().numpy()
                 _require_rows(values, feature, name, table.config.num_embeddings)
                 ids[name].append(values)
+    # Fewer samples would show too little reuse of ids in a batch.
     if samples < global_batch:
         raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, "
                              f"{global_batch}, or more")

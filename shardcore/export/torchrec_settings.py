@@ -31,6 +31,7 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
     plain = replace(sharding, sharding_type="", ranks=None, sharding_spec=None)
     try:
         found = torchrec_json.encode(plain, what)
+    # A plan must stay readable and priceable even if a setting cannot be stored.
     except ShardCoreError as error:
         return {"unkept": str(error)}
     del found["sharding_type"]
@@ -69,6 +70,7 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
                 said.append(f"table {name!r} of module {path!r} is priced as fused, in device memory; it has "
                             + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
     for sharder in sharders:
+        # Optimizers differ in time and in memory for their state.
         own = getattr((getattr(sharder, "fused_params", None) or {}).get("optimizer"), "name", None)
         if optimizer and own and OPTIMIZERS.get(own) != optimizer:
             said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under "

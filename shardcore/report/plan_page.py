@@ -112,6 +112,7 @@ def _stack_costs(axes: Axes, cost: StepCost) -> None:
 
 
 def _bar_memory(axes: Axes, explained: Explanation) -> None:
+    # The largest unit in which the fullest device reads as 1 or more.
     unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
                       if max(explained.free_bytes) >= u or u == 1)
     free = np.array(explained.free_bytes) / unit

@@ -51,6 +51,7 @@ def _bounding(x: Explanation) -> str:
             f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.")
     if len(waiting) == 1:
         return last
+    # The bottleneck device itself never waits.
     others = [w for i, w in enumerate(waiting) if i != d]
     return (f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, "
             f"{max(others):.3f} ms at most; compute is {x.balance:.0%} balanced (mean over largest).")
@@ -66,6 +67,7 @@ def _exchange(x: Explanation) -> str:
 
 
 def _memory(x: Explanation) -> str:
+    # A device may have no free memory at all.
     pairs = zip(x.memory_bytes, x.free_bytes, strict=True)
     shares = [used / free if free > 0 else 0.0 for used, free in pairs]
     fullest = shares.index(max(shares))

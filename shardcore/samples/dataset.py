@@ -274,6 +274,7 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
         if row["error"] is None:
             found.setdefault(row["id"], []).append(
                 math.inf if row["relative_ci"] is None else row["relative_ci"])
+    # On a noisy machine all intervals are wide. Only outliers are worth repeating.
     usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
     return {k for k, known in found.items()
             if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}
@@ -301,4 +302,5 @@ def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
     It was timed more than twice as often as any other sample. A repeatability set is not.
     """
     first, second, *_ = [*map(len, repeats), 0, 0]
+    # Samples carry no mark of their purpose, so it is inferred from the counts.
     return first >= _FEWEST_OF_REFERENCE and first > 2 * second

@@ -70,6 +70,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")
     content = sink.getvalue().to_pybytes()
+    # Equal content gets an equal name, so copies of a part merge into one.
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
     files.write_atomic(path, content)
     return path
@@ -83,6 +84,7 @@ def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
     """
     for path, rows in _read_parts(folder, kind, columns).items():
         for row in rows:
+            # Old samples stay on disk, but their timings mean something else.
             if row["measurement_version"] != MEASUREMENT_VERSION:
                 continue
             if "hardware" in row:

@@ -84,6 +84,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
         raise ShardCoreError(f"{folder} is a symbolic link; replays are kept in a folder of their own")
     if is_kept(folder, problem, made, setting, config):
         return read(folder)
+    # All plans in one call, so that their steps alternate and share any drift.
     costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
     _clear(folder)
     files.write_problem(folder / PROBLEM_JSON, problem)
@@ -151,6 +152,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     names = dict.fromkeys(r.plan for r in body.replays)
     plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
+        # An edited plan would be paired with times of another one.
         if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
     return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
@@ -216,6 +218,7 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Rep
         kept = _read_current(folder / dataset.REPLAYS)
         others = sorted({str(one.setting) for one in kept if one.setting != setting})
         has_own = any(one.setting == setting for one in kept)
+        # Such a folder was probably named by mistake.
         if others and not has_own and setting not in dataset.settings(folder):
             raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
         for one in kept:
