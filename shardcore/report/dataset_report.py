@@ -127,9 +127,6 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
         groups = repeats[has_reference_op(repeats):]
         changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
         again.scatter([g[0].total_ms for g in groups], changes, s=6)
-        groups = repeats[has_reference_op(repeats):]
-        again.scatter([g[0].total_ms for g in groups],
-                      [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups], s=6)
     drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="slowdown, 1 is usual")
     again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %",
               xscale="log")
