@@ -68,7 +68,7 @@ def _of(value: Any, kind: type, what: str) -> Any:
 
 def _is_ours(path: Path) -> bool:
     """Whether no link on the path leads out of the project. Data behind such a link is not removed."""
-    with suppress(OSError, RuntimeError):  # of links in a circle
+    with suppress(OSError, RuntimeError):  # links may form a circle
         return path.parent.resolve().is_relative_to(Path.cwd().resolve())
     return False
 

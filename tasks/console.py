@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 class Screen:
-    """Lines for a person. On a terminal, progress is one changing line. Elsewhere it is a line at times."""
+    """Lines for a person. On a terminal, progress is one changing line. Elsewhere it is an occasional line."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock, self._began, self._said = out, clock, clock(), clock()
@@ -235,7 +235,7 @@ def start(name: str) -> Program:
 def _new_log(name: str) -> Path:
     """Path of a new log. Only the newest older logs are kept."""
     LOGS.mkdir(exist_ok=True)
-    for old in sorted(LOGS.glob("[0-9]*.log"))[: 1 - KEPT_LOGS]:  # by the time in their names
+    for old in sorted(LOGS.glob("[0-9]*.log"))[: 1 - KEPT_LOGS]:  # names sort by time
         old.unlink(missing_ok=True)
     return LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}.log"
 

@@ -55,7 +55,7 @@ def owned() -> Iterator[None]:
     ours = {RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
-    tempfile.tempdir = None  # it is known from before
+    tempfile.tempdir = None  # forget the cached value
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         # The parent may have ended before prctl took effect.
-        if RUN in os.environ and not _carries(os.getppid(), RUN, os.environ[RUN]):  # it had ended before
+        if RUN in os.environ and not _carries(os.getppid(), RUN, os.environ[RUN]):
             raise SystemExit("the process that started this one has ended")
 
 

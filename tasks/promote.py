@@ -137,7 +137,7 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
         return True, f"{said}, the first"
     try:
         old_model = registry.download(client, before)
-    except ShardCoreError as error:  # registered by a ShardCore that computed other features
+    except ShardCoreError as error:  # from a ShardCore with other features
         return True, f"{said}; champion {before.version} cannot be read any more: {error}"
     # Errors of different settings cannot be compared.
     if old_model.setting != model.setting:

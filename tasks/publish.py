@@ -122,7 +122,7 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
             try:
                 decision = store.last(plans, name)
                 page = decision and store.load_page(plans, name, decision.current)
-            except ShardCoreError:  # what is wrong with its files was said when it was its turn
+            except ShardCoreError:  # reported when it was published
                 continue
             if decision and decision.total_ms is not None:
                 mlflow.log_metric(f"{name}_ms", decision.total_ms)

@@ -60,7 +60,7 @@ def ray_cluster() -> Iterator[None]:
                 ray.init(address=address, **options)
         except ShardCoreError:
             raise
-        except Exception as error:  # of many kinds, a bare one among them
+        except Exception as error:  # Ray raises many kinds, Exception itself among them
             raise ShardCoreError(f"cannot connect to Ray at {address}: "
                                  f"{' '.join(str(error).split())[:200]}") from None
         try:
@@ -86,7 +86,7 @@ def _ending_with_it() -> Iterator[Callable[[], None]]:
 
     def watch() -> None:
         while not over.wait(_LOOK_EVERY_S) and not lost():
-            if len(found) < len(_NEEDED):  # then no more, for to look for them disturbs what is measured
+            if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
                 with suppress(psutil.NoSuchProcess):
                     found.update({name: p for p in psutil.Process().children()
                                   if (name := p.name()) in _NEEDED})
@@ -129,7 +129,7 @@ def _close() -> None:
 
 
 def _write_token() -> Path:
-    file, path = tempfile.mkstemp(prefix="ray-token-")  # its owner alone can read it
+    file, path = tempfile.mkstemp(prefix="ray-token-")  # only its owner can read it
     with open(file, "w") as token:
         token.write(secrets.token_urlsafe(32))
     return Path(path)

@@ -111,7 +111,7 @@ def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
             start_new_session=True)
     try:
         _wait_healthy(f"{url}/health", server)
-        os.environ["PREFECT_API_URL"] = url  # read by the processes that we start
+        os.environ["PREFECT_API_URL"] = url  # for the processes that we start
         yield url, server
     finally:
         os.environ.pop("PREFECT_API_URL", None)

@@ -47,7 +47,7 @@ def history(args: argparse.Namespace) -> None:
 
     found = list(islice(store.history(args.plans, args.name), args.last))
     if not found:
-        store.current(args.plans, args.name)  # says what there is instead
+        store.current(args.plans, args.name)  # raises, naming what is published
     print(plan_report.history_text(found))
 
 

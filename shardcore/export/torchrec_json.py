@@ -151,7 +151,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
             raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
         try:
             return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
-        except (ValueError, TypeError) as error:  # of TorchRec's own checks
+        except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
             raise ShardCoreError(str(error) if isinstance(error, ShardCoreError)
                                  else f"{what}: {error}") from None
     if kind in (int, float, str, bool):
@@ -169,7 +169,7 @@ def _spec(shards: Any, what: str) -> Any:
     try:
         return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement)
                                        for s in found])
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # of PyTorch's own checks
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # PyTorch checks shards itself
         raise ShardCoreError(f"{what}: {error}") from None
 
 

@@ -250,7 +250,7 @@ def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
         return _reported(theirs, lookups)
     if isinstance(lookups, Mapping):
         return _given(theirs, lookups)
-    # A batch is none.
+    # A single KeyedJaggedTensor is not an Iterable.
     return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)
 
 

@@ -41,7 +41,7 @@ class Remote:
             return getattr(self.fs, method)(self.path, *args, **options)
         except FileNotFoundError:
             raise
-        except Exception as error:  # each kind of storage has its own
+        except Exception as error:  # each storage has its own exceptions
             raise ShardCoreError(f"cannot use {self}: "
                                  f"{' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
 
@@ -73,8 +73,8 @@ def place(root: str | Path) -> Place:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
-    except Exception as error:  # each kind of storage has its own
+        fs, path = url_to_fs(root, use_listings_cache=False)  # a cache misses what others write
+    except Exception as error:  # each storage has its own exceptions
         raise ShardCoreError(f"plans are at {root}, which cannot be opened: "
                              f"{' '.join(str(error).split())[:200]}") from None
     return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
@@ -112,7 +112,7 @@ def write(at: Place, content: bytes) -> None:
         return
     try:
         at.call("pipe_file", content)
-    except FileNotFoundError as error:  # no such bucket, say
+    except FileNotFoundError as error:  # such as a missing bucket
         raise ShardCoreError(f"cannot write {at}: {error}") from None
 
 

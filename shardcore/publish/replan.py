@@ -45,7 +45,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     Raises Infeasible if no plan is found. Raises ShardCoreError if moves are limited and the old plan cannot
     be a start.
     """
-    from shardcore.search.anneal.search_space import Reshard  # compiled code: loaded when a search runs
+    from shardcore.search.anneal.search_space import Reshard  # loads compiled code, which takes seconds
 
     space = config.space or old.provenance.get("space", "all")
     left = _left(old, problem)

@@ -200,7 +200,7 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
         home.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a link in a shared folder must not make us truncate another file.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        f = open(opened, "a+")  # it is emptied below
+        f = open(opened, "a+")  # emptied below, under the lock
     with f:
         with places.plain_errors(path):
             while True:
@@ -251,7 +251,7 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
                     "cost.json": files.json_bytes(dict(cost)),
                     **({PAGE: page.encode()} if page else {}),
                     "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
-        for name, content in contents.items():  # the plan last: with it the version is whole
+        for name, content in contents.items():  # plan.json comes last and completes the version
             places.write(folder / name, content)
     return version
 
@@ -291,10 +291,10 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     home = _home(root, name)
     if isinstance(home, Path):
         with places.plain_errors(home):
-            _sweep(home.rglob(".*.tmp"))  # which follows no links
+            _sweep(home.rglob(".*.tmp"))  # rglob follows no links
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
-        places.remove(_version(home, version) / "plan.json")  # first: without it there is no version
+        places.remove(_version(home, version) / "plan.json")  # first, as it makes the version
         places.remove(_version(home, version))
     return gone
 
@@ -313,7 +313,7 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 
 def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
     for path in list(unfinished):
-        with suppress(FileNotFoundError):  # its writer was faster
+        with suppress(FileNotFoundError):  # its writer has just renamed it
             found = path.lstat()
             old = time.time() - found.st_mtime >= older_s
             if old and files.UNFINISHED.fullmatch(path.name) and stat.S_ISREG(found.st_mode):

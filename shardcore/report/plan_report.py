@@ -162,7 +162,7 @@ def decision_row(x: Decision) -> tuple[str, ...]:
 def history_text(decisions: Iterable[Decision]) -> str:
     rows = [DECISION_HEADERS, *(decision_row(x) for x in decisions)]
     width = max(len(row[-1]) for row in rows)
-    headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # words are read from the left
+    headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # left-align the reasons
     return text_table(headers, rows)
 
 

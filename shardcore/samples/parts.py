@@ -102,7 +102,7 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
     If a sample only failed, its last failure is kept. Temporary files over an hour old are removed.
     """
     for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
-        with suppress(FileNotFoundError):  # its writer was faster
+        with suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - unfinished.lstat().st_mtime > 3600:
                 unfinished.unlink()
     for kind in _SCHEMAS:

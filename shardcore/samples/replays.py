@@ -264,7 +264,7 @@ class _Row:
         if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
             raise ShardCoreError(f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
                                  f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
-        usual = self.cost().at_usual_speed()  # whose times are bounded too
+        usual = self.cost().at_usual_speed()  # its times are checked too
         if not (usual.total_ms > 0 and usual.step.median_ms > 0):
             raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
 

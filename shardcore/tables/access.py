@@ -109,7 +109,7 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
     sums[each, highest] += np.maximum(beyond, 0.0)
     sums = np.floor(sums)
     rest = total - sums.sum(-1)
-    for k in range(top, -1, -1):  # the rounding rest goes where there is room, from the top
+    for k in range(top, -1, -1):  # the rounding rest goes to the highest bins with room
         closed = (rest > 0) & np.isfinite(high[:, k])
         take = np.where(closed, np.minimum(rest, high[:, k] - sums[:, k]), rest) * live[:, k]
         sums[:, k] += take
