@@ -1,4 +1,4 @@
-"""evaluate: accuracy on held-out samples; the sharders on held-out problems; what plans of such problems really cost."""
+"""evaluate: accuracy on held-out samples, sharders on held-out problems, and replays of their plans."""
 
 import argparse
 from contextlib import nullcontext
@@ -15,6 +15,7 @@ def evaluate() -> None:
     config = params.section("evaluate", EvaluateConfig)
     accuracy = evaluate_model(paths.MODEL, paths.MEASUREMENTS, paths.EVALUATION)
     sharders = compare_sharders(paths.MODEL, paths.POOL, config, paths.EVALUATION)
+    # Only replays need devices.
     with ray_cluster() if config.replay_problems else nullcontext():
         reality = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
     write_metrics(paths.EVALUATION, accuracy, sharders, reality)
@@ -25,8 +26,9 @@ def evaluate() -> None:
 
 
 def result(accuracy: dict[str, float], reality: dict[str, float]) -> str:
-    """What came of it, in a line: errors of predicted ms, in percent, and rank correlations."""
-    said = f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau {accuracy['compute_kendall_tau']:.2f}"
+    """The result in one line: errors of predicted ms in percent, and rank correlations."""
+    said = (f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
+            f"{accuracy['compute_kendall_tau']:.2f}")
     if reality:
         said += f"; replayed plans: error {reality['mape']:.1f}%, Kendall tau {reality['kendall_tau']:.2f}"
     return said

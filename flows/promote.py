@@ -1,4 +1,4 @@
-"""promote: register the trained model; champion if at least as good."""
+"""promote: register the trained model, and make it champion if it is at least as good."""
 
 import argparse
 
@@ -12,29 +12,34 @@ from tasks.promote import PromoteConfig, Promotion, promote_model
 
 @flow(name="promote")
 def promote(approve: bool = False, will_publish: bool = False) -> str | None:
-    """Register the trained model, and make it champion if it is at least as good as the champion; the version that is champion
-    afterwards.
+    """Register the trained model, and make it champion if it is at least as good as the champion.
+
+    Returns the champion's version afterwards.
 
     Args:
-        approve: Make a model that passes champion although promote.approval in params.yaml makes it wait for a person.
-        will_publish: The caller publishes the plans itself afterwards; leave it to the registry watch otherwise.
+        approve: Approve a model that passes, where promote.approval in params.yaml asks for a person.
+        will_publish: The caller publishes the plans afterwards. Otherwise the registry watch does.
     """
-    promotion = promote_model(paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig), approve, will_publish)
+    promotion = promote_model(paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig),
+                              approve, will_publish)
     create_markdown_artifact(page(promotion), key="promotion", description=promotion.reason)
     return promotion.champion
 
 
 def page(promotion: Promotion) -> str:
-    """Markdown: who is champion, who challenged, and what was decided."""
+    """Markdown: the champion, the challenger and the decision."""
     rows = [(role, links.model_version(promotion.model, version) if version else "none yet")
             for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))]
     return f"{promotion.reason}\n\n{report.markdown_table(('alias', 'version'), rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.promote", description="Register the trained model, and make it "
-                                     "champion if it is at least as good as the champion on the same held-out data.")
-    parser.add_argument("--approve", action="store_true", help="also where promote.approval makes it wait for a person")
+    parser = argparse.ArgumentParser(prog="python -m flows.promote",
+                                     description="Register the trained model, and make it "
+                                     "champion if it is at least as good as the champion on the same "
+                                     "held-out data.")
+    parser.add_argument("--approve", action="store_true",
+                        help="also where promote.approval makes it wait for a person")
     approve = parser.parse_args().approve
     services.run_flow(lambda: promote(approve))
 

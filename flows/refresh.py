@@ -16,7 +16,16 @@ from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig
-from tasks.refresh import STAGES, Stage, StageRun, announce, override_params, push_data, repro, require_pushable
+from tasks.refresh import (
+    STAGES,
+    Stage,
+    StageRun,
+    announce,
+    override_params,
+    push_data,
+    repro,
+    require_pushable,
+)
 from tasks.setting import SettingConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
@@ -26,14 +35,19 @@ SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": Measure
 
 
 @flow(name="refresh")
-def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | None = None, push: bool = False) -> str:
-    """Rebuild a stage and what it depends on; with the last one, promote and publish too. A table of the published plans.
+def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | None = None,
+            push: bool = False) -> str:
+    """Rebuild a stage and its dependencies. After the last stage, promote and publish too.
+
+    Returns a table of the published plans.
 
     Args:
         target: The stage to rebuild (dvc repro).
-        overrides: Parameters to write into params.yaml first, by section, such as {"measure": {"compute_samples": 1000}}.
-        push: Push the data to DVC's remote, and commit dvc.lock and params.yaml on the branch that is checked out.
+        overrides: Parameters to write into params.yaml first, by section, such as
+            {"measure": {"compute_samples": 1000}}.
+        push: Push the data to DVC's remote. Commit dvc.lock and params.yaml on the current branch.
     """
+    # Fail before hours of work, not after.
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
@@ -41,21 +55,26 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
     commit = push_data(target) if push else None
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
+        # Promote and publish change the registry and the plans, so DVC does not run them.
         announce("promote", target)
         champion = promote(will_publish=True)
         done = "no model is champion yet: the challenger awaits approval"
         if champion:
             announce("publish", target)
             done = publish()
-    create_markdown_artifact(page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}")
+    create_markdown_artifact(page(stages, overrides or {}, commit, done), key="refresh",
+                             description=f"refresh of {target}")
     return done
 
 
-def page(stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str) -> str:
-    """Markdown: what every stage did, the parameters set, the commit, and what came of it."""
+def page(stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None,
+         done: str) -> str:
+    """Markdown: what each stage did, the parameters set, the commit, and the result."""
     parts = [report.markdown_table(("stage", "ran", "seconds"),
-                                   [(s.stage, "yes" if s.ran else "nothing changed", f"{s.seconds:.0f}") for s in stages])]
-    if rows := [(f"{section}.{key}", value) for section, values in overrides.items() for key, value in values.items()]:
+                                   [(s.stage, "yes" if s.ran else "nothing changed", f"{s.seconds:.0f}")
+                                    for s in stages])]
+    if rows := [(f"{section}.{key}", value) for section, values in overrides.items()
+                for key, value in values.items()]:
         parts.append(report.markdown_table(("parameter", "set to"), rows))
     if commit:
         parts.append(f"dvc.lock and params.yaml are committed as `{commit}`; their data is at DVC's remote.")
@@ -78,7 +97,7 @@ Where to look next (each from this folder, after `. .venv/bin/activate`):
 
 
 def setting_of(text: str) -> tuple[str, str, Any]:
-    """"measure.compute_samples=1000" as section, key and value (YAML)."""
+    """Section, key and value (YAML) of "measure.compute_samples=1000"."""
     import yaml
 
     name, equals, value = text.partition("=")
@@ -88,16 +107,20 @@ def setting_of(text: str) -> tuple[str, str, Any]:
     try:
         return section, key, yaml.safe_load(value)
     except yaml.YAMLError:
-        raise ShardCoreError(f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true or [a, b]") from None
+        raise ShardCoreError(f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true "
+                             "or [a, b]") from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.refresh", description="Rebuild a stage and what it depends on; with "
+    parser = argparse.ArgumentParser(prog="python -m flows.refresh",
+                                     description="Rebuild a stage and what it depends on; with "
                                      "the last one, promote and publish too.")
     parser.add_argument("target", nargs="?", choices=STAGES, default=STAGES[-1])
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="write a parameter into "
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="write a parameter into "
                         "params.yaml first")
-    parser.add_argument("--push", action="store_true", help="push the data to DVC's remote, and commit dvc.lock and params.yaml")
+    parser.add_argument("--push", action="store_true",
+                        help="push the data to DVC's remote, and commit dvc.lock and params.yaml")
     args = parser.parse_args()
 
     def run() -> None:

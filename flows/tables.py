@@ -1,4 +1,4 @@
-"""tables: the pool of tables that everything is drawn from."""
+"""tables: the pool of tables for all draws."""
 
 import argparse
 
@@ -14,8 +14,9 @@ def tables() -> None:
     pool = make_pool(config)
     write_pool(paths.POOL, pool)
     live = [t for t in pool if t.pooling > 0]
-    get_run_logger().info("%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d", len(pool),
-                          len(pool) - len(live), sum(t.pooling for t in pool), sum(t.bytes for t in pool) / 2**30, pool[0].dim,
+    get_run_logger().info("%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d",
+                          len(pool), len(pool) - len(live), sum(t.pooling for t in pool),
+                          sum(t.bytes for t in pool) / 2**30, pool[0].dim,
                           extra=console.RESULT)
 
 

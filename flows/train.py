@@ -1,4 +1,4 @@
-"""train: the cost models of the measured setting."""
+"""train: cost models of the measured setting."""
 
 import argparse
 

@@ -1,8 +1,8 @@
-"""Plan files of version 1 (to November 2026): placements without a kind of sharding.
+"""Plan files of version 1 (until November 2026): placements without a kind of sharding.
 
-Then the kind followed from the geometry. A shard on several devices was a replica on each. A range of rows was one of
-several, one on each device; they ran as if divided over all devices, even where they were those of one host. The latter are
-read as what TorchRec runs for them.
+The kind followed from the geometry. A shard on several devices was a replica on each. Row ranges lay one on
+each device. They ran as if divided over all devices, even if they lay on one host only. The latter are now
+read as the kind that TorchRec runs for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 @dataclass(frozen=True)
 class PlacedShard:
-    """A placement in a plan's file: [low, high) rows and columns."""
+    """A placement in a plan's file.
+
+    table: the table's name.
+    rows: [low, high).
+    columns: [low, high).
+    devices: their indices.
+    """
 
     table: str
     rows: tuple[int, int]
@@ -29,7 +35,13 @@ class PlacedShard:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan's file."""
+    """A plan's file.
+
+    problem: the problem's name.
+    problem_digest: its digest.
+    provenance: who made the plan, and how.
+    placements: one entry per shard.
+    """
 
     problem: str
     problem_digest: str
@@ -38,9 +50,9 @@ class PlanFile:
 
 
 def placements(file: PlanFile, problem: Problem) -> tuple[Placement, ...]:
-    """The same plan with kinds. Raises ShardCoreError for rows that no kind divides so, and for a shard out of its table.
+    """The same plan with kinds. The tables of the file must be the problem's.
 
-    The tables of the file have to be the problem's.
+    Raises ShardCoreError for row ranges of no known kind, and for a shard outside its table.
     """
     tables, found = {t.name: t for t in problem.tables}, []
     ranges: dict[tuple[Table, int, int], list[tuple[Shard, int]]] = defaultdict(list)
@@ -48,6 +60,7 @@ def placements(file: PlanFile, problem: Problem) -> tuple[Placement, ...]:
     for p in file.placements:
         shard = Shard(tables[p.table], *p.rows, *p.columns)
         if len(p.devices) > 1:
+            # Replicas on all devices get the canonical order, so that equal plans are equal.
             everywhere = problem.topology.ranks
             same = sorted(p.devices) == sorted(everywhere)
             found.append(Placement(replicated.name, shard, everywhere if same else p.devices))
@@ -60,7 +73,10 @@ def placements(file: PlanFile, problem: Problem) -> tuple[Placement, ...]:
 
 
 def placed_shards(plan: Plan) -> list[dict[str, Any]]:
-    """What a plan places where, as a file of version 1 said it: by this, whoever made the plan, kept replays know it."""
+    """The plan's shards as a file of version 1 had them.
+
+    Replays identify plans by this, whoever made them. So it must never change.
+    """
     found = []
     for p in plan.placements:
         if layout_of(p.kind).divides_rows:
@@ -68,22 +84,26 @@ def placed_shards(plan: Plan) -> list[dict[str, Any]]:
         else:
             found.append((p.shard, tuple(sorted(p.devices))))
     found.sort(key=lambda x: (x[0].table.name, x[0].row_lo, x[0].row_hi, x[0].col_lo, x[0].col_hi, x[1]))
-    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi], "devices": list(devices)}
+    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi],
+             "devices": list(devices)}
             for s, devices in found]
 
 
 def _divided(parts: Sequence[tuple[Shard, int]], problem: Problem) -> Placement:
-    """Row ranges as one placement. Which of them a device had does not matter where rows are not ordered."""
+    """Row ranges as one placement. In a table that is not ordered, it does not matter which device had which
+    range."""
     first, devices = parts[0][0], {d for _, d in parts}
     table, sizes = first.table, sorted(s.rows for s, _ in parts)
     for layout in LAYOUTS.values():
         for group in layout.groups(problem.topology) if layout.divides_rows else ():
-            even = even_rows(table.rows, len(group)) if set(group) == devices and len(parts) == len(group) else None
+            even = (even_rows(table.rows, len(group))
+                    if set(group) == devices and len(parts) == len(group) else None)
             if even is None:
                 continue
             found = Placement(layout.name, Shard(table, 0, table.rows, first.col_lo, first.col_hi), group)
             same_sizes = sizes == sorted(hi - lo for lo, hi in even) and sum(sizes) == table.rows
             if same_sizes and not table.ordered or set(parts) == {(s, d) for d, s in shards_on(found)}:
                 return found
-    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(parts)} ranges of {sizes[:4]} on {len(devices)} "
-                         "devices; TorchRec divides them evenly, over all devices or those of a host: plan again")
+    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(parts)} ranges of {sizes[:4]} on "
+                         f"{len(devices)} devices; TorchRec divides them evenly, over all devices or those "
+                         "of a host: plan again")

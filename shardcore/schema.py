@@ -1,8 +1,8 @@
 """Strict reading of files that anybody may have written.
 
-`read_json` and `read_yaml` parse a file, and limit its size, its depth and its numbers. `build` makes a dataclass of what they
-return: the annotations of its fields are the schema. Whatever is wrong raises a ShardCoreError that names the file, the thing
-and its value. Nothing else is raised.
+`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build` makes a dataclass of
+the result. The annotations of its fields are the schema. Any error is a ShardCoreError that names the file,
+the thing and its value. Nothing else is raised.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from shardcore.errors import ShardCoreError, escaped, shortened
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29
-"""Of any file: a problem of a million tables has less."""
+"""Largest file. A problem of a million tables is smaller."""
 MOST_YAML_BYTES = 1 << 18
-"""It is read at 14 s a MiB."""
+"""Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_DEPTH = 24
-"""Of values within values."""
+"""Depth of nested values."""
 MOST_INT = 1 << 53
-"""Beyond it floats do not keep whole numbers apart, nor do most readers of JSON."""
+"""Largest integer. Floats are not exact beyond it, nor are most JSON readers."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that may make a lone surrogate, which UTF-8 cannot encode."""
 _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 40
 
 
 class Readable(Protocol):
-    """A file that is not on a disk (see store.py)."""
+    """A file that is not on a local disk (see publish/places.py)."""
 
     def read_bytes(self) -> bytes: ...
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------------------------
 
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
-    """A file's content. Raises ShardCoreError naming it where it is missing, a folder, a pipe or the like, or too large."""
+    """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
     try:
         if isinstance(path, str | os.PathLike):
             if "\0" in str(path):
@@ -60,12 +60,14 @@ def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> byte
 
 
 def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
-    """As read_bytes, but raises OSError for what cannot be read."""
+    """As read_bytes, but raises OSError if the file cannot be read."""
     found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):  # to read a pipe may never end
+    # Reading a pipe may never end.
+    if not stat.S_ISREG(found.st_mode):
         raise OSError(0, "it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
     _require_size(path, found.st_size, most)
-    size = max(found.st_size, 1 << 16)  # files of /proc say that they have none, and some never end
+    # Files of /proc claim a size of 0, and some never end.
+    size = max(found.st_size, 1 << 16)
     with open(path, "rb") as f:
         content = f.read(size + 1)
     if len(content) > size:
@@ -79,7 +81,7 @@ def _require_size(path: Any, size: int, most: int) -> None:
 
 
 def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
-    """As read_bytes; raises ShardCoreError also where a file is no text in UTF-8."""
+    """As read_bytes. Also raises ShardCoreError for text that is not UTF-8."""
     return decoded(read_bytes(path, most), path)
 
 
@@ -91,23 +93,29 @@ def decoded(content: bytes, what: Any) -> str:
 
 
 def read_json(path: str | Path | Readable) -> Any:
-    """The value of a JSON file. Raises ShardCoreError naming the file where it cannot be read or is not whole JSON, has a key
-    twice, a number that is not finite or too large, or too many values within values."""
+    """The value of a JSON file.
+
+    Raises ShardCoreError naming the file if it cannot be read or is not complete JSON. Also for a duplicate
+    key, a number that is too large or not finite, and values nested too deep.
+    """
     return parse_json(read_bytes(path), path)
 
 
 def parse_json(content: bytes, what: Any) -> Any:
-    """As read_json, of the content of `what`."""
+    """As read_json, for the content of `what`."""
     text = decoded(content, what)
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float, parse_constant=_float)
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float,
+                           parse_constant=_float)
         _require_depth(value)
         if _SURROGATE.search(content):
+            # Encoding fails on a lone surrogate. Better here than when the value is written.
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
     except ValueError as error:
-        raise ShardCoreError(f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or edited") from None
+        raise ShardCoreError(f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or "
+                             "edited") from None
     return value
 
 
@@ -115,7 +123,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = sorted(k for k, _ in pairs)
-        raise ValueError(f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice")
+        raise ValueError(f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} "
+                         "appears twice")
     return made
 
 
@@ -132,17 +141,18 @@ def _float(text: str) -> float:
 
 
 def _require_depth(value: Any) -> None:
-    """Raise RecursionError for values within values, deeper than MOST_DEPTH."""
+    """Raise RecursionError for values nested deeper than MOST_DEPTH."""
     level = [[value]]
     for _ in range(MOST_DEPTH + 1):
-        level = [v.values() if isinstance(v, dict) else v for one in level for v in one if isinstance(v, dict | list)]
+        level = [v.values() if isinstance(v, dict) else v
+                 for one in level for v in one if isinstance(v, dict | list)]
         if not level:
             return
     raise RecursionError
 
 
 def _require_numbers(value: Any) -> None:
-    """Raise ValueError for a number that is not finite or too large, in a value that is not too deep."""
+    """Raise ValueError for a number that is not finite or too large. The value must not be too deep."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             _require_numbers(one)
@@ -153,14 +163,18 @@ def _require_numbers(value: Any) -> None:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value of a YAML file. Raises ShardCoreError as read_json; also for an alias, for eight lines of them make gigabytes."""
+    """The value of a YAML file. Raises ShardCoreError as read_json does, and for an alias.
+
+    Eight lines of aliases can expand to gigabytes.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()
-                raise ValueError(f"line {event.start_mark.line + 1} has an alias, *{shortened(event.anchor, 40)}; write it out")
+                raise ValueError(f"line {event.start_mark.line + 1} has an alias, "
+                                 f"*{shortened(event.anchor, 40)}; write it out")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -172,8 +186,10 @@ def read_yaml(path: str | Path) -> Any:
 
         def construct_scalar(self, node: Any) -> Any:
             value = super().construct_scalar(node)
-            value.encode()  # not half a character
-            if node.tag in _YAML_NUMBERS and len(value) > _MOST_DIGITS:  # 1:0:0: ... is one of base 60
+            # A lone surrogate cannot be encoded.
+            value.encode()
+            # YAML reads 1:0:0: ... as a number of base 60, which may be huge.
+            if node.tag in _YAML_NUMBERS and len(value) > _MOST_DIGITS:
                 raise ValueError(f"the number {shortened(value, 40)} is too large")
             return value
 
@@ -184,27 +200,35 @@ def read_yaml(path: str | Path) -> Any:
         _require_numbers(value)
     except RecursionError:
         raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # of dates, tags, ...
+    # Of dates, tags, ...
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise ShardCoreError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return value
 
 
-# --- records -----------------------------------------------------------------------------------------------------------
+# --- records ------------------------------------------------------------------------------------------------
 
 
 def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
-    """Make a dataclass from a mapping. Its annotations say what is right: int, float, str, bool, None, Any, Literal, unions,
-    tuple[X, ...], tuple[X, Y], Mapping[str, X], and dataclasses of these. `given` fields are set by the caller and not allowed
-    in `data`; `also` are keys that the caller has taken out of it, for the message.
+    """Make a dataclass from a mapping. Its annotations are the schema.
 
-    Raises ShardCoreError naming `what` and an unknown key, a missing one, or a value that is wrong.
+    data: the mapping.
+    what: its name, for messages.
+    also: keys that the caller has taken out of it, for messages.
+    given: fields that the caller sets. They are not allowed in `data`.
+
+    Annotations may be int, float, str, bool, None, Any, Literal, unions, tuple[X, ...], tuple[X, Y],
+    Mapping[str, X], and dataclasses of these.
+
+    Raises ShardCoreError naming `what` and an unknown key, a missing one, or a wrong value.
     """
     if not isinstance(data, Mapping):
         raise ShardCoreError(f"{what} is {show(data)}; it needs to be an object with keys")
     fields = {name: field for name, field in _fields(cls).items() if name not in given}
     unknown = sorted(str(key) for key in data if key not in fields)
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are {', '.join([*fields, *also])}")
+        raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are "
+                             f"{', '.join([*fields, *also])}")
     kinds, values = _kinds(cls), {}
     for name, field in fields.items():
         if name in data:
@@ -228,11 +252,11 @@ def _kinds(cls: type) -> dict[str, Any]:
 
 
 class _Wrong(Exception):
-    """A value is not of its kind."""
+    """A value does not match its annotation."""
 
 
 def read(value: Any, kind: Any, what: str) -> Any:
-    """A value of an annotated kind (see build); lists become tuples. Raises ShardCoreError naming `what`."""
+    """A value of an annotated kind (see build). Lists become tuples. Raises ShardCoreError naming `what`."""
     try:
         return _read(value, kind, what)
     except _Wrong:
@@ -268,7 +292,8 @@ def _read_one_of(value: Any, kinds: tuple[Any, ...], what: str) -> Any:
         return None
     some = [k for k in kinds if k is not NoneType]
     if len(some) == 1 and some[0] not in _SCALARS:
-        return read(value, some[0], what)  # whose error says more than that of the union
+        # Its error says more than that of the union.
+        return read(value, some[0], what)
     for kind in some:
         try:
             return _read(value, kind, what)
@@ -291,10 +316,11 @@ _SCALARS: dict[Any, Callable[[Any], bool]] = {
 
 
 def _words(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else re.sub(r"\b(\w+\.)+", "", str(kind))
+    return (kind.__name__ if isinstance(kind, type) and not get_args(kind)
+            else re.sub(r"\b(\w+\.)+", "", str(kind)))
 
 
-# --- values in messages --------------------------------------------------------------------------------------------------
+# --- values in messages -------------------------------------------------------------------------------------
 
 
 def show(value: Any, most: int = 80) -> str:
@@ -306,6 +332,7 @@ def _shown(value: Any, depth: int) -> str:
     """The repr of a value's first few entries."""
     if isinstance(value, str | bytes):
         return repr(value[:200])
+    # Python refuses to print very long integers.
     if isinstance(value, int) and abs(value) >= 1 << 200:
         return f"a whole number of {value.bit_length()} bits"
     if not isinstance(value, Mapping | list | tuple):

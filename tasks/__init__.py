@@ -1,1 +1,1 @@
-"""Prefect tasks: each wraps shardcore for one of Ray, MLflow and DVC."""
+"""Prefect tasks. Each wraps shardcore for one of Ray, MLflow and DVC."""

@@ -1,5 +1,7 @@
-"""Prefect's artifacts, which show a run on its page. A run can do without: where Prefect does not answer (its server is being
-restarted), a warning says so and the run goes on."""
+"""Prefect artifacts, which show a run on its page.
+
+A run can do without them. If Prefect does not answer, a warning says so and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ def create_progress_artifact(progress: float, key: str, description: str) -> UUI
 
 
 def update_progress_artifact(artifact_id: UUID | None, progress: float, description: str) -> None:
-    """Without an artifact (it could not be created) nothing."""
+    """Update an artifact. None: it could not be created, so there is nothing to do."""
     if artifact_id is not None:
-        _try("progress", lambda: artifacts.update_progress_artifact(artifact_id, progress, description=description))
+        _try("progress",
+             lambda: artifacts.update_progress_artifact(artifact_id, progress, description=description))
 
 
 def create_markdown_artifact(markdown: str, key: str, description: str) -> None:

@@ -1,6 +1,6 @@
-"""DVC's cache, checked against the hashes in its names: DVC takes what is there on trust.
+"""Checks DVC's cache against the hashes in its file names. DVC trusts its cache.
 
-A damaged entry would come back at every checkout, and even in place of what a stage has just made anew.
+A damaged entry would come back at every checkout. It would even replace a stage's new result.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
-    """Remove the damaged entries of the results that dvc.lock names, and the copies of them in the working tree, so that the
-    next `dvc repro` makes just these anew; each is named in a warning. Raises ShardCoreError for a dvc.lock that is none, or
-    names what is no hash or not in the project."""
+    """Remove damaged cache entries of the results in dvc.lock, and their copies in the working tree.
+
+    The next `dvc repro` makes just these anew. A warning names each. Raises ShardCoreError for an invalid
+    dvc.lock.
+    """
     if not LOCK.exists():
         return
     outs = results()
@@ -41,13 +43,16 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
                 continue
             entry.chmod(0o644)
             entry.unlink()
+            # A copy with other content was changed by the user: leave it.
             if copy.is_file() and _is_ours(copy) and _md5(copy) == found:
                 copy.unlink()
-            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew", entry, copy)
+            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew",
+                           entry, copy)
 
 
 def results() -> list[tuple[Path, str]]:
-    """The results in dvc.lock, with their hashes. (DVC itself checks the rest of the file.) Raises as remove_damaged."""
+    """The results in dvc.lock, with their hashes. Raises as remove_damaged does. DVC itself checks the rest
+    of the file."""
     stages = _of(_of(schema.read_yaml(LOCK), dict, "it").get("stages", {}), dict, "stages")
     outs = [_of(out, dict, "an out") for stage in stages.values()
             for out in _of(_of(stage, dict, "a stage").get("outs", []), list, "outs")]
@@ -56,20 +61,20 @@ def results() -> list[tuple[Path, str]]:
 
 def _of(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise ShardCoreError(f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the file from git again, or "
-                             "remove it")
+        raise ShardCoreError(f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the "
+                             "file from git again, or remove it")
     return value
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether no link on its way leads out of the project. (Data may well lie behind one; it is not removed there.)"""
-    with suppress(OSError, RuntimeError):  # of links in a circle
+    """Whether no link on the path leads out of the project. Data behind such a link is not removed."""
+    with suppress(OSError, RuntimeError):  # links may form a circle
         return path.parent.resolve().is_relative_to(Path.cwd().resolve())
     return False
 
 
 def _inside(name: Any, where: Path) -> Path:
-    """A path in the project."""
+    """A path inside the project. Raises ShardCoreError for any other."""
     if isinstance(name, str) and name and name.isprintable():
         path = Path(name)
         if not path.is_absolute() and ".." not in path.parts:
@@ -79,12 +84,14 @@ def _inside(name: Any, where: Path) -> Path:
 
 def _hash(md5: Any, where: Path) -> str:
     if not isinstance(md5, str) or not _MD5.fullmatch(md5):
-        raise ShardCoreError(f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a folder")
+        raise ShardCoreError(f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a "
+                             "folder")
     return md5
 
 
 def _entries(cache: Path, path: Path, md5: str) -> Iterator[tuple[Path, Path, str]]:
-    """A result's files: path in the working tree, cache entry, the MD5 that it should have; of a directory its list first."""
+    """A result's files: path in the working tree, cache entry, and expected MD5. A directory's list comes
+    first."""
     entry = cache / md5[:2] / md5[2:]
     yield path, entry, md5.removesuffix(".dir")
     if md5.endswith(".dir") and entry.is_file():

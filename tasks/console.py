@@ -1,11 +1,11 @@
-"""What a person sees of a flow that runs as a program: its stages, their progress and results, warnings and errors.
+"""What a person sees of a flow run as a program: stages, progress, results, warnings and errors.
 
-All else (every line of Prefect, DVC, Ray and MLflow) goes to a log file in logs/. Flows and tasks log as ever,
-and Prefect's pages have all of it. A record is shown if it is a warning of ours, or is logged with `extra=STAGE`
-or `extra=RESULT`. Progress is only shown, so it may change often.
+Everything else (all lines of Prefect, DVC, Ray and MLflow) goes to a log file in logs/. Flows and tasks log
+as usual, and Prefect's pages have all of it. A record is shown if it is our warning, or logged with
+`extra=STAGE` or `extra=RESULT`. Progress is only shown, so it may change often.
 
-Without `start` nothing is shown: runs of deployments have their pages. A stage that `dvc repro` runs for a refresh
-is a process of its own. It says what to show in marked lines, and the refresh shows it (`relayed`).
+Without `start` nothing is shown: runs of deployments have their pages. For a refresh, `dvc repro` runs each
+stage as a process of its own. Such a process marks the lines to show, and the refresh shows them (`relayed`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LOGS = Path("logs")
 KEPT_LOGS = 20
 STAGE, RESULT = {"shown": "stage"}, {"shown": "result"}
 RELAYED = {"SHARDCORE_RELAYED": "1"}
-"""The environment of a process whose marked lines another one shows."""
+"""Environment of a process whose marked lines are shown by another process."""
 _MARK = "shown: "
 _RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 _LINE_EVERY_S = 30.0
-"""Between two lines of progress where there is no terminal."""
+"""Time between two lines of progress without a terminal."""
 _BAR = 20
 
 
@@ -41,23 +41,36 @@ class _Display(Protocol):
 _display: _Display | None = None
 
 
-# --- what flows and tasks say ------------------------------------------------------------------------------------------
+# --- what flows and tasks say -------------------------------------------------------------------------------
 
 
 def show(kind: str, message: str, share: float = 0.0) -> None:
-    """Show a line. kind: "stage", "progress", "result", "warning" or "text". share: of progress, as there."""
+    """Show a line.
+
+    kind: "stage", "progress", "result", "warning" or "text".
+    message: the line.
+    share: of progress, 0 to 1.
+    """
     if _display:
         _display.show(kind, message, share)
 
 
 def progress(share: float, message: str) -> None:
-    """Show how far long work is: the share that is done, 0 to 1, and what it is."""
+    """Show the progress of long work.
+
+    share: the part that is done, 0 to 1.
+    message: what is done.
+    """
     show("progress", message, share)
 
 
 @dataclass
 class Work:
-    """Long work, shown as it goes on. what: its parts, such as "problems compared". total: how many there are."""
+    """Long work, shown as it goes on.
+
+    what: its parts, such as "problems compared".
+    total: number of parts.
+    """
 
     what: str
     total: int
@@ -81,11 +94,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-# --- who shows it ------------------------------------------------------------------------------------------------------
+# --- who shows it -------------------------------------------------------------------------------------------
 
 
 class Screen:
-    """Lines for a person. On a terminal, progress is one line that changes; elsewhere a line now and then."""
+    """Lines for a person. On a terminal, progress is one changing line. Elsewhere it is an occasional line."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock, self._began, self._said = out, clock, clock(), clock()
@@ -129,20 +142,21 @@ class Screen:
             return 80
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # nobody looks any more: no reason to end the run
+        # A closed terminal is no reason to end the run.
+        with suppress(OSError):
             self._out.write(text)
             self._out.flush()
 
 
 class _Relay:
-    """Marked lines on stdout, for the process that shows them."""
+    """Prints marked lines, for another process to show."""
 
     def show(self, kind: str, message: str, share: float = 0.0) -> None:
         print(_MARK + json.dumps([kind, message, share]), flush=True)
 
 
 def relayed(line: str) -> bool:
-    """Show what a line of another process says that is to be shown; whether it is such a line."""
+    """Show a line if another process marked it. Returns whether it was marked."""
     if not line.startswith(_MARK):
         return False
     show(*json.loads(line.removeprefix(_MARK)))
@@ -150,29 +164,30 @@ def relayed(line: str) -> bool:
 
 
 class _ForPeople(logging.Handler):
-    """Shows what of a run's log is for a person."""
+    """Shows the records of a run's log that are for a person."""
 
     _prefect = os.path.dirname(find_spec("prefect").origin) + os.sep
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = getattr(record, "shown", None)
         if record.levelno >= logging.WARNING and not record.pathname.startswith(self._prefect):
-            kind = "warning"  # how a run ended, which Prefect's own say, is said once, at the end
+            # Prefect's own warnings say how a run ended. `Program.failed` says that once, at the end.
+            kind = "warning"
         if kind:
             show(kind, record.getMessage())
 
 
-# --- as a program ------------------------------------------------------------------------------------------------------
+# --- as a program -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Program:
     """This process as a person sees it.
 
-    screen: shows its lines; None if another process does
-    log: the file with all else; None likewise
-    err: where to say why it failed
-    began: when, on the monotonic clock
+    screen: shows its lines. None: another process does.
+    log: file with everything else. None: another process has it.
+    err: where to say why it failed.
+    began: when it started, on the monotonic clock.
     """
 
     screen: Screen | None
@@ -198,8 +213,11 @@ def is_relayed() -> bool:
 
 
 def start(name: str) -> Program:
-    """From now on show what a person wants to see of the flow `name`. What else this process prints, and those that
-    it starts, goes to a log file. Raises OSError if that cannot be written."""
+    """Show a person the flow `name` from now on.
+
+    All other output of this process, and of those that it starts, goes to a log file. Raises OSError if that
+    cannot be written.
+    """
     global _display
     for logger in map(logging.getLogger, _RUN_LOGGERS):
         logger.addHandler(_ForPeople())
@@ -215,23 +233,26 @@ def start(name: str) -> Program:
 
 
 def _new_log(name: str) -> Path:
-    """Where to log; of older logs the newest are kept."""
+    """Path of a new log. Only the newest older logs are kept."""
     LOGS.mkdir(exist_ok=True)
-    for old in sorted(LOGS.glob("[0-9]*.log"))[: 1 - KEPT_LOGS]:  # by the time in their names
+    for old in sorted(LOGS.glob("[0-9]*.log"))[: 1 - KEPT_LOGS]:  # names sort by time
         old.unlink(missing_ok=True)
     return LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}.log"
 
 
 def _redirect(log: Path) -> None:
-    """Into the log goes what anybody prints, compiled code and other processes too."""
+    """Send all output to the log, also of compiled code and other processes."""
     with open(log, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+            # Replacing the file descriptor also catches what does not go through Python.
             os.dup2(file.fileno(), stream.fileno())
     sys.stdout.reconfigure(line_buffering=True)
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h).__name__ == "PrefectConsoleHandler"]:  # imported by flows only
-        plain = logging.StreamHandler(sys.stderr)  # in place of one with a terminal's colours
+    # Imported by flows only.
+    for handler in [h for h in root.handlers if type(h).__name__ == "PrefectConsoleHandler"]:
+        # Prefect's handler writes a terminal's colours.
+        plain = logging.StreamHandler(sys.stderr)
         plain.setFormatter(handler.formatter)
         root.removeHandler(handler)
         root.addHandler(plain)

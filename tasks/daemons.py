@@ -1,7 +1,8 @@
 """Background processes that outlive the command which started them.
 
-A file holds a daemon's process id, and a mark in its environment says whose it is: an id that another process got meanwhile
-(after a reboot, say) fools no one, and what a killed daemon leaves behind is found.
+A file has a daemon's process id. A mark in the process's environment says whose it is. So an id that another
+process got meanwhile, such as after a reboot, is recognised. Processes that a killed daemon left are found by
+the mark too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from shardcore.errors import ShardCoreError
 _MARK = "SHARDCORE_DAEMON"
 _TAIL_BYTES = 64 << 10
 _CLOCK_S = 1.0
-"""How far the times of a process and of a file may be apart."""
+"""How far the clocks of processes and of files may differ."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """command: run in this folder with `env` as its whole environment; folder: of its id and its log."""
+    """A background process.
+
+    name: of its files.
+    command: run in this folder.
+    env: its whole environment.
+    folder: of its id and its log.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -37,16 +44,17 @@ class Daemon:
         return self.folder / "logs" / f"{self.name}.log"
 
     def start(self) -> None:
-        """Start it; its log begins anew, the one before is kept as NAME.log.1."""
+        """Start it with a new log. The previous log is kept as NAME.log.1."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.log.exists():
             self.log.replace(self.log.with_name(f"{self.log.name}.1"))
         with open(self.log, "wb") as log:
-            subprocess.Popen(self.command, env={**self.env, _MARK: self._mark}, stdin=subprocess.DEVNULL, stdout=log,
+            subprocess.Popen(self.command, env={**self.env, _MARK: self._mark}, stdin=subprocess.DEVNULL,
+                             stdout=log,
                              stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._write_id)
 
     def process(self) -> psutil.Process | None:
-        """The process where it runs."""
+        """The process, if it runs."""
         try:
             process = psutil.Process(int(self._id.read_text()))
             return process if self._owns(process) and _runs(process) else None
@@ -54,11 +62,11 @@ class Daemon:
             return None
 
     def runs_as_told(self) -> bool:
-        """Whether it runs; raises ShardCoreError where it was started with another command."""
+        """Whether it runs. Raises ShardCoreError if it was started with another command."""
         process = self.process()
         if process is not None and process.cmdline() != list(self.command):
-            raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those of now; end it "
-                                 "first")
+            raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those "
+                                 "of now; end it first")
         return process is not None
 
     def died(self) -> bool:
@@ -66,7 +74,7 @@ class Daemon:
         return self._id.exists() and self.process() is None
 
     def leftovers(self) -> list[psutil.Process]:
-        """What it started, or what those started, and still runs."""
+        """Its descendants that still run."""
         leader = self.process()
         session = self._session()
         return [p for p in psutil.process_iter()
@@ -76,11 +84,12 @@ class Daemon:
         self._id.unlink(missing_ok=True)
 
     def last_lines(self, count: int) -> list[str]:
-        """Of its log."""
+        """The last lines of its log."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()][-count:]
+                return [line for line in log.read().decode(errors="replace").splitlines()
+                        if line.strip()][-count:]
         except FileNotFoundError:
             return []
 
@@ -92,19 +101,23 @@ class Daemon:
     def _mark(self) -> str:
         return str(self.folder.resolve() / self.name)
 
-    def _write_id(self) -> None:  # by the process itself, so that none runs of which no file tells
+    # The process itself writes its id. So no process runs without one in the file.
+    def _write_id(self) -> None:
         self._id.write_text(str(os.getpid()))
 
     def _session(self) -> int:
-        """The session that the daemon leads or led, 0 where that is not sure: some of Ray's processes write over their
-        environment, and are known by their session alone."""
+        """The session that the daemon leads or led. 0: unsure.
+
+        Some of Ray's processes overwrite their environment. They are known only by their session.
+        """
         try:
             pid, started = int(self._id.read_text()), self._id.stat().st_mtime
             if started < psutil.boot_time():
                 return 0
             if self.process() is not None:
                 return pid
-            holder = psutil.Process(pid)  # a killed leader keeps its id until it is reaped, which may take seconds
+            # A killed leader keeps its id until it is reaped, which may take seconds.
+            holder = psutil.Process(pid)
             return pid if not _runs(holder) and holder.create_time() < started + _CLOCK_S else 0
         except psutil.NoSuchProcess:
             return pid
@@ -126,7 +139,7 @@ def _session_of(process: psutil.Process) -> int:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it is there, and more than an entry that nobody has reaped."""
+    """Whether a process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -134,7 +147,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
-    """End daemons in their order, with all that they started: asked first, killed after patience_s."""
+    """End daemons in order, with all their descendants. They are killed after patience_s."""
     for daemon in daemons:
         if process := daemon.process():
             end([process], patience_s)
@@ -143,7 +156,7 @@ def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
 
 
 def end_leftovers(daemon: Daemon, patience_s: float) -> None:
-    """End what a daemon started; again where that started more meanwhile."""
+    """End a daemon's descendants. Repeats if they start others meanwhile."""
     for _ in range(3):
         if not (left := daemon.leftovers()):
             return
@@ -151,7 +164,7 @@ def end_leftovers(daemon: Daemon, patience_s: float) -> None:
 
 
 def end(processes: Sequence[psutil.Process], patience_s: float) -> None:
-    """Ask processes to end, and kill those that have not after patience_s."""
+    """Ask processes to end, and kill those that still run after patience_s."""
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
             try:

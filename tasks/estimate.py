@@ -1,7 +1,7 @@
-"""How long a run of `measure` would take, before it takes any device: a figure to tell minutes from days.
+"""How long `measure` would take, before it takes a device: enough to tell minutes from days.
 
-It follows from the rate at which the dataset grew, where that holds samples of the setting. Otherwise it
-follows from bytes and rough rates of hardware, and says so.
+If the dataset has samples of the setting, the estimate follows from the rate at which it grew. Otherwise it
+follows from bytes and rough hardware rates, and says so.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tasks.replay import step_devices, wanted_steps, why_no_steps
 from tasks.setting import SettingConfig
 
 _PAUSE_S = 60.0
-"""Between two samples of one run there is less than this."""
+"""A longer gap between two samples separates two runs."""
 _ENOUGH = 20
-"""Samples from which a rate is taken."""
+"""Samples needed for a rate."""
 _COMPUTE_GBPS = {"cpu": 0.7, "cuda": 300.0}
-"""Embedding bytes gathered over the time of forward and backward. cpu: one core of an AMD EPYC (Zen 5),
-measured; cuda: the order of a data-centre GPU, not measured."""
+"""Embedding bytes gathered per time of forward and backward. cpu: measured on one core of an AMD EPYC (Zen
+5). cuda: the order of a data-centre GPU, not measured."""
 _COMM_GBPS = {"cpu": 1.0, "cuda": 50.0}
-"""What a rank sends a second: orders of gloo and of NCCL within a host, not measured."""
+"""What a rank sends per second: orders of gloo and of NCCL within a host, not measured."""
 _OVERHEAD_MS = 0.3
-"""Of a launch or a barrier."""
+"""ms of a launch or a barrier."""
 _PHYSICAL = "a physical estimate from bytes and rough bandwidths"
 
 
@@ -42,11 +42,11 @@ class Estimate:
     """How long samples of one kind would take.
 
     kind: "compute", "comm" or "steps".
-    wanted: so many samples.
-    missing: so many of them.
-    devices: so many measure them.
-    seconds: to measure what is missing.
-    basis: what that figure follows from.
+    wanted: number of wanted samples.
+    missing: number of those not yet measured.
+    devices: number of devices that measure.
+    seconds: to measure the missing samples.
+    basis: what the estimate follows from.
     """
 
     kind: str
@@ -64,8 +64,10 @@ class Estimate:
 
 
 def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
-    """Of compute, comm and steps. Asks the connected cluster only what it has; where `wanted` leaves the
-    hardware open, that of the dataset, or of this machine, counts."""
+    """Estimates for compute, comm and steps. The connected cluster is asked only which devices it has.
+
+    If `wanted` leaves the hardware open, it is the dataset's, or else this machine's.
+    """
     setting, device = wanted.of_dataset_or_local(folder), cluster_device()
     ranks = rank_count(config, device, setting.batch)
     groups = wanted_compute(files.read_pool(pool_path), setting, config)
@@ -94,6 +96,7 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
 def _estimate(kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float],
               physical_ms: float) -> Estimate:
     gaps = np.diff(np.sort(stamps))
+    # Pauses between runs would lower the rate.
     gaps = gaps[gaps < _PAUSE_S]
     if len(gaps) >= _ENOUGH:
         rate = len(gaps) / max(gaps.sum(), 1e-3)
@@ -119,7 +122,7 @@ def _comm_ms(requests: Sequence[CommRequest], device: str) -> float:
 
 
 def _step_ms(workloads: Sequence[Workload], device: str) -> float:
-    """Mean ms of one step, of whose exchanges a tenth more is a rough guess."""
+    """Mean ms of one step. Exchanges are a rough guess: a tenth of compute."""
     slowest = [max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops)
                    for ops in w.ops)
                for w in workloads]

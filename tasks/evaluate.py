@@ -1,5 +1,4 @@
-"""How good the cost models are on held-out samples, the sharders on held-out problems, and both where plans
-run."""
+"""Evaluate cost models on held-out samples, sharders on held-out problems, and both on replays."""
 
 from __future__ import annotations
 
@@ -31,19 +30,26 @@ from tasks.replay import EachProblem, Run, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
-"""Where TorchRec is installed its planner is a sharder too, but takes up to minutes a problem:
-bench/search.py has it."""
+"""TorchRec's planner takes up to minutes per problem, so bench/search.py compares it."""
 ARENA_BYTES = 512 << 20
-"""Weights of a rank that replays: what problems have of larger tables is left out there."""
+"""Memory for weights of a rank that replays. Larger tables of a problem are left out."""
 MOST_TABLES = 24
-"""Of a problem that is replayed: each plan of it runs replay_repeats times."""
+"""Tables of a replayed problem. Each of its plans runs replay_repeats times."""
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Held-out problems to compare the sharders on, drawn as in ProblemConfig; budget_evals: of the searches.
-    replay_problems: whose plans also run, on at most `devices` devices of a host (0: none); replay_repeats:
-    steps of each."""
+    """Held-out problems to compare the sharders on, drawn as in ProblemConfig.
+
+    problems: number of problems.
+    seed: of the draws.
+    devices, min_tables, max_tables, max_dim: as in ProblemConfig.
+    budget_evals: plans that each search may price.
+    replay_problems: number of problems whose plans also run. 0: none.
+    replay_repeats: steps of each replayed plan.
+
+    Replays use at most `devices` devices of a host.
+    """
 
     problems: int = 6
     seed: int = 1
@@ -66,9 +72,12 @@ class EvaluateConfig:
 
 @task(task_run_name="evaluate-model")
 def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
-    """Accuracy on the test split of the measurements, and of the datasets that were joined to them in
-    training: the metrics, and predictions.csv and predictions.png in `out`."""
+    """Accuracy on the test split of the measurements and of the joined datasets.
+
+    Writes predictions.csv and predictions.png to `out`.
+    """
     model = neural.load(folder)
+    # The model was trained on these datasets too, so it is judged on all.
     known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
                                   model.setting)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
@@ -87,14 +96,17 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
 
 @task(task_run_name="compare-sharders")
 def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
-    """COMPARED sharders on the same held-out problems: sharders.csv in `out`, and per sharder the share of
-    problems solved, the cost relative to the best of the others and the seconds, over the problems that all
-    solved."""
+    """Metrics of the COMPARED sharders on the same held-out problems. Writes sharders.csv to `out`.
+
+    Per sharder: the share of problems solved, the cost relative to the best other sharder, and seconds. Cost
+    and seconds cover only problems that all sharders solved.
+    """
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()
     problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape)
                       for i in range(config.problems)], []
     console.progress(0.0, "compiling the searches: half a minute, once for an installation")
+    # Compilation must not count as search time.
     compare.compile_searches(problems[0], model)
     work = console.Work("problems compared", len(problems))
     for i, problem in enumerate(problems):
@@ -113,7 +125,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Flat metrics of sharders.csv; costs are compared on the problems that all solved."""
+    """Flat metrics of sharders.csv. Costs are compared on problems that all sharders solved."""
     mine = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
     found = compare.standings({n: [None if r["total_ms"] == "" else r["total_ms"] for r in own]
                                for n, own in mine.items()},
@@ -126,14 +138,18 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 @task(task_run_name="replay-plans")
 def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig,
                  out: Path) -> dict[str, float]:
-    """Several plans of each of replay_problems held-out problems, priced and run on devices of the connected
-    cluster beside the measurements' reference op: figures as replay_metrics.figures, and in `out` what
-    replays.keep keeps of each problem, replays.csv and replays.png. What is kept is not run again while the
-    plans are the same. {} where the parameters want none or the cluster cannot: a line says why."""
+    """Figures of replayed plans (see replay_metrics.figures). {}: no replays, and a log line says why.
+
+    Several plans of each of replay_problems held-out problems are priced, then run on the connected cluster.
+    The measurements' reference op runs beside them.
+    `out` gets each problem's replays (see replays.keep), replays.csv and replays.png. Stored replays are not
+    run again while the plans are the same.
+    """
     logger = get_run_logger()
     if out.is_symlink():
         raise ShardCoreError(f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
+    # Figures of an older model must not look like this one's.
     _remove(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
     if not config.replay_problems:
         logger.info("no plans are replayed: evaluate.replay_problems is 0")
@@ -153,7 +169,7 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
 
 
 def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
-    """Why the connected cluster cannot replay problems that a model of `setting` prices, or None."""
+    """Why the cluster cannot replay problems for a model of `setting`. None: it can."""
     asked = {k: v for k, v in dataclasses.asdict(setting).items() if k != "hardware"}
     here = cluster_setting(SettingConfig(**asked))
     if here != setting:
@@ -165,7 +181,7 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
 
 def _to_replay(pool: Sequence[Table], setting: Setting, devices: int,
                config: EvaluateConfig) -> list[Problem]:
-    """Held-out problems, without their tables that no rank could hold; one with none left is left out."""
+    """Held-out problems without tables too large for a rank. Problems without any table left are dropped."""
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
     shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
     drawn = [draw_problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
@@ -176,7 +192,7 @@ def _to_replay(pool: Sequence[Table], setting: Setting, devices: int,
 def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], reference: dataset.ReferenceOp | None,
               config: EvaluateConfig,
               out: Path) -> list[replays.ReplaySet]:
-    """The replays of all problems, kept or made now; what `out` keeps of other problems is removed."""
+    """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
     _remove(out, but=[p.name for p in problems])
@@ -206,8 +222,10 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], reference:
 
 
 def _remove(out: Path, but: Sequence[str]) -> None:
-    """Remove what was said of another model, and the replays that `out` keeps of problems, `but` some. What
-    else is there stays: `out` may lead to a folder of somebody's."""
+    """Remove results of another model, and replays of problems not in `but`.
+
+    Other files stay, because `out` may lead to somebody's folder.
+    """
     for name in ("replays.csv", "replays.png"):
         (out / name).unlink(missing_ok=True)
     for path in out.iterdir():
@@ -218,7 +236,7 @@ def _remove(out: Path, but: Sequence[str]) -> None:
 @task
 def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float],
                   reality: dict[str, float]) -> None:
-    """metrics.json; without replays it has no section "reality"."""
+    """Write metrics.json. Without replays it has no section "reality"."""
     sections = {"accuracy": accuracy, "sharders": sharders} | ({"reality": reality} if reality else {})
     files.write_json(out / "metrics.json", sections)
 

@@ -1,12 +1,14 @@
-"""What a run starts ends with it, however it ends: its processes, and its temporary files.
+"""A run's processes and temporary files end with it, however it ends.
 
-A run is `python -m tasks.services …`, or a flow that is started alone. It has a temporary folder, which is TMPDIR for all
-that it starts, and whose path all of that carries in its environment. A guardian, a small process in a session of its own,
-waits until the run has ended, or was ended. Then it ends what carries the mark and removes the folder. What serves others
-ends last: flows tell a Prefect server how they ended, and give their actors back to Ray.
+A run is `python -m tasks.services …`, or a flow that is started by itself. It has a temporary folder, which
+is TMPDIR for everything it starts. All its processes carry the folder's path in their environment.
 
-This file is the guardian's program too, so it imports the standard library only. It reads /proc, which Linux has: elsewhere
-a run that ends by itself ends what it knows of, and what a killed one leaves stays.
+A guardian is a small process in a session of its own. It waits until the run has ended or was killed. Then it
+ends every process with that path in its environment, and removes the folder. Servers end last: flows still
+tell a Prefect server how they ended, and return their actors to Ray.
+
+This file is also the guardian's program, so it imports only the standard library. It reads /proc, which Linux
+has. Elsewhere a run that ends normally ends the processes it knows. A killed run leaves its processes.
 """
 
 from __future__ import annotations
@@ -23,35 +25,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 RUN = "SHARDCORE_OWNED"
-"""The run's folder, in the environment of all that it starts."""
+"""The run's folder, in the environment of everything it starts."""
 SERVES = "SHARDCORE_SERVES"
-"""Set for what others of the run need to end well."""
+"""Set for servers that other processes of the run need until the end."""
 GOES_ON = "what was finished is kept, and a rerun goes on from there"
 _LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
-"""How long processes may take to end when they are asked to, servers too, and when they are killed."""
+"""Time to end after SIGTERM, the same for servers, and the time to end after SIGKILL."""
 _EVERY_S = 0.05
 _LONGEST_BASE = 18
-"""Bytes of the folder's parent: paths of Ray's sockets are 70 longer than its folder, and may have 107."""
+"""Bytes of the folder's parent. Paths of Ray's sockets add 70 bytes to its folder, and may have 107."""
 
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """All that is started within ends with it. Within another's run: as that ends."""
+    """Everything started within ends with it. Within another run, it ends with that run."""
     if os.environ.get(RUN):
         yield
         return
-    read, write = os.pipe()  # only this process holds the write end, so it closes however this one ends
-    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, _base()], stdin=read, stdout=subprocess.PIPE, text=True,
+    # Only this process holds the write end. So the pipe closes however this process ends.
+    read, write = os.pipe()
+    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, _base()], stdin=read,
+                                stdout=subprocess.PIPE, text=True,
                                 cwd="/", start_new_session=True)
     os.close(read)
     folder = guardian.stdout.readline().strip()
     if not folder:
         raise OSError(f"no temporary folder can be made in {_base()}")
-    # SPT_NOENV: processes that change their title (Ray's workers) are not to write over their environment.
+    # SPT_NOENV: processes that change their title (Ray's workers) must not overwrite their environment.
     ours = {RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
-    tempfile.tempdir = None  # it is known from before
+    tempfile.tempdir = None  # forget the cached value
     try:
         yield
     finally:
@@ -61,14 +65,15 @@ def owned() -> Iterator[None]:
         with suppress(BrokenPipeError):
             os.write(write, b"ended")
         os.close(write)
-        if guardian.wait():  # somebody ended it
+        # Somebody killed the guardian: do its work here.
+        if guardian.wait():
             _sweep(folder)
         guardian.stdout.close()
 
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """What is started within is a server to the others of its run."""
+    """Processes started within are servers for the others of the run."""
     os.environ[SERVES] = "1"
     try:
         yield
@@ -77,10 +82,11 @@ def serving() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End this process, which another one of its run started, when that one ends, however it does."""
+    """End this process when the process that started it ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if RUN in os.environ and not _carries(os.getppid(), RUN, os.environ[RUN]):  # it had ended before
+        # The parent may have ended before prctl took effect.
+        if RUN in os.environ and not _carries(os.getppid(), RUN, os.environ[RUN]):
             raise SystemExit("the process that started this one has ended")
 
 
@@ -89,7 +95,7 @@ def _base() -> str:
     return base if len(os.fsencode(base)) <= _LONGEST_BASE or not os.access("/tmp", os.W_OK) else "/tmp"
 
 
-# --- the guardian ------------------------------------------------------------------------------------------------------
+# --- the guardian -------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -98,7 +104,9 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="shardcore-", dir=sys.argv[1])
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
-        if not sys.stdin.buffer.read():  # it was killed, or its native code ended it: Ray's may, with no word of ours
+        # Without a last word the run was killed, or its native code ended it, as Ray's may.
+        # It was killed, or its native code ended it: Ray's may, with no word of ours.
+        if not sys.stdin.buffer.read():
             print(f"error: this run was ended before its end; {GOES_ON}", file=sys.stderr, flush=True)
     _sweep(folder)
 
@@ -110,6 +118,7 @@ def _sweep(folder: str) -> None:
 
     _end(lambda: [pid for pid in all_left() if not _carries(pid, SERVES, "1")], _LAST_WORDS_S)
     _end(all_left, _SERVERS_S)
+    # A process that is ending may still write into the folder.
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
@@ -118,7 +127,7 @@ def _sweep(folder: str) -> None:
 
 
 def _end(found: Callable[[], list[int]], patience_s: float) -> None:
-    """Ask processes to end, each once, and kill those that have not in time; what they start meanwhile too."""
+    """Ask each process to end, and kill those that do not end in time. New processes are included."""
     for number, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _KILLED_S)):
         until, asked = time.monotonic() + seconds, set()
         while left := found():
@@ -134,14 +143,14 @@ def _end(found: Callable[[], list[int]], patience_s: float) -> None:
 
 
 def _pids() -> list[int]:
-    """Of all other processes."""
+    """Ids of all other processes."""
     if sys.platform != "linux":
         return []
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
 
 
 def _carries(pid: int, name: str, value: str) -> bool:
-    """Whether a process was started with a variable in its environment. One that has ended has none."""
+    """Whether a process was started with this variable in its environment. False if it has ended."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return os.fsencode(f"{name}={value}") in file.read().split(b"\0")

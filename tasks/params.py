@@ -1,4 +1,4 @@
-"""params.yaml: a section for each stage, and the setting that all share."""
+"""params.yaml: a section for each stage, and the shared setting."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +12,7 @@ SECTIONS = ("setting", "tables", "measure", "train", "evaluate", "promote", "pub
 
 
 def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
-    """A section as its config dataclass; raises ShardCoreError naming an unknown key or section."""
+    """A section as its config dataclass. Raises ShardCoreError for an unknown key or section."""
     params = read_yaml(path) or {}
     if not isinstance(params, dict):
         raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")

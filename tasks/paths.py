@@ -1,4 +1,4 @@
-"""Where the stages keep their results, relative to the project's folder (DVC runs each stage there)."""
+"""Paths of the stages' results, relative to the project's folder. DVC runs every stage there."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Progress of measuring: to a person at a terminal, in the log, as a Prefect progress artifact, and as Ray metrics.
+"""Progress of measuring: at the terminal, in the log, as a Prefect artifact, and as Ray metrics.
 
-Ray serves the metrics for Prometheus at the metrics port of the node that runs the flow, under these names with "ray_" before
-them, with the flow run's name as label `run`. monitoring/grafana.json shows them.
+Ray serves the metrics for Prometheus at the metrics port of the flow's node. Their names get the prefix
+"ray_". Label `run` is the flow run's name. monitoring/grafana.json shows them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,34 @@ _NAMES = {"compute": "groups", "comm": "exchanges", "steps": "steps of plans"}
 
 
 class Progress:
-    """Samples done of `total` of a kind ("compute", "comm", "steps"), rate, time left, and the share of time in kernels.
-    again: they were measured before."""
+    """Samples done, rate, time left, and the share of time in kernels.
+
+    kind: "compute", "comm" or "steps".
+    total: samples to measure.
+    again: they are disturbed samples, measured once more.
+    """
 
     def __init__(self, kind: str, total: int, again: bool = False):
         self._name = f"{_NAMES[kind]} that were disturbed" if again else _NAMES[kind]
         self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
         self._began, self._said = time.monotonic(), 0.0
         self._logger = get_run_logger()
-        self._artifact = create_progress_artifact(0.0, key=f"measure-{kind}", description=f"{total} {kind} samples")
+        self._artifact = create_progress_artifact(0.0, key=f"measure-{kind}",
+                                                  description=f"{total} {kind} samples")
         self._tags = {"run": runtime.flow_run.name or "", "kind": kind}
         of_run, of_device = {"tag_keys": ("run", "kind")}, {"tag_keys": ("run", "kind", "device")}
-        self._samples_total = Counter("shardcore_measure_samples_total", "Samples measured or failed", **of_device)
-        self._kernel_share = Gauge("shardcore_measure_kernel_share", "Share of a device's time in kernels", **of_device)
+        self._samples_total = Counter("shardcore_measure_samples_total", "Samples measured or failed",
+                                      **of_device)
+        self._kernel_share = Gauge("shardcore_measure_kernel_share", "Share of a device's time in kernels",
+                                   **of_device)
         self._wanted = Gauge("shardcore_measure_wanted", "Samples that the run has to measure", **of_run)
-        self._rate = Gauge("shardcore_measure_samples_per_s", "Samples a second, all devices together", **of_run)
+        self._rate = Gauge("shardcore_measure_samples_per_s", "Samples a second, all devices together",
+                           **of_run)
         self._left_s = Gauge("shardcore_measure_left_s", "Estimated seconds to the end", **of_run)
         self._wanted.set(total, self._tags)
 
     def add(self, device: str, samples: int, kernel_s: float | None = None) -> None:
-        """Count what a device did: samples, and the seconds of it in kernels where that is known."""
+        """Count samples of a device, and its seconds in kernels if they are known."""
         self._done += samples
         tags = {**self._tags, "device": device}
         if samples:
@@ -48,20 +56,22 @@ class Progress:
             self._kernel_share.set(self._kernel_s[device] / self._elapsed_s, tags)
 
     def say(self) -> None:
-        """Show the progress; log and publish it every few seconds, and at the end."""
+        """Show the progress. Log and publish it every few seconds, and at the end."""
         elapsed = self._elapsed_s
         rate = self._done / elapsed
         left = f"{console.duration((self._total - self._done) / rate)} left" if rate else "time left unknown"
         line = f"{self._name}: {self._done} of {self._total}, {rate:.1f} a second, {left}"
         if self._kernel_s:
-            line += f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% of the time in kernels"
+            line += (f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% "
+                     "of the time in kernels")
         console.progress(self._done / self._total, line)
         if elapsed - self._said < _EVERY_S and self._done < self._total:
             return
         self._said = elapsed
         self._logger.info("%s", line)
         update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
-        self._wanted.set(self._total, self._tags)  # again: Ray forgets a gauge that was not set for 20 s
+        # Ray forgets a gauge that was not set for 20 s.
+        self._wanted.set(self._total, self._tags)
         self._rate.set(rate, self._tags)
         if rate:
             self._left_s.set((self._total - self._done) / rate, self._tags)

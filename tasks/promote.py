@@ -25,8 +25,11 @@ _REPLAYS_TAG = "shardcore.replays_digest"
 
 @dataclass(frozen=True)
 class PromoteConfig:
-    """may_lose: how many points of score a challenger may lose and still be called at least as good. approval: whether one that
-    passed waits until a person approves."""
+    """When a challenger becomes champion.
+
+    may_lose: points of score that a challenger may lose and still pass.
+    approval: whether a challenger that passed waits for a person's approval.
+    """
 
     may_lose: float = 0.0
     approval: bool = False
@@ -37,7 +40,13 @@ class PromoteConfig:
 
 @dataclass(frozen=True)
 class Promotion:
-    """What came of a challenger: the version that is champion afterwards (None: none is yet), and why, in words."""
+    """What became of a challenger.
+
+    model: the model's name.
+    challenger: its version.
+    champion: the champion's version afterwards. None: there is none yet.
+    reason: why, in words.
+    """
 
     model: str
     challenger: str
@@ -46,7 +55,7 @@ class Promotion:
 
 
 def score(metrics: dict[str, float]) -> float:
-    """Lower is better: the mean of the models' absolute percentage errors (compute counts as much as both exchanges)."""
+    """Mean absolute percentage error. Lower is better. Compute has the weight of both exchanges together."""
     comm = [metrics[k] for k in ("forward_comm_mape", "backward_comm_mape") if k in metrics]
     return (metrics["compute_mape"] + sum(comm) / len(comm)) / 2 if comm else metrics["compute_mape"]
 
@@ -55,13 +64,21 @@ def score(metrics: dict[str, float]) -> float:
 @registry.plain_errors()
 def promote_model(folder: Path, measurements: Path, config: PromoteConfig, approve: bool = False,
                   will_publish: bool = False, replayed: Path = paths.REPLAYS) -> Promotion:
-    """Register the model's files as challenger, and make it champion unless the champion is better on the same held-out data, or
-    surely better at choosing among plans that `evaluate` replayed (kept in `replayed`). With config.approval a challenger that
-    passed becomes champion only when `approve` says so. will_publish: the caller goes on to publish, so nobody else has to."""
+    """Register the model's files as challenger, and make it champion unless the champion is better.
+
+    folder: the model's files.
+    measurements: the champion is better if it wins on their held-out samples.
+    config: with config.approval, a challenger that passed becomes champion only with `approve`.
+    approve: a person approves.
+    will_publish: the caller publishes afterwards, so nobody else has to.
+    replayed: replays by `evaluate`. The champion is also better if it surely chooses better among their
+      plans.
+    """
     logger = get_run_logger()
     model, digest = neural.load(folder), files.model_digest(folder)
     client = registry.connect()
-    runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list")
+    runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
+                              output_format="list")
     tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(model.setting)}
     challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags)
     name, version = challenger.name, str(challenger.version)
@@ -83,31 +100,37 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
         return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
     if config.approval and not approve:
         return end(champion, f"challenger {version} awaits approval; {reason}")
+    # Claim before the alias is set: the watch would publish as soon as it sees the new champion.
     if will_publish:
         publish_claim.claim(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
     return end(version, f"version {version} is champion, {reason}")
 
 
-def _log_reality(client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]) -> None:
-    """What replays say of a version's model: metrics reality_* and a plot in the run that made it; once for the same replays."""
+def _log_reality(client: mlflow.MlflowClient, version: ModelVersion,
+                 rows: Sequence[replay_metrics.ReplayRecord]) -> None:
+    """Log a model's replay metrics (reality_*) and a plot to its run. Once per set of replays."""
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
-    client.log_batch(version.run_id, [Metric(f"reality_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
-    client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png")
+    client.log_batch(version.run_id,
+                     [Metric(f"reality_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
+    client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"),
+                      "replays.png")
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
-def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, kept: Sequence[replays.ReplaySet],
+def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path,
+           kept: Sequence[replays.ReplaySet],
            challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
-    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})], model.setting)
+    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
+                                  model.setting)
     data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
     if not any(s.error is None for s in data[0]):
-        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge version "
-                             f"{challenger.version} by; measure more")
+        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge "
+                             f"version {challenger.version} by; measure more")
     new = score(accuracy.evaluate(model, *data))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
     said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
@@ -115,8 +138,9 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
         return True, f"{said}, the first"
     try:
         old_model = registry.download(client, before)
-    except ShardCoreError as error:  # registered by a ShardCore that computed other features
+    except ShardCoreError as error:  # from a ShardCore with other features
         return True, f"{said}; champion {before.version} cannot be read any more: {error}"
+    # Errors of different settings cannot be compared.
     if old_model.setting != model.setting:
         return True, f"{said}; champion {before.version} is for another setting ({old_model.setting})"
     old = score(accuracy.evaluate(old_model, *data))

@@ -1,4 +1,4 @@
-"""Searching plans under the champion, and publishing those that are worth it."""
+"""Search plans under the champion, and publish those that are worth it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from tasks.train import git_commit
 @registry.plain_errors()
 def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingConfig, config: PublishConfig,
                   everything: bool = False) -> str:
-    """Search a plan for each problem file and publish it where it is worth it; a table of the plans that are
-    then published.
+    """Search a plan for each problem file, and publish it if it is worth it.
+
+    Returns a table of the published plans.
 
     plans: a folder or URL (see publish.store).
-    everything: these are all problems, so the champion counts as published afterwards (see publish_claim).
+    everything: these are all problems, so the champion then counts as published (see publish_claim).
 
-    Raises ShardCoreError at the end where a problem could not be planned; the others are published.
+    Raises ShardCoreError at the end if a problem could not be planned. The others are published.
     """
     logger = get_run_logger()
     client = registry.connect()
@@ -43,12 +44,14 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     work = console.Work("problems", len(problems))
     with publish_claim.publishing(client, version, everything) as renew:
         for i, path in enumerate(problems):
+            # Others wait for as long as the claim is renewed.
             renew()
             work.done(i)
             try:
                 published = _publish(publisher, path, names)
                 rows.append(published.row())
-            except Exception as error:  # whatever it is, it is this problem's: the others are published
+            # One problem's error must not stop the others.
+            except Exception as error:
                 plain = isinstance(error, ShardCoreError)
                 said = str(error) if plain else repr(error)
                 failures.append(str(ShardCoreError(said if said.startswith(str(path))
@@ -84,18 +87,21 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
 
 
 def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
-    """Publish the problem of a file. names: those of this run so far, to which it adds its own."""
+    """Publish the problem of a file.
+
+    names: problems of this run so far. The problem's name is added.
+    """
     problem = files.read_problem(path)
     if problem.name in names:
-        raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of its "
-                             "own")
+        raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of "
+                             "its own")
     names.append(problem.name)
     problem.require_setting(publisher.model.setting)
     return publisher.publish(problem)
 
 
 def _provenance(model: neural.NeuralModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
-    """Of a plan: the model that it was searched under, that model's data, the code and the search."""
+    """Where plans come from: the model, its data, the code and the search."""
     trained = model.meta["provenance"]
     return {"model": version.name, "model_version": str(version.version), "setting": str(model.setting),
             "data_version": trained.get("data_version", "unversioned"),
@@ -107,7 +113,7 @@ def _provenance(model: neural.NeuralModel, version: ModelVersion, config: Publis
 
 
 def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: str) -> mlflow.ActiveRun:
-    """An MLflow run with the published plans' pages."""
+    """An MLflow run with the pages of the published plans."""
     with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
         mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version),
                          "plans": str(plans)})
@@ -116,7 +122,7 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
             try:
                 decision = store.last(plans, name)
                 page = decision and store.load_page(plans, name, decision.current)
-            except ShardCoreError:  # what is wrong with its files was said when it was its turn
+            except ShardCoreError:  # reported when it was published
                 continue
             if decision and decision.total_ms is not None:
                 mlflow.log_metric(f"{name}_ms", decision.total_ms)

@@ -1,10 +1,10 @@
-"""Under which version of a cost model plans were last published, and who is at it now.
+"""Which version of a cost model plans were last published under, and who publishes now.
 
-Both are tags of the registered model, beside the alias that they are about. They outlive every process, so
-whoever looks next knows what is left to do. Times are in seconds since 1970.
+Both are tags of the registered model, beside the alias. They outlive every process, so anyone can see what is
+left to do. Times are Unix s.
 
-  shardcore.published     {"version", "at"}       every problem was gone through under this version
-  shardcore.publishing    {"version", "until"}    somebody is at it, and renews the claim before `until`
+  shardcore.published     {"version", "at"}       all problems were published under this version
+  shardcore.publishing    {"version", "until"}    somebody publishes, and renews the claim before `until`
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tasks import registry
 
 PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
 CLAIM_S = 60.0
-"""How long a claim holds without being renewed: longer than one problem takes, short enough to wait for after
-a crash."""
+"""How long a claim holds without renewal. Longer than one problem takes, and short enough to wait for after a
+crash."""
 
 
 @dataclass(frozen=True)
 class PublishState:
-    """What is on record at a registered model; None: nothing.
+    """The record of a registered model. None: nothing is recorded.
 
     model: its name.
-    champion: the version that is champion.
-    published: the version under which all plans were last published.
-    at: when that was.
-    publishing: the version under which somebody publishes now.
-    until: when that claim ends, unless it is renewed.
+    champion: the champion's version.
+    published: version under which all plans were last published.
+    at: when that was, Unix s.
+    publishing: version under which somebody publishes now.
+    until: when that claim ends unless renewed, Unix s.
     """
 
     model: str
@@ -47,16 +47,17 @@ class PublishState:
     until: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether plans have to be published: the champion is another version than the last one, and nobody
-        is publishing, under whichever version. A run that is asked for before those are done would answer two
-        changes (see watch.publish_once)."""
+        """Whether plans must be published: the champion was not published yet, and nobody is publishing.
+
+        A run requested during another one would answer two changes (see watch.publish_once).
+        """
         if self.champion is None or self.champion == self.published:
             return False
         return self.publishing is None or now > (self.until or 0.0)
 
 
 def read(client: mlflow.MlflowClient, model: str) -> PublishState:
-    """The state of a registered model; one that does not exist has no champion."""
+    """The state of a registered model. A missing model has no champion."""
     try:
         found = client.get_registered_model(model)
     except MlflowException as error:
@@ -71,15 +72,19 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
 
 
 def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
-    """Say that this process publishes under a version, for the next CLAIM_S."""
+    """Claim publishing under a version, for the next CLAIM_S."""
     _set(client, model, PUBLISHING, {"version": str(version), "until": time.time() + CLAIM_S})
 
 
 @contextmanager
 def publishing(client: mlflow.MlflowClient, version: ModelVersion,
                everything: bool = True) -> Iterator[Callable[[], None]]:
-    """Publish under a version, for all problems: claimed while it lasts, on record at its end, neither after
-    an exception. Yields the function that renews the claim. Without `everything` nothing is put on record."""
+    """Publish under a version: claimed while it lasts, recorded at its end. Not recorded after an exception.
+
+    everything: all problems are published. Otherwise nothing is claimed or recorded.
+
+    Yields the function that renews the claim.
+    """
     if not everything:
         yield lambda: None
         return
@@ -97,7 +102,7 @@ def _set(client: mlflow.MlflowClient, model: str, tag: str, value: dict) -> None
 
 
 def _tag(tags: dict[str, str], name: str) -> dict:
-    """A tag's value; one edited by hand into something else counts as none."""
+    """A tag's value. {}: it was edited by hand into something else."""
     try:
         value = json.loads(tags.get(name, "{}"))
     except ValueError:

@@ -1,7 +1,9 @@
-"""A connection to Ray: RAY_ADDRESS, or a local Ray for as long as the context lasts. Actors are in a namespace named after the
-flow run, which the dashboard and `ray list actors` show beside their names.
+"""A connection to Ray: RAY_ADDRESS, or a local Ray while the context lasts.
 
-A local Ray listens at loopback only and asks for a token, as the stack's does. Its folder is the run's (tasks.owned).
+Actors are in a namespace named after the flow run. The dashboard and `ray list actors` show it.
+
+A local Ray listens only at loopback and asks for a token, as the stack's does. Its folder is the run's
+(tasks.owned).
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from shardcore.errors import ShardCoreError
 from tasks import owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
-_LOCAL_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a cluster of more than one machine listens at all addresses
-              "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # nobody will start another head: all ends with it
+_LOCAL_RAY = {
+    # A cluster of more than one machine would listen at all addresses.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Nobody will start another head: everything ends with it.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
@@ -32,19 +37,22 @@ _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
 
 @contextmanager
 def ray_cluster() -> Iterator[None]:
-    """Connect to Ray; raises ShardCoreError where RAY_ADDRESS does not answer."""
+    """Connect to Ray. Raises ShardCoreError if RAY_ADDRESS does not answer."""
     import ray
     from prefect import runtime
 
     address = os.environ.get("RAY_ADDRESS") or "local"
-    options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": runtime.flow_run.name or None}
+    options = {"log_to_driver": False, "logging_level": logging.WARNING,
+               "namespace": runtime.flow_run.name or None}
     of_our_own = address == "local"
-    with owned.owned() if of_our_own else nullcontext(), _ending_with_it() if of_our_own else nullcontext(bool) as ends_now:
+    with (owned.owned() if of_our_own else nullcontext(),
+          _ending_with_it() if of_our_own else nullcontext(bool) as ends_now):
         try:
             if of_our_own:
                 _close()
                 with owned.serving():
-                    ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES, include_dashboard=False,
+                    ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                             include_dashboard=False,
                              _node_ip_address=services.LOOPBACK[0], **options)
             else:
                 if address != "auto":
@@ -52,8 +60,9 @@ def ray_cluster() -> Iterator[None]:
                 ray.init(address=address, **options)
         except ShardCoreError:
             raise
-        except Exception as error:  # of many kinds, a bare one among them
-            raise ShardCoreError(f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}") from None
+        except Exception as error:  # Ray raises many kinds, Exception itself among them
+            raise ShardCoreError(f"cannot connect to Ray at {address}: "
+                                 f"{' '.join(str(error).split())[:200]}") from None
         try:
             yield
         finally:
@@ -63,9 +72,11 @@ def ray_cluster() -> Iterator[None]:
 
 @contextmanager
 def _ending_with_it() -> Iterator[Callable[[], None]]:
-    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended, for Ray may wait for them for a minute. Where
-    this is not heard in time, for Ray waits in its own code, say so and end this process. Yields what to call before Ray is to
-    end."""
+    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended.
+
+    Ray itself may wait for them for a minute. If Ray's own code does not react to the interrupt in time, say
+    so and end this process. Yields the function to call before Ray is shut down.
+    """
     found: dict[str, psutil.Process] = {}
     over = threading.Event()
 
@@ -75,10 +86,12 @@ def _ending_with_it() -> Iterator[Callable[[], None]]:
 
     def watch() -> None:
         while not over.wait(_LOOK_EVERY_S) and not lost():
-            if len(found) < len(_NEEDED):  # then no more, for to look for them disturbs what is measured
+            if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
                 with suppress(psutil.NoSuchProcess):
-                    found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
+                    found.update({name: p for p in psutil.Process().children()
+                                  if (name := p.name()) in _NEEDED})
         if not over.is_set():
+            # An interrupt reaches the main thread even while it waits.
             os.kill(os.getpid(), signal.SIGINT)
             if not over.wait(_LAST_WORDS_S):
                 print(f"error: {lost()}", file=sys.stderr, flush=True)
@@ -103,19 +116,20 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _close() -> None:
-    """Have the Ray that starts next listen at loopback and ask for a token of its own, and this process know it."""
+    """Make the Ray that starts next listen only at loopback, with a token that this process knows."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_write_token()), **_LOCAL_RAY})
-    ray_constants.ENABLE_RAY_CLUSTER = False  # read, as the two settings, when Ray was imported
+    # Ray read this, and the two settings, when it was imported.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _write_token() -> Path:
-    file, path = tempfile.mkstemp(prefix="ray-token-")  # its owner alone can read it
+    file, path = tempfile.mkstemp(prefix="ray-token-")  # only its owner can read it
     with open(file, "w") as token:
         token.write(secrets.token_urlsafe(32))
     return Path(path)

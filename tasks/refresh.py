@@ -1,4 +1,4 @@
-"""DVC from Prefect: change parameters, rebuild what changed, keep the result for others."""
+"""DVC from Prefect: change parameters, rebuild what changed, share the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
 Stage = Literal["tables", "measure", "train", "evaluate"]
 STAGES = get_args(Stage)
 AFTER = ("promote", "publish")
-"""The stages that follow DVC's last one."""
+"""Stages after DVC's last one."""
 _LAST_WORDS_S = 3.0
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
 _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
@@ -37,34 +37,49 @@ _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 
 @dataclass(frozen=True)
 class StageRun:
-    """What `dvc repro` did with a stage: whether it ran, and for how many seconds."""
+    """What `dvc repro` did with a stage.
+
+    stage: its name.
+    ran: whether it ran.
+    seconds: how long.
+    """
 
     stage: str
     ran: bool
     seconds: float
 
 
-# --- parameters --------------------------------------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------------------------
 
 
 def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
-    """Write overrides ({section: {key: value}}) into params.yaml, comments kept, once all sections are right with them; whether
-    that changed it. sections: each section's config dataclass. Raises ShardCoreError naming what is unknown or wrong."""
+    """Write overrides into params.yaml if all sections stay valid. Returns whether that changed it.
+
+    Comments in the file are kept.
+
+    overrides: {section: {key: value}}.
+    sections: each section's config dataclass.
+
+    Raises ShardCoreError naming an unknown or wrong entry.
+    """
     from ruamel.yaml import YAML
 
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 130
+    # A section that is wrong already must not be blamed on the overrides.
     for name, cls in sections.items():
         params.section(name, cls)
     document = yaml.load(paths.PARAMS) or {}
     unknown = sorted(set(overrides) - set(sections))
     if unknown:
-        raise ShardCoreError(f"overrides have an unknown section {unknown[0]!r}; known are {', '.join(sections)}")
+        raise ShardCoreError(f"overrides have an unknown section {unknown[0]!r}; known are "
+                             f"{', '.join(sections)}")
     changed = False
     for name, values in overrides.items():
         section = document.get(name) or {}
         if not isinstance(values, Mapping):
-            raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with keys")
+            raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with "
+                                 "keys")
         schema.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
         for key, value in values.items():
             if key not in section or section[key] != value:
@@ -77,21 +92,25 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
     return changed
 
 
-# --- dvc ---------------------------------------------------------------------------------------------------------------
+# --- dvc ----------------------------------------------------------------------------------------------------
 
 
 @task(task_run_name="dvc-repro-{target}")
 def repro(target: Stage) -> list[StageRun]:
-    """`dvc repro` of a stage and what it depends on, its lines in the run's log and its progress on the run's page; raises
-    ShardCoreError where a stage fails."""
+    """`dvc repro` of a stage and its dependencies.
+
+    Its lines go to the run's log, its progress to the run's page. Raises ShardCoreError if a stage fails.
+    """
     if target not in STAGES:
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(STAGES)}")
     logger = get_run_logger()
     stages = [s for s in stages_of(target) if s in STAGES]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
+    # DVC trusts its cache, so a damaged entry would come back.
     cache.remove_damaged(logger)
     begun: dict[str, tuple[bool, float]] = {}  # stage -> whether it runs, since when
     errors: list[str] = []
+    # A killed run may have left DVC's locks behind.
     forget_dead_users()
     with owned.owned():
         process = _dvc("repro", target, **console.RELAYED)
@@ -106,7 +125,8 @@ def repro(target: Stage) -> list[StageRun]:
                 done = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, done, description=f"stage {found[2]}")
         if process.wait():
-            raise ShardCoreError(why(errors) or f"dvc repro {target} ended with exit code {process.returncode}")
+            raise ShardCoreError(why(errors)
+                                 or f"dvc repro {target} ended with exit code {process.returncode}")
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [StageRun(stage, ran, end - since if ran else 0.0)
@@ -114,7 +134,7 @@ def repro(target: Stage) -> list[StageRun]:
 
 
 def _said(process: subprocess.Popen) -> Iterator[str]:
-    """The lines of `dvc repro` and its stages that are for the log; what stages want shown is shown."""
+    """Lines of `dvc repro` and its stages for the log. Lines marked for display are shown instead."""
     try:
         for line in process.stdout:
             if not console.relayed(line):
@@ -126,12 +146,16 @@ def _said(process: subprocess.Popen) -> Iterator[str]:
 
 
 def forget_dead_users() -> None:
-    """Take those that have ended out of DVC's list of who uses which results. DVC goes by whether there is a process of that id,
-    which there is until somebody has reaped it; and a list that a kill cut short it refuses for good."""
+    """Remove ended processes from DVC's list of who uses which results.
+
+    DVC checks only whether a process of that id exists. A zombie does, until it is reaped. DVC also refuses a
+    list that a kill cut short, for good.
+    """
     if not _DVC_USERS.exists():
         return
     with open(_DVC_USERS.with_name("rwlock.lock"), "a") as guard:
-        with suppress(BlockingIOError):  # else DVC is at it
+        # A DVC that runs now holds the lock, and keeps the list itself.
+        with suppress(BlockingIOError):
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 users = json.loads(_DVC_USERS.read_bytes())
@@ -151,25 +175,28 @@ def _works(pid: int) -> bool:
 
 
 def why(errors: Sequence[str]) -> str:
-    """The first of the errors that `dvc repro` said, in one line. Of a lock also who holds it: DVC says that in lines of its own,
-    or not at all, but has it in the lock's file."""
+    """The first error of `dvc repro` in one line. For a lock, it also names the holder.
+
+    DVC names the holder on other lines or not at all. The lock's file has it.
+    """
     first = errors[0].split(": ", 1)[1] if errors else ""
     if first.endswith("is being blocked by:"):
         holders = [f"process {found[1]} ({found[2]})" for line in errors if (found := _HOLDER.search(line))]
         return f"{first} {', '.join(holders)}; wait until that has ended, or end it"
     if first.startswith("Unable to acquire lock") and _DVC_LOCK.exists():
         holder = _DVC_LOCK.read_text().strip()
-        return f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has ended, or end it"
+        return (f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has "
+                "ended, or end it")
     return first
 
 
 def stages_of(target: Stage) -> tuple[str, ...]:
-    """All stages that a refresh of `target` goes through."""
+    """All stages of a refresh of `target`."""
     return STAGES[:STAGES.index(target) + 1] + (AFTER if target == STAGES[-1] else ())
 
 
 def heading(stage: str, target: Stage, runs: bool = True) -> str:
-    """Which stage of how many begins, or has nothing to do."""
+    """Which stage begins, out of how many, or that nothing changed."""
     stages = stages_of(target)
     return f"stage {stages.index(stage) + 1} of {len(stages)}: {stage}{'' if runs else ', nothing changed'}"
 
@@ -179,21 +206,23 @@ def announce(stage: str, target: Stage, runs: bool = True) -> None:
 
 
 def require_pushable() -> None:
-    """Raises ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
+    """Raise ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
     if _git("symbolic-ref", "--quiet", "HEAD").returncode:
-        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be committed; check one "
-                             "out, or refresh without push")
+        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be "
+                             "committed; check one out, or refresh without push")
     process = _dvc("config", "core.remote")
     found = process.stdout.read().strip()
     if process.wait() or not found:
-        raise ShardCoreError("DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push")
+        raise ShardCoreError("DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh "
+                             "without push")
 
 
 @task(task_run_name="push-{target}")
 def push_data(target: Stage) -> str | None:
-    """Push a stage's data and what it depends on to DVC's remote, then commit dvc.lock and params.yaml, and nothing else, on the
-    branch that is checked out; the commit, None where both were committed already. Git itself is pushed by whoever owns the
-    branch."""
+    """Push a stage's data and its dependencies to DVC's remote. Then commit dvc.lock and params.yaml only.
+
+    Returns the commit. None: both were committed already. Pushing git is left to the branch's owner.
+    """
     process = _dvc("push", "--with-deps", target)
     said = process.stdout.read().strip().splitlines() or ["it said nothing"]
     if process.wait():
@@ -210,14 +239,17 @@ def push_data(target: Stage) -> str | None:
 
 
 def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
-    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # the stages' `python` is this one
-    return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    # The stages' `python` is this one.
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT,
                             text=True, env={**os.environ, **env, "PATH": here})
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(["git", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        return subprocess.run(["git", *arguments], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, check=False)
     except OSError as error:
         raise ShardCoreError(f"git cannot be run: {error.strerror}") from None
 

@@ -1,4 +1,7 @@
-"""The MLflow model registry: versions of a cost model, named after its hardware, told apart by the digest of their files."""
+"""The MLflow model registry: versions of a cost model.
+
+A model is named after its hardware. Its versions are told apart by the digest of their files.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,21 @@ from tasks import services
 CHALLENGER, CHAMPION = "challenger", "champion"
 EXPERIMENT = "shardcore"
 CARD = "card.md"
-"""Beside a model's folder."""
+"""File name of the card, beside a model's folder."""
 _ARTIFACT = "cost-model"
 DIGEST_TAG = "shardcore.model_digest"
 _PROCESS_TAG = "shardcore.process"
 
 
 def connect() -> mlflow.MlflowClient:
-    """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder), runs of processes that were killed ended there; raises
-    ShardCoreError where it does not answer."""
+    """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder).
+
+    It also ends runs of killed processes. Raises ShardCoreError if MLflow does not answer.
+    """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")  # a server away for less than a minute costs only time
+    # A server that restarts within a minute costs only time.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
     for name in ("mlflow.store.db.utils", "mlflow.tracking.fluent", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     uri = mlflow.get_tracking_uri()
@@ -50,18 +56,21 @@ def connect() -> mlflow.MlflowClient:
         client = mlflow.MlflowClient()
         _end_left_runs(client)
     except (MlflowException, OSError) as error:
-        raise ShardCoreError(f"MLflow cannot be used at {uri}: {' '.join(str(error).split())[:200]}") from None
+        raise ShardCoreError(f"MLflow cannot be used at {uri}: "
+                             f"{' '.join(str(error).split())[:200]}") from None
     return client
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise what MLflow's client raises (its server went away meanwhile, a full disk there) as a ShardCoreError in one line."""
+    """Raise errors of MLflow's client as a ShardCoreError in one line. Its server may go away, or its disk
+    fill up."""
     try:
         yield
     except (MlflowException, RequestException) as error:
-        raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: {' '.join(str(error).split())[:200]}; what was "
-                             "finished is kept, and a rerun goes on from there") from None
+        raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: "
+                             f"{' '.join(str(error).split())[:200]}; what was finished is kept, and a rerun "
+                             "goes on from there") from None
 
 
 @contextmanager
@@ -72,7 +81,7 @@ def run(**options: Any) -> Iterator[mlflow.ActiveRun]:
 
 
 def _end_left_runs(client: mlflow.MlflowClient) -> None:
-    """End the runs of this host whose process is gone as killed; they would count as running for ever."""
+    """Mark runs of this host as killed if their process is gone. They would count as running for ever."""
     left = f"attributes.status = 'RUNNING' AND tags.`{_PROCESS_TAG}` LIKE '{socket.gethostname()} %'"
     for found in mlflow.search_runs(filter_string=left, output_format="list"):
         if not psutil.pid_exists(int(found.data.tags[_PROCESS_TAG].split()[1])):
@@ -84,7 +93,7 @@ def model_name(hardware: str) -> str:
 
 
 def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version that an alias points to, or None; raises ShardCoreError where the registry cannot tell."""
+    """The version that an alias points to, or None. Raises ShardCoreError if the registry cannot tell."""
     try:
         return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
@@ -95,12 +104,17 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
                              f"{' '.join(str(error).split())[:200]}") from None
 
 
-def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
-    """The version that holds a model's files, made on the first call; it becomes challenger. The card beside the folder becomes
-    its description."""
+def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
+             tags: dict[str, str]) -> ModelVersion:
+    """The version with a model's files, created on the first call. It becomes challenger.
+
+    The card beside the folder becomes its description.
+    """
     digest = files.model_digest(folder)
     name = model_name(neural.load(folder).setting.hardware)
-    existing = [v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest]
+    # A rerun with the same files must not make a second version.
+    existing = [v for v in client.search_model_versions(f"name = '{name}'")
+                if v.tags.get(DIGEST_TAG) == digest]
     version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
@@ -108,8 +122,10 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags
     return version
 
 
-def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None, tags: dict[str, str]) -> ModelVersion:
-    with run(run_id=run_id, run_name=None if run_id else "register"), warnings.catch_warnings(action="ignore"):
+def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None,
+            tags: dict[str, str]) -> ModelVersion:
+    with (run(run_id=run_id, run_name=None if run_id else "register"),
+          warnings.catch_warnings(action="ignore")):
         info = mlflow.pyfunc.log_model(
             name=_ARTIFACT,
             python_model=str(Path(__file__).with_name("served_model.py")),
@@ -121,29 +137,33 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
-    client.set_logged_model_tags(info.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])})
+    client.set_logged_model_tags(info.model_id, {
+        MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])})
     return version
 
 
 def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:
-    """Load a version's model from its safetensors and JSON; nothing of the registry is run."""
+    """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
     with tempfile.TemporaryDirectory() as temporary:
-        path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}", dst_path=temporary)
+        path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}",
+                                                   dst_path=temporary)
         folders = [p.parent for p in Path(path).rglob(files.MODEL_JSON)]
         if not folders:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; it was not "
-                                 "registered by ShardCore")
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; "
+                                 "it was not registered by ShardCore")
         try:
             return neural.load(folders[0])
         except ShardCoreError as error:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: {error}") from None
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: "
+                                 f"{error}") from None
 
 
 def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralModel, ModelVersion]:
-    """Raises ShardCoreError where no version is champion."""
+    """The champion's model and version. Raises ShardCoreError if there is none."""
     name = model_name(hardware)
     version = find(client, name, CHAMPION)
     if version is None:
         raise ShardCoreError(f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
-                             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias in MLflow")
+                             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias "
+                             "in MLflow")
     return download(client, version), version

@@ -1,9 +1,13 @@
-"""The cost model as an MLflow pyfunc (models from code), for others' convenience: ShardCore itself reads the files.
+"""The cost model as an MLflow pyfunc (models from code), for other programs.
 
-Input: groups of shards, each to run as one fused op: {"shards": [...], "batch": samples the op runs over; the setting's without}.
-A shard is {"table": a table as in problem files, "rows": [low, high], "columns": [low, high]}; without rows or columns, all of
-them. Output: for each group its ms, forward + backward, the part of it that is forward, the ends of the interval that holds 90%
-of measurements, and what of the group lies beyond what was measured, in sentences.
+ShardCore itself reads the model's files.
+
+Input: groups of shards, each run as one fused op. A group is {"shards": [...], "batch": samples of the op}.
+  The default batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high],
+  "columns": [low, high]}. The default is all rows and columns.
+
+Output, per group: "ms" of forward + backward, "forward_ms" of it, "low_ms" to "high_ms", which hold 90% of
+measurements, and "extrapolated", sentences on what exceeds the measured range.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from shardcore.workload import Op, Workload
 CONFIDENCE = 0.9
 
 
-# --- what MLflow shows as the model's signature. It checks nothing of it: errors below name what is wrong. -------------------
+# --- what MLflow shows as the model's signature. It checks nothing of it: errors below name what is wrong. --
 
 
 class TableInput(BaseModel):
-    """The least of a table; the rest as in problem files."""
+    """The required keys of a table. Others are as in problem files."""
 
     name: str
     rows: int
@@ -55,7 +59,7 @@ class GroupInput(BaseModel, extra="allow"):
         return {k: getattr(self, k) for k in self.model_fields_set}
 
 
-# --- the model ---------------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------------------
 
 
 class ServedCostModel(PythonModel):
@@ -63,7 +67,7 @@ class ServedCostModel(PythonModel):
         self._model = neural.load(context.artifacts["model"])
 
     def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
-        """Answers as above, dictionaries; raises MlflowException (HTTP 400) that says what is wrong with which group."""
+        """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group."""
         try:
             groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
             return [_answer(self._model, *g) for g in groups]
@@ -76,11 +80,13 @@ def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) ->
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
     low, high = (float(x) for x in model.interval(sums, CONFIDENCE))
     ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
+    # A group has no device of its own. out_of_range needs a workload, so one is made up.
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), Topology((Device(1),)), batch)
-    return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high, "extrapolated": neural.out_of_range(model, alone)}
+    return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high,
+            "extrapolated": neural.out_of_range(model, alone)}
 
 
-# --- input -------------------------------------------------------------------------------------------------------------
+# --- input --------------------------------------------------------------------------------------------------
 
 
 def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], int]:
@@ -88,7 +94,8 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
     _check_keys(data, what, "shards", "batch")
     batch = data.get("batch", setting.batch)
     if not (_is_whole(batch) and 1 <= batch <= MOST_BATCH):
-        raise ShardCoreError(f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 to {MOST_BATCH}")
+        raise ShardCoreError(f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 "
+                             f"to {MOST_BATCH}")
     if not isinstance(data["shards"], list):
         raise ShardCoreError(f"{what} has shards {schema.show(data['shards'])}; it needs a list")
     return tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"])), batch
@@ -98,12 +105,14 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     _check_keys(data, what, "table", "rows", "columns")
     table = files.table_from_json(data["table"], what)
     if table.precision != setting.precision:
-        raise SettingMismatch(f"{what}: table {table.name!r} is {table.precision}; the model is for ({setting})")
+        raise SettingMismatch(f"{what}: table {table.name!r} is {table.precision}; the model is for "
+                              f"({setting})")
     ends = []
     for name, size in (("rows", table.rows), ("columns", table.dim)):
         found = data.get(name, [0, size])
         if not (isinstance(found, list) and len(found) == 2 and all(map(_is_whole, found))):
-            raise ShardCoreError(f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole numbers")
+            raise ShardCoreError(f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole "
+                                 "numbers")
         ends += found
     try:
         return Shard(table, *ends)
@@ -113,10 +122,12 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
 
 def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
     if not isinstance(data, dict):
-        raise ShardCoreError(f"{what} is {schema.show(data)}; it needs to be an object with the key {needed!r}")
+        raise ShardCoreError(f"{what} is {schema.show(data)}; it needs to be an object with the key "
+                             f"{needed!r}")
     unknown = sorted(set(data) - {needed, *optional})
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {schema.show(unknown[0])}; known are {', '.join((needed, *optional))}")
+        raise ShardCoreError(f"{what} has an unknown key {schema.show(unknown[0])}; known are "
+                             f"{', '.join((needed, *optional))}")
     if needed not in data:
         raise ShardCoreError(f"{what} lacks the key {needed!r}")
 

@@ -1,8 +1,8 @@
-"""The services that flows talk to: is there one, does it answer, and a temporary one where there is none.
+"""Services that flows need: check that they answer, and start a temporary Prefect server if there is none.
 
-`python -m tasks.services COMMAND …` runs a command with a Prefect server: PREFECT_API_URL, or one for as long as it runs. The
-command is a process of its own, for Prefect reads the address when it is imported, and sends its last logs when it exits.
-All that it starts ends with it (tasks.owned).
+`python -m tasks.services COMMAND …` runs a command with a Prefect server. That is PREFECT_API_URL, or a
+server that lives as long as the command. The command is a process of its own: Prefect reads the address when
+it is imported, and sends its last logs when it exits. Everything it starts ends with it (tasks.owned).
 """
 
 from __future__ import annotations
@@ -31,33 +31,37 @@ LOOPBACK = ("127.0.0.1", "localhost")
 _PATIENCE_S = 5.0
 _LOOK_EVERY_S = 0.5
 _LAST_WORDS_S = 4.0
-"""How long an interrupted command may go on before it is ended."""
+"""Time that an interrupted command has to end."""
 
 
 def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
-    """Have clients with this environment reach the services of this machine, and those of `hosts`, without the proxy that it
-    may name for the world outside: no proxy can reach our loopback."""
+    """Let clients with this environment reach this machine and `hosts` without a proxy.
+
+    A proxy for the outside world cannot reach our loopback.
+    """
     given = env.get("no_proxy") or env.get("NO_PROXY") or ""
     known = [h.strip() for h in given.split(",") if h.strip()]
     if "*" not in known:
         env["no_proxy"] = env["NO_PROXY"] = ",".join(dict.fromkeys([*known, *LOOPBACK, *hosts]))
 
 
-def get(url: str, headers: Mapping[str, str] | None = None, data: bytes | None = None, timeout_s: float = 5.0) -> bytes:
-    """What a service of this machine answers, asked without any proxy; raises OSError where it does not or refuses."""
+def get(url: str, headers: Mapping[str, str] | None = None, data: bytes | None = None,
+        timeout_s: float = 5.0) -> bytes:
+    """The answer of a service on this machine, without a proxy. Raises OSError if it refuses or is silent."""
     request = urllib.request.Request(url, data, dict(headers or {}))
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+                request, timeout=timeout_s) as answer:
             return answer.read()
     except http.client.HTTPException as error:
         raise OSError(f"{url} does not speak HTTP: {error!r}") from None
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket that keeps a free port of a host's address ("" for all of them) for a server that is told to listen there.
+    """A socket that reserves a free port of a host's address ("": all addresses) for a server to be started.
 
-    It does not listen. While it is open, the kernel gives the port to nobody who asks for any; a server that names the port gets
-    it, for servers allow an address to be used again (SO_REUSEADDR, which both need; so on Linux).
+    It does not listen. While it is open, the kernel gives the port to nobody who asks for any port. A server
+    that names the port gets it, because both use SO_REUSEADDR (on Linux).
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,7 +70,10 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
 
 
 def require_answer(address: str, what: str) -> None:
-    """Raise ShardCoreError unless something accepts connections at a "scheme://host:port/…" or "host:port" address."""
+    """Raise ShardCoreError unless something accepts connections at the address.
+
+    address: "scheme://host:port/…" or "host:port".
+    """
     url = urlparse(address if "://" in address else f"tcp://{address}")
     try:
         port = url.port or {"https": 443, "http": 80, "ray": 10001}.get(url.scheme)
@@ -75,13 +82,13 @@ def require_answer(address: str, what: str) -> None:
         with socket.create_connection((url.hostname, port), timeout=_PATIENCE_S):
             pass
     except (OSError, ValueError) as error:
-        raise ShardCoreError(f"{what} does not answer at {address}: {error}; start it, or unset the address to use a "
-                             "local one") from None
+        raise ShardCoreError(f"{what} does not answer at {address}: {error}; start it, or unset the address "
+                             "to use a local one") from None
 
 
 @contextmanager
 def prefect_server() -> Iterator[str]:
-    """The URL of the Prefect API: PREFECT_API_URL, or a server of our own for as long as the context lasts."""
+    """The URL of the Prefect API: PREFECT_API_URL, or our own server while the context lasts."""
     if os.environ.get("PREFECT_API_URL"):
         yield os.environ["PREFECT_API_URL"]
         return
@@ -91,22 +98,25 @@ def prefect_server() -> Iterator[str]:
 
 @contextmanager
 def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
-    """The URL of a Prefect server of our own, and the server. In an owned run it ends with that, after the flows."""
+    """The URL of our own Prefect server, and the server. In an owned run it ends after the flows."""
     held = reserve_port()
     port = held.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
     with owned.serving():
         server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port),
+             "--no-ui"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True)  # a terminal's interrupt is not for it: runs have to tell it how they ended
+            # A terminal's interrupt is not for it: runs have to tell it how they ended.
+            start_new_session=True)
     try:
         _wait_healthy(f"{url}/health", server)
-        os.environ["PREFECT_API_URL"] = url  # read by the processes that we start
+        os.environ["PREFECT_API_URL"] = url  # for the processes that we start
         yield url, server
     finally:
         os.environ.pop("PREFECT_API_URL", None)
         held.close()
+        # In an owned run the guardian ends it, after the flows.
         if not os.environ.get(owned.RUN):
             server.terminate()
             try:
@@ -124,13 +134,15 @@ def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) ->
             return
         except OSError:
             time.sleep(0.2)
-    ended = f"ended with exit code {server.returncode}" if server.poll() is not None else f"was not up within {timeout_s:.0f} s"
+    ended = (f"ended with exit code {server.returncode}" if server.poll() is not None
+             else f"was not up within {timeout_s:.0f} s")
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
 
 
 def away(error: httpx.HTTPError) -> str:
-    """What an error of Prefect's client means, in one line."""
-    return f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: {str(error) or type(error).__name__}"
+    """An error of Prefect's client in one line."""
+    return (f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: "
+            f"{str(error) or type(error).__name__}")
 
 
 class _NoTracebackForUserErrors(logging.Filter):
@@ -141,7 +153,7 @@ class _NoTracebackForUserErrors(logging.Filter):
 
 
 def show_user_errors_plainly() -> None:
-    """What a user can mend is logged as its message, without a traceback."""
+    """Log errors that a user can mend as a message, without a traceback."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logger = logging.getLogger(name)
         if not any(isinstance(f, _NoTracebackForUserErrors) for f in logger.filters):
@@ -149,8 +161,11 @@ def show_user_errors_plainly() -> None:
 
 
 def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
-    """Run a flow as a program: exit code 0, or 1 with one line that says why. What is printed: see tasks.console. What it starts
-    ends with it. Where it needs Prefect and has no server, it starts again as `python -m tasks.services` with itself."""
+    """Run a flow as a program: exit code 0, or 1 with one line that says why.
+
+    tasks.console says what is printed. Everything the flow starts ends with it. If it needs Prefect and has
+    no server, it restarts itself under `python -m tasks.services`.
+    """
     program = console.Program(None, None, sys.stderr)
     try:
         if not paths.PARAMS.exists():
@@ -158,7 +173,8 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
         if console.is_relayed():
             owned.end_with_parent()
         elif needs_prefect and not os.environ.get("PREFECT_API_URL"):
-            os.execv(sys.executable, [sys.executable, "-m", "tasks.services", sys.executable, *sys.orig_argv[1:]])
+            os.execv(sys.executable,
+                     [sys.executable, "-m", "tasks.services", sys.executable, *sys.orig_argv[1:]])
         with owned.owned():
             reach_directly(os.environ)
             show_user_errors_plainly()
@@ -176,7 +192,7 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
 
 
 def _said(error: Exception) -> str:
-    """An error in one line; of one that no user can mend the log gets the traceback."""
+    """An error in one line. The log gets a traceback of errors that no user can mend."""
     if isinstance(error, (ShardCoreError, OSError)):
         return str(error)
     if isinstance(error, httpx.HTTPError):
@@ -187,7 +203,8 @@ def _said(error: Exception) -> str:
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        # Under nohup the signal stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     if "MAKELEVEL" in os.environ:
         owned.end_with_parent()
@@ -209,8 +226,11 @@ def main() -> None:
 
 
 def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
-    """The exit code of a command. A terminal interrupts it too: then there is time for what it says last. Raises ShardCoreError
-    where it is killed, or its server ends before it: no other one will be at that address."""
+    """The exit code of a command.
+
+    A terminal interrupts the command too. It then gets time for its last words. Raises ShardCoreError if it
+    is killed, or if its server ends first.
+    """
     process = subprocess.Popen(command)
     try:
         while (code := process.poll()) is None:

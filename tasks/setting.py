@@ -1,4 +1,4 @@
-"""The Setting that the stages work in."""
+"""The Setting in which the stages work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from shardcore.types import Setting
 
 @dataclass(frozen=True)
 class SettingConfig:
-    """The Setting to measure in. hardware: "auto" is the name of the device at hand."""
+    """The Setting to measure in.
+
+    hardware: name of the device. "auto": that of the device at hand.
+    batch: global batch, samples.
+    precision: of the weights.
+    optimizer: of the embedding tables.
+    """
 
     hardware: str = hardware.AUTO
     batch: int = 2048
@@ -22,21 +28,25 @@ class SettingConfig:
     optimizer: str = "exact_sgd"
 
     def setting(self) -> Setting:
-        name = hardware.hardware_name(hardware.detect_device()) if self.hardware == hardware.AUTO else self.hardware
+        name = (hardware.hardware_name(hardware.detect_device()) if self.hardware == hardware.AUTO
+                else self.hardware)
         return Setting(name, self.batch, self.precision, self.optimizer)
 
     def of_dataset_or_local(self, folder: Path) -> Setting:
-        """As of_dataset; without a dataset, the setting of the device at hand."""
+        """As of_dataset. Without a dataset, the setting of the device at hand."""
         return self.of_dataset(folder) if dataset.settings(folder) else self.setting()
 
     def of_dataset(self, folder: Path) -> Setting:
-        """The dataset's setting that this asks for; with hardware "auto", one measured on other hardware will do if it is the
-        only one. Raises ShardCoreError where there is none."""
+        """The dataset's setting that matches this config. Raises ShardCoreError if there is none.
+
+        With hardware "auto", another device's setting will do if it is the only match.
+        """
         found, local = dataset.settings(folder), self.setting()
         if local in found:
             return local
         same = [s for s in found if dataclasses.replace(s, hardware=local.hardware) == local]
         if self.hardware == hardware.AUTO and len(same) == 1:
             return same[0]
-        raise ShardCoreError(f"{folder} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; the parameters ask for "
-                             f"({local}): run the measure stage for it, or set `setting` in params.yaml to one of them")
+        raise ShardCoreError(f"{folder} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; the "
+                             f"parameters ask for ({local}): run the measure stage for it, or set `setting` "
+                             "in params.yaml to one of them")

@@ -1,8 +1,8 @@
-"""`python -m tasks.stack up|down|status`: the services that flows need, long-lived, on one machine.
+"""`python -m tasks.stack up|down|status`: the long-lived services that flows need, on one machine.
 
-A Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head with its dashboard, and the
-watch that publishes whenever the champion changes. Data, logs and the token are in one folder; `. .stack/env.sh` makes a shell
-a client.
+The stack has a Prefect server with a worker and the deployments of prefect.yaml, an MLflow server, a Ray head
+with its dashboard, and the watch that publishes when the champion changes. One folder has data, logs and the
+token. `. .stack/env.sh` makes a shell a client.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ POOL = "local"
 PATIENCE_S = 180.0
 _SOCKET_PATH_BYTES = 107
 _RAY_SOCKET_BYTES = 70
-"""What Ray adds to its folder in the paths of its sockets."""
-_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+"""Bytes that Ray adds to its folder in the paths of its sockets."""
+_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
+          "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 *'*'* | *HOSTS*) ;;
@@ -51,15 +52,20 @@ _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 esac
 export no_proxy NO_PROXY="$no_proxy"
 """
-"""reach_directly for a shell."""
+"""reach_directly, for a shell."""
 _KEPT_SESSIONS = 3
-"""Of Ray, whose logs stay."""
+"""Sessions of Ray whose logs are kept."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """ports: those that it listens at, by their names in StackConfig; answers: raises OSError, or is false, unless it works;
-    page: for people."""
+    """A service of the stack.
+
+    daemon: its process.
+    ports: where it listens, by the names in StackConfig.
+    answers: raises OSError or returns false unless it works.
+    page: URL for people.
+    """
 
     daemon: Daemon
     ports: dict[str, int]
@@ -67,7 +73,7 @@ class Service:
     page: str = ""
 
     def state(self) -> str:
-        """down, died, silent (it starts, or hangs), or healthy."""
+        """down, died, silent (it starts or hangs), or healthy."""
         if self.daemon.process() is None:
             return "died" if self.daemon.died() else "down"
         try:
@@ -76,18 +82,22 @@ class Service:
             return "silent"
 
 
-# --- what the stack is ---------------------------------------------------------------------------------------------------
+# --- what the stack is --------------------------------------------------------------------------------------
 
 
 def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
-    """The environment of what talks to the stack: flows, worker, a user's shell."""
-    env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api", "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
-           "PREFECT_HOME": str(folder / "prefect"), "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
+    """The environment of the stack's clients: flows, worker, a user's shell."""
+    env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api",
+           "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
+           "PREFECT_HOME": str(folder / "prefect"),
+           "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
            "MLFLOW_TRACKING_URI": config.url(config.mlflow_port), "MLFLOW_TRACKING_USERNAME": USER,
            "MLFLOW_TRACKING_PASSWORD": token,
            "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
-           "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
-    # Ray's switch for clusters of more than one machine: with it, which is Linux's default, it listens at all addresses
+           "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+           "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
+    # Ray's switch for clusters of several machines. It is on by default on Linux, and makes Ray listen at all
+    # addresses.
     return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
 
 
@@ -103,37 +113,48 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         return Daemon(name, command, {**base, **env}, folder)
 
     prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}",
-               "PREFECT_DEPLOYMENT_CONCURRENCY_SLOT_WAIT_SECONDS": "5"}  # what waits for its turn looks again so often
+               # What waits for its turn looks again so often.
+               "PREFECT_DEPLOYMENT_CONCURRENCY_SLOT_WAIT_SECONDS": "5"}
     if config.prefect_database:
         prefect["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.prefect_database
     mlflow = {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"), "MLFLOW_AUTH_ADMIN_USERNAME": USER,
               "MLFLOW_AUTH_ADMIN_PASSWORD": token, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+              # Derived from the token, so that sessions survive a restart.
               "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
               "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
               "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}
-    ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port, "dashboard-host": config.host,
-           "dashboard-port": config.dashboard_port, "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
+    ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port,
+           "dashboard-host": config.host, "dashboard-port": config.dashboard_port,
+           "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
            "object-store-memory": config.object_store_mib << 20, "log-color": "false"}
     if config.host != "0.0.0.0":
         ray["node-ip-address"] = config.host
     api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
     dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
-    worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name",
+    worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process",
+                    "--name",
                     f"stack@{socket.gethostname()}", PREFECT_WORKER_QUERY_SECONDS="2")
     watch = daemon("watch", *python, "tasks.watch")
     found = [
         Service(daemon("prefect", *python, "prefect", "server", "start", "--host", config.host, "--port",
                        str(config.prefect_port), **prefect),
-                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true", config.url(config.prefect_port)),
-        Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port", str(config.mlflow_port),
-                       "--workers", "1", "--app-name", "basic-auth", "--uvicorn-opts", "--log-level warning", **mlflow),
-                {"mlflow_port": config.mlflow_port}, lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
+                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true",
+                config.url(config.prefect_port)),
+        Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port",
+                       str(config.mlflow_port), "--workers", "1", "--app-name", "basic-auth",
+                       "--uvicorn-opts", "--log-level warning", **mlflow),
+                {"mlflow_port": config.mlflow_port},
+                lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
                 config.url(config.mlflow_port)),
-        Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats",
+        Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block",
+                       "--disable-usage-stats",
                        *(f"--{k}={v}" for k, v in ray.items()), RAY_ADDRESS="",
-                       RAY_metric_cardinality_level="low"),  # calls have names of their own, too many for a label
-                {k: getattr(config, k) for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
-                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")), dashboard),
+                       # Calls have names of their own, too many for a label.
+                       RAY_metric_cardinality_level="low"),
+                {k: getattr(config, k)
+                 for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
+                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
+                dashboard),
         Service(worker, {}, lambda: _polls(worker, api, client["PREFECT_API_AUTH_STRING"])),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
@@ -141,7 +162,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
 
 
 def ray_folder(folder: Path) -> Path:
-    """Where Ray keeps its sessions: in the stack's folder, unless the paths of its sockets would become too long."""
+    """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long."""
     inside = folder / "ray"
     if len(os.fsencode(inside)) + _RAY_SOCKET_BYTES <= _SOCKET_PATH_BYTES:
         return inside
@@ -149,16 +170,17 @@ def ray_folder(folder: Path) -> Path:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """TMPDIR of the services; short, because sockets are there too."""
+    """TMPDIR of the services. It is short, because sockets are there too."""
     return ray_folder(folder) / "tmp"
 
 
 def write_settings(config: StackConfig, folder: Path) -> str:
-    """The files that services and clients read, made anew; returns the token, which the first call makes."""
+    """Write the files that services and clients read. Returns the token, which the first call creates."""
     for made in (folder / "logs", ray_folder(folder), temporary_folder(folder)):
         made.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (folder / "token").exists():
-        (folder / "mlflow-auth.db").unlink(missing_ok=True)  # it keeps the password that it was made with
+        # This database keeps the password that it was created with.
+        (folder / "mlflow-auth.db").unlink(missing_ok=True)
         _write_private(folder / "token", secrets.token_urlsafe(32))
     token = (folder / "token").read_text().strip()
     env = client_env(config, folder, token)
@@ -167,38 +189,46 @@ def write_settings(config: StackConfig, folder: Path) -> str:
     _write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts))
     _write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
                                                f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
-                                               "auth_cache_ttl_seconds = 60\n"  # or each request hashes the password: 0.1 s
-                                               "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n")
+                                               # Or each request hashes the password: 0.1 s.
+                                               "auth_cache_ttl_seconds = 60\n"
+                                               "authorization_function = "
+                                               "mlflow.server.auth:authenticate_request_basic_auth\n")
     _write_private(folder / "logging.yml", logging_config(folder / "logs" / "flows.jsonl"))
     return token
 
 
 def logging_config(lines: Path) -> str:
-    """Prefect's own logging configuration, with what flows and tasks log as JSON lines too."""
+    """Prefect's logging configuration, extended to write logs of flows and tasks as JSON lines too."""
     import yaml
 
-    prefect = Path(importlib.util.find_spec("prefect").origin).parent  # to import it takes seconds
+    # Importing Prefect takes seconds.
+    prefect = Path(importlib.util.find_spec("prefect").origin).parent
     config = yaml.safe_load((prefect / "logging" / "logging.yml").read_text())
     config["formatters"]["lines"] = {"()": "pythonjsonlogger.json.JsonFormatter", "timestamp": True,
                                      "format": "%(levelname)s %(name)s %(message)s"}
-    config["handlers"]["lines"] = {"class": "logging.handlers.WatchedFileHandler", "filename": str(lines), "delay": True,
+    config["handlers"]["lines"] = {"class": "logging.handlers.WatchedFileHandler", "filename": str(lines),
+                                   "delay": True,
                                    "formatter": "lines"}
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         config["loggers"][logger]["handlers"].append("lines")
     return yaml.safe_dump(config)
 
 
-# --- up, down, status ----------------------------------------------------------------------------------------------------
+# --- up, down, status ---------------------------------------------------------------------------------------
 
 
 def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
-    """Start what does not run, and wait until all is healthy. Raises ShardCoreError where a port is taken or a service ends."""
+    """Start all services that do not run, and wait until they are healthy.
+
+    Raises ShardCoreError if a port is taken or a service ends.
+    """
     folder = Path(config.folder).resolve()
     require_usable(config, folder)
     with _alone(folder):
         began = time.monotonic()
         stack = services(config, folder, write_settings(config, folder))
         missing = [n for n, s in stack.items() if not s.daemon.runs_as_told()]
+        # Nothing runs, so nobody uses the temporary files.
         if len(missing) == len(stack):
             _empty(temporary_folder(folder))
         for name in missing:
@@ -206,6 +236,7 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
         _forget_sessions(ray_folder(folder))
         for name in missing:
             if name in ("worker", "watch"):
+                # Worker and watch fail without a Prefect server.
                 _wait([stack["prefect"]], began)
             stack[name].daemon.start()
         _wait([stack["worker"]], began)
@@ -214,7 +245,7 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
 
 
 def down(config: StackConfig) -> None:
-    """End all services, and the flow runs of the worker."""
+    """End all services, and the worker's flow runs."""
     folder = Path(config.folder).resolve()
     if folder.exists():
         with _alone(folder):
@@ -223,20 +254,23 @@ def down(config: StackConfig) -> None:
 
 
 def status(config: StackConfig) -> tuple[str, bool]:
-    """What to tell a user, and whether all is healthy."""
+    """A text for the user, and whether all services are healthy."""
     folder = Path(config.folder).resolve()
     token = (folder / "token").read_text().strip() if (folder / "token").exists() else ""
     rows, ends, healthy = [], [], True
     for name, service in services(config, folder, token).items():
         state, process = service.state(), service.daemon.process()
         healthy = healthy and state == "healthy"
-        since = datetime.fromtimestamp(process.create_time()).strftime("%Y-%m-%d %H:%M:%S") if process else "-"
-        rows.append((name, state, since, process.pid if process else "-", service.page or "-", _shown(service.daemon.log)))
+        since = (datetime.fromtimestamp(process.create_time()).strftime("%Y-%m-%d %H:%M:%S")
+                 if process else "-")
+        rows.append((name, state, since, process.pid if process else "-", service.page or "-",
+                     _shown(service.daemon.log)))
         if state in ("died", "silent"):
             ends += [f"\n{name}: {state}; the last lines of {_shown(service.daemon.log)}:"]
             ends += [f"  {line[:200]}" for line in service.daemon.last_lines(8)]
     text = report.text_table(("service", "state", "since", "process", "page", "log"), rows)
-    where = {"clients": f". {_shown(folder / 'env.sh')}", "login": f"{USER}, with the password in {_shown(folder / 'token')}; "
+    where = {"clients": f". {_shown(folder / 'env.sh')}",
+             "login": f"{USER}, with the password in {_shown(folder / 'token')}; "
              "Ray's page asks for that alone", "metrics": f"{config.url(config.metrics_port)}/metrics",
              "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
              "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs")}
@@ -244,19 +278,22 @@ def status(config: StackConfig) -> tuple[str, bool]:
 
 
 def _empty(folder: Path) -> None:
-    """Delete what is in a folder."""
+    """Delete the content of a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def _forget_sessions(ray: Path) -> None:
-    """Delete what Ray kept of its runs, the last few aside."""
+    """Delete logs of Ray's sessions, except the last few."""
     for session in sorted(ray.glob("session_2*"))[:-_KEPT_SESSIONS]:
         shutil.rmtree(session, ignore_errors=True)
 
 
 def _make_way(service: Service, config: StackConfig) -> None:
-    """End what a killed server left (what a worker left are flow runs, which go on); its ports are free."""
+    """End what a killed server left, and require its ports to be free.
+
+    Flow runs that a worker left go on.
+    """
     if service.ports:
         daemons.end_leftovers(service.daemon, 5.0)
     for name, port in service.ports.items():
@@ -264,7 +301,7 @@ def _make_way(service: Service, config: StackConfig) -> None:
 
 
 def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = lambda line: None) -> None:
-    """Until all of them are healthy; raises ShardCoreError where one ends, or is not within PATIENCE_S."""
+    """Wait until all are healthy. Raises ShardCoreError if one ends, or takes longer than PATIENCE_S."""
     waiting = list(waited)
     while waiting:
         for service in list(waiting):
@@ -280,26 +317,32 @@ def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = 
 
 
 def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
-    """Deploy prefect.yaml where it, the flows or the database changed since this stack last did: a schedule that was switched on
-    in Prefect's page stays on meanwhile."""
+    """Deploy prefect.yaml if it, the flows or the database changed since the last time.
+
+    Otherwise a schedule that was switched on in Prefect's page would be switched off.
+    """
     file = Path("prefect.yaml")
     if not file.exists():
-        raise ShardCoreError(f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's folder")
+        raise ShardCoreError(f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's "
+                             "folder")
     texts = [config.prefect_database, *(p.read_text() for p in (file, *sorted(Path("flows").glob("*.py"))))]
     version = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     if (known := folder / "deployed").exists() and known.read_text() == version:
         return
-    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], env=env, text=True,
+    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], env=env,
+                          text=True,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     (folder / "logs" / "deploy.log").write_text(done.stdout)
     if done.returncode:
         last = " ".join(done.stdout.split())[-200:]
-        raise ShardCoreError(f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} ends with: {last}")
+        raise ShardCoreError(f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} "
+                             f"ends with: {last}")
     _write_private(known, version)
 
 
 def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
-    until = time.monotonic() + patience_s  # what a killed Ray left ends by itself
+    # Remains of a killed Ray end by themselves.
+    until = time.monotonic() + patience_s
     while True:
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -308,8 +351,8 @@ def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
             except OSError as error:
                 reason = error.strerror
         if time.monotonic() > until:
-            raise ShardCoreError(f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: {reason}"
-                                 f"{_holder(port)}; end that, or choose another port")
+            raise ShardCoreError(f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: "
+                                 f"{reason}{_holder(port)}; end that, or choose another port")
         time.sleep(0.2)
 
 
@@ -327,7 +370,8 @@ def _holder(port: int) -> str:
 def _polls(worker: Daemon, api: str, user: str) -> bool:
     """Whether the worker asked the server for work since it started."""
     process = worker.process()
-    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}",
+               "Content-Type": "application/json"}
     known = json.loads(get(f"{api}/work_pools/{POOL}/workers/filter", headers, b"{}"))
     seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in known
             if w["name"] in worker.command and w["last_heartbeat_time"]]
@@ -336,7 +380,7 @@ def _polls(worker: Daemon, api: str, user: str) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One command at a time changes a stack; another waits."""
+    """Hold the stack's lock: one command at a time changes a stack."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -344,7 +388,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read."""
+    """Write a file that only its owner can read."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
         f.write(text)

@@ -1,4 +1,4 @@
-"""The settings of the stack: the section `stack` of params.yaml. What cannot work is refused before anything starts."""
+"""Settings of the stack: section `stack` of params.yaml. Invalid ones are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from shardcore.errors import ShardCoreError
 
 _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
               "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}
-"""What may begin their URLs; MLflow's may also name a driver, such as postgresql+psycopg2."""
+"""Valid URL schemes. MLflow's may also name a driver, such as postgresql+psycopg2."""
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
-"""Bytes of a folder's path, to which names of files are added, and of each name in it."""
+"""Bytes of a folder's path, to which file names are added, and of each name in it."""
 
 
 @dataclass(frozen=True)
 class StackConfig:
-    """folder: of data, logs and the token; host: what the services listen at (0.0.0.0: all of this machine's addresses);
-    the ports; object_store_mib: of Ray; prefect_database, mlflow_database: SQLAlchemy URLs (empty: SQLite in the folder),
-    artifacts: where MLflow keeps files (empty: in the folder)."""
+    """The stack's settings.
+
+    folder: of data, logs and the token.
+    host: address that the services listen at. 0.0.0.0: all addresses of this machine.
+    prefect_port, mlflow_port, ray_port, ray_client_port, dashboard_port, metrics_port: one per service, all
+      different.
+    object_store_mib: memory of Ray's object store.
+    prefect_database, mlflow_database: SQLAlchemy URLs. Empty: SQLite in the folder.
+    artifacts: where MLflow keeps files. Empty: in the folder.
+    """
 
     folder: str = ".stack"
     host: str = "127.0.0.1"
@@ -41,20 +48,23 @@ class StackConfig:
     def __post_init__(self) -> None:
         for name in ("folder", "host"):
             if not getattr(self, name).strip():
-                raise ShardCoreError(f"stack.{name} is empty; it needs a value such as {getattr(StackConfig, name)}")
+                raise ShardCoreError(f"stack.{name} is empty; it needs a value such as "
+                                     f"{getattr(StackConfig, name)}")
         for name, kinds in _DATABASES.items():
             value = getattr(self, name)
             scheme, _, rest = value.partition("://")
             known = rest and {scheme, scheme.partition("+")[0]} & set(kinds)
             if value and not (known and value.isprintable() and " " not in value):
-                raise ShardCoreError(f"stack.{name} is {_shortened(re.sub('//.*@', '//…@', value))}; it needs a URL that begins "
-                                     f"with {' or '.join(f'{kind}://' for kind in kinds)}")
+                raise ShardCoreError(f"stack.{name} is {_shortened(re.sub('//.*@', '//…@', value))}; it "
+                                     f"needs a URL that begins with "
+                                     f"{' or '.join(f'{kind}://' for kind in kinds)}")
         if (wrong := _wrong_folder(self.folder)):
             raise ShardCoreError(f"stack.folder is {_shortened(self.folder)}; {wrong}")
         ports = {k: v for k, v in vars(self).items() if k.endswith("_port")}
         for name, port in ports.items():
             if not 0 < port < 65536 or list(ports.values()).count(port) > 1:
-                raise ShardCoreError(f"stack.{name} is {port}; each port is between 1 and 65535, and one of its own")
+                raise ShardCoreError(f"stack.{name} is {port}; each port is between 1 and 65535, and one of "
+                                     "its own")
         if self.object_store_mib < 80:
             raise ShardCoreError(f"stack.object_store_mib is {self.object_store_mib}; Ray needs 80 at least")
 
@@ -64,7 +74,7 @@ class StackConfig:
 
     @property
     def client_host(self) -> str:
-        """The host's name to clients on this machine."""
+        """The host's name for clients on this machine."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
     def url(self, port: int) -> str:
@@ -72,29 +82,35 @@ class StackConfig:
 
 
 def require_usable(config: StackConfig, folder: Path) -> None:
-    """Raises ShardCoreError where this machine cannot have such a stack, before anything of it is written."""
-    if folder.exists() and any(folder.iterdir()) and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid")):
-        raise ShardCoreError(f"stack.folder is {_shortened(config.folder)}, which holds other things; it needs a folder of "
-                             f"its own, such as {StackConfig.folder}")
+    """Raise ShardCoreError if this machine cannot run such a stack, before anything is written."""
+    if (folder.exists() and any(folder.iterdir())
+            and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid"))):
+        raise ShardCoreError(f"stack.folder is {_shortened(config.folder)}, which holds other things; it "
+                             f"needs a folder of its own, such as {StackConfig.folder}")
     try:
         with socket.socket() as s:
+            # Binding tells whether the address is this machine's.
             s.bind((config.host, 0))
             every = s.getsockname()[0] == "0.0.0.0"
     except (OSError, UnicodeError) as error:
-        raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this machine ({error}); "
-                             "127.0.0.1 serves this machine, 0.0.0.0 others too") from None
+        raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
+                             f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
+                             "too") from None
     if every and config.host != "0.0.0.0":
-        raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which means all addresses; write 0.0.0.0 for that")
+        raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which means all addresses; write "
+                             "0.0.0.0 for that")
     if config.object_store_mib > (most := psutil.virtual_memory().total >> 20):
         raise ShardCoreError(f"stack.object_store_mib is {config.object_store_mib}; this machine has {most}")
 
 
 def _wrong_folder(given: str) -> str:
-    """Why a folder cannot be the stack's, or ""."""
+    """Why the stack cannot use a folder. "": it can."""
     folder = Path(os.path.abspath(given))
     if not str(folder).isprintable() or set(str(folder)) & set("?#%"):
-        return f"its path {_shortened(str(folder))} becomes part of URLs: no control characters, and none of ?#%"
-    if len(os.fsencode(folder)) > _LONGEST_PATH or max(len(os.fsencode(part)) for part in folder.parts) > _LONGEST_NAME:
+        return (f"its path {_shortened(str(folder))} becomes part of URLs: no control characters, and "
+                "none of ?#%")
+    if (len(os.fsencode(folder)) > _LONGEST_PATH
+            or max(len(os.fsencode(part)) for part in folder.parts) > _LONGEST_NAME):
         return f"a path may have {_LONGEST_PATH} bytes, and each name in it {_LONGEST_NAME}"
     if Path.cwd().is_relative_to(folder):
         return f"the project is in it; it needs a folder of its own, such as {StackConfig.folder}"

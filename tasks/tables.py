@@ -16,11 +16,12 @@ from shardcore.types import Table
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """Which pool.
+    """Which pool to use.
 
-    source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets
-    tables, seed: of a generated pool
-    dim: what the tables have until a draw gives them another; a public list has its own
+    source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets.
+    tables: number of generated tables.
+    seed: of the generated pool.
+    dim: of tables until a draw gives them another. A public list has its own.
     """
 
     source: str = "generated"

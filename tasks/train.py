@@ -30,8 +30,11 @@ from tasks.setting import SettingConfig
 
 @dataclass(frozen=True)
 class TrainConfig(fit.FitConfig):
-    """FitConfig, and the stage's own. datasets: shipped folders whose samples of the same setting join the measured ones, to
-    train and to evaluate on. learning_curve: whether to train on parts of the samples too (as long as two trainings more)."""
+    """FitConfig, and fields of the stage.
+
+    datasets: shipped folders whose samples of the same setting are added, for training and evaluation.
+    learning_curve: whether to train on parts of the samples too. That takes as long as two trainings more.
+    """
 
     datasets: tuple[str, ...] = ()
     learning_curve: bool = True
@@ -40,8 +43,8 @@ class TrainConfig(fit.FitConfig):
         super().__post_init__()
         for folder in self.datasets:
             if Path(folder).parts[:1] != (str(paths.DATASETS),) or ".." in Path(folder).parts:
-                raise ShardCoreError(f"train config has the dataset {folder!r}; it needs to be a folder in {paths.DATASETS}/, "
-                                     "which DVC watches")
+                raise ShardCoreError(f"train config has the dataset {folder!r}; it needs to be a folder in "
+                                     f"{paths.DATASETS}/, which DVC watches")
 
     @property
     def fit(self) -> fit.FitConfig:
@@ -49,27 +52,33 @@ class TrainConfig(fit.FitConfig):
 
 
 def data_version() -> str:
-    """DVC's hash of the measurements, from dvc.lock; "unversioned" outside a DVC stage, where they may have changed since."""
+    """DVC's hash of the measurements, from dvc.lock. Outside a DVC stage "unversioned": they may have
+    changed."""
     if "DVC_STAGE" not in os.environ:
         return "unversioned"
     try:
         lock = schema.read_yaml("dvc.lock")
-        return next(o["md5"] for o in lock["stages"]["measure"]["outs"] if o["path"] == str(paths.MEASUREMENTS))
+        return next(o["md5"] for o in lock["stages"]["measure"]["outs"]
+                    if o["path"] == str(paths.MEASUREMENTS))
     except (ShardCoreError, KeyError, TypeError, StopIteration):
         return "unversioned"
 
 
 def parts_digest(folder: Path) -> str:
-    """The version of a dataset folder: its files' names hold digests of their content, which are checked as they are read; its
-    replays hold theirs within."""
+    """The version of a dataset folder.
+
+    Its file names have digests of their content, which are checked when they are read. Replays have theirs
+    inside.
+    """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
     return files.digest([*parts, *replays.digests(folder)])
 
 
 def git_commit() -> str:
-    """The commit of this folder, with "-dirty" where tracked files differ from it."""
+    """The commit of this folder, with "-dirty" if tracked files differ from it."""
     try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True,
+        found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+                               capture_output=True,
                                text=True, check=False)
     except OSError:
         return "no git"
@@ -78,33 +87,42 @@ def git_commit() -> str:
 
 @task(task_run_name="train-model")
 @registry.plain_errors()
-def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path) -> dict[str, float]:
-    """Train on the measurements, write the model's files, its curves.csv and its card.md beside them, log the run; the metrics on
-    the test split."""
+def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
+                folder: Path) -> dict[str, float]:
+    """Train on the measurements, and log the run. Returns the metrics on the test split.
+
+    Writes the model's files to `folder`, and curves.csv and card.md beside it.
+    """
     logger = get_run_logger()
     client = registry.connect()
     setting = wanted.of_dataset(measurements)
     shipped = [Path(f) for f in config.datasets]
     for path in shipped:
         if not dataset.settings(path) and not replays.digests(path):
-            raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml names dataset folders")
+            raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml "
+                                 "names dataset folders")
     known = drift_correction.read([measurements, *shipped], setting)
     replayed = replays.steps([measurements, *shipped], setting)
-    logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting, len(known.compute),
+    logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting,
+                len(known.compute),
                 len(known.comm), len(replayed), " and ".join(map(str, [measurements, *shipped])))
 
     work = console.Work("epochs", config.epochs)
 
     def progress(model: str, epoch: int, values: dict[str, float]) -> None:
-        if model == "compute":  # exchanges are fitted at once
+        # Exchanges are fitted in one step, without epochs.
+        if model == "compute":
             work.done(epoch)
         if epoch % 10 == 0:
-            logger.info("%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
+            logger.info("%s, epoch %d: %s", model, epoch,
+                        ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
     with registry.run(run_name=f"train-{setting.hardware}") as run:
+        # A model's provenance says which data and code it came from.
         version, commit = data_version(), git_commit()
         versions = {measurements: version, **{path: parts_digest(path) for path in shipped}}
-        mlflow.log_params({**dataclasses.asdict(config), **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
+        mlflow.log_params({**dataclasses.asdict(config),
+                           **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
         mlflow.set_tags({"git_commit": commit, "data_version": version})
         _log_datasets(known.compute, versions)
         trained = fit.train(known.compute, known.comm, setting, config.fit, progress)
@@ -122,6 +140,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig, 
         _log_figures(model, accuracy.held_out(known.compute), trained.curves, studied)
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
+        # Files come last: a failed run leaves no model that looks trained.
         neural.save(model, folder)
         files.write_csv(folder.with_name("curves.csv"), trained.curves)
         files.write_atomic(folder.with_name(registry.CARD), card.encode())
@@ -134,26 +153,30 @@ def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
     found = [r for r in curves if r["model"] == "compute"]
     best = min(found, key=lambda r: r["validation_mape"])
     mlflow.log_metric("compute_best_epoch", best["epoch"])
-    logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"], found[-1]["epoch"],
+    logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"],
+                found[-1]["epoch"],
                 best["validation_mape"])
     if best["epoch"] == 0:
-        logger.warning("the learned correction did not improve on the physical baseline, which is kept: measure more, or on a "
-                       "quieter machine")
+        logger.warning("the learned correction did not improve on the physical baseline, which is kept: "
+                       "measure more, or on a quieter machine")
 
 
-def _study(model: neural.NeuralModel, known: drift_correction.Measurements, config: TrainConfig) -> model_report.Studied:
+def _study(model: neural.NeuralModel, known: drift_correction.Measurements,
+           config: TrainConfig) -> model_report.Studied:
     logger = get_run_logger()
 
     def progress(_: str, samples: int, values: dict[str, float]) -> None:
         console.progress(samples / len(known.compute), f"learning curve: trained on {samples} groups")
-        logger.info("learning curve, trained on %d groups: held-out error %.1f%%", samples, values["test_mape"])
+        logger.info("learning curve, trained on %d groups: held-out error %.1f%%", samples,
+                    values["test_mape"])
 
     def of(split: str, samples: list) -> list:
         return [s for s in samples if accuracy.split_of(s.id) == split]
 
     metrics = {split: accuracy.evaluate(model, of(split, known.compute), of(split, known.comm))
                for split in ("train", "validation", "test")}
-    curve = study.learning_curve(known.compute, model.setting, config.fit, progress) if config.learning_curve else None
+    curve = (study.learning_curve(known.compute, model.setting, config.fit, progress)
+             if config.learning_curve else None)
     studied = model_report.Studied(metrics, study.unseen_tables(known.compute, model.setting, config.fit),
                                    study.repeatability(known.repeats), curve)
     if curve:
@@ -161,45 +184,54 @@ def _study(model: neural.NeuralModel, known: drift_correction.Measurements, conf
     return studied
 
 
-# --- MLflow ------------------------------------------------------------------------------------------------------------
+# --- MLflow -------------------------------------------------------------------------------------------------
 
 
 def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]) -> None:
-    """Each folder as an input of the run, with its version."""
+    """Log each folder as an input of the run, with its version."""
     for folder, version in versions.items():
         ids = dataset.read_ids(folder, "compute")
         found = [s for s in compute if s.id in ids]
         frame = pd.DataFrame({"id": [s.id for s in found], "shards": [len(s.request.shards) for s in found],
                               "total_ms": [s.total_ms for s in found]})
-        with warnings.catch_warnings(action="ignore"):  # that a path could be other sources too; that integers cannot be missing
+        # MLflow warns that a path could be other sources too, and that integers cannot be missing.
+        with warnings.catch_warnings(action="ignore"):
             data = mlflow.data.from_pandas(frame, source=str(folder), name=folder.name, digest=version[:36])
             mlflow.log_input(data, context="training")
 
 
 def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: Sequence[Mapping[str, Any]],
                 curve: study.LearningCurve | None) -> None:
-    """Training curves by epoch; the learning curve by samples."""
+    """Log training curves by epoch, and the learning curve by samples."""
     metrics = [Metric(f"{r['model']}_{k}", float(v), 0, r["epoch"]) for r in rows for k, v in r.items()
                if k not in ("model", "epoch")]
-    metrics += [Metric("learning_curve_test_mape", error, 0, samples) for samples, error in (curve.rows if curve else ())]
+    metrics += [Metric("learning_curve_test_mape", error, 0, samples)
+                for samples, error in (curve.rows if curve else ())]
+    # MLflow takes at most 1,000 metrics per request.
     for i in range(0, len(metrics), 1000):
         client.log_batch(run_id, metrics=metrics[i:i + 1000])
 
 
-def _log_figures(model: neural.NeuralModel, held_out: Sequence[ComputeSample], rows: Sequence[Mapping[str, Any]],
+def _log_figures(model: neural.NeuralModel, held_out: Sequence[ComputeSample],
+                 rows: Sequence[Mapping[str, Any]],
                  studied: model_report.Studied) -> None:
     timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
-    mlflow.log_figure(model_report.training_curves(rows, "validation_mape", f"Training{of}"), "training_curves.png")
+    mlflow.log_figure(model_report.training_curves(rows, "validation_mape", f"Training{of}"),
+                      "training_curves.png")
     if studied.curve:
         figure = model_report.learning_curve(studied.curve, studied.repeatability, f"Learning curve{of}")
         mlflow.log_figure(figure, "learning_curve.png")
     if timed:
         measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict(model, timed)
         shards = np.array([len(s.request.shards) for s in timed])
-        found = [coverage(*accuracy.intervals(model, timed, level / 100), measured) for level in model_report.LEVELS]
+        found = [coverage(*accuracy.intervals(model, timed, level / 100), measured)
+                 for level in model_report.LEVELS]
         for name, figure in {
-            "predicted_against_measured": model_report.predicted_against_measured(measured, predicted, f"Held-out groups{of}"),
-            "error_by_size": model_report.error_by_size(measured, predicted, shards, f"Errors on held-out groups{of}"),
-            "calibration": model_report.calibration(model_report.LEVELS, found, len(timed), f"Intervals on held-out groups{of}"),
+            "predicted_against_measured": model_report.predicted_against_measured(measured, predicted,
+                                                                                  f"Held-out groups{of}"),
+            "error_by_size": model_report.error_by_size(measured, predicted, shards,
+                                                        f"Errors on held-out groups{of}"),
+            "calibration": model_report.calibration(model_report.LEVELS, found, len(timed),
+                                                    f"Intervals on held-out groups{of}"),
         }.items():
             mlflow.log_figure(figure, f"{name}.png")

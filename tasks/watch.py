@@ -1,8 +1,9 @@
-"""`python -m tasks.watch`: whenever another version becomes champion in the MLflow registry, run the deployment that publishes.
+"""`python -m tasks.watch`: run the publishing deployment whenever the champion changes.
 
-It does not matter who set the alias: the gate, or a person in MLflow's page or API. The watch itself remembers nothing: what was
-published last is on record at the registered model (tasks/publish_claim.py), and Prefect knows by its key a run that was asked
-for already. So it can be killed at any moment; and one started again does what is left to do, once.
+It does not matter who set the alias: the gate, or a person in MLflow. The watch remembers nothing itself. The
+registered model records what was published last (tasks/publish_claim.py). Prefect recognises a run that was
+requested already by its key. So the watch can be killed at any moment. A new one does what is left to do,
+once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DEPLOYMENT = "publish/local"
 EVERY_S = 3.0
 ATTEMPTS = 3
 RETRY_S = 20.0
-"""Wait after a first failed run; after a second twice as long."""
+"""Wait after the first failed run. After the second it is twice as long."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -35,20 +36,25 @@ logger = logging.getLogger("shardcore.watch")
 
 def watched() -> publish_claim.PublishState:
     """The state of the model that this project publishes under."""
-    state = publish_claim.read(mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
+    state = publish_claim.read(mlflow.MlflowClient(),
+                               _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
     if not state.due(time.time()):
         return state
-    return publish_claim.read(mlflow.MlflowClient(), state.model)  # a claim is made before the alias is set: now it would be seen
+    # A claim is made before the alias is set. Read once more, so that a claim between two reads is seen.
+    return publish_claim.read(mlflow.MlflowClient(), state.model)
 
 
 def publish_once(state: publish_claim.PublishState, now: float) -> str:
-    """Ask for the run that publishes under a champion, unless it was asked for already, and again where it failed; says how
-    that stands."""
+    """Request the publishing run of a champion, unless it was requested already. Retry failed runs.
+
+    Returns a line on the state.
+    """
     key, run = f"{state.model} {state.champion} after {state.at}", None
     what = f"plans under {state.model} version {state.champion}"
     for attempt in range(1, ATTEMPTS + 1):
         if run is not None and now < run.state.timestamp.timestamp() + RETRY_S * (attempt - 1):
             return f"{what}: run {run.name!r} ended {run.state.name}; another one follows"
+        # The idempotency key makes Prefect return an existing run instead of a second one.
         run = _run_deployment(f"{key}, {attempt}")
         if not run.state.is_final():
             return f"{what}: run {run.name!r} is {run.state.name}"
@@ -57,7 +63,10 @@ def publish_once(state: publish_claim.PublishState, now: float) -> str:
 
 
 def step() -> str:
-    """Look once, act where it is due; one line that says how it stands. Never raises what time or a person can mend."""
+    """Check once, act if publishing is due. Returns a line on the state.
+
+    Never raises for what time or a person can mend.
+    """
     try:
         state = watched()
     except ShardCoreError as error:
@@ -71,7 +80,8 @@ def step() -> str:
         if state.champion == state.published:
             return f"{what} are published"
         same = state.champion == state.publishing
-        return f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} being published"
+        return (f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} "
+                "being published")
     try:
         return publish_once(state, time.time())
     except Exception as error:
@@ -79,7 +89,7 @@ def step() -> str:
 
 
 def watch() -> None:
-    """Look every EVERY_S for as long as the process lives; what is new is said, once."""
+    """Check every EVERY_S for as long as the process lives. Log each new state once."""
     said = ""
     while True:
         line = step()
@@ -94,10 +104,12 @@ def main() -> None:
     logger.setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     services.reach_directly(os.environ)
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # it is the next look that tries again
+    # The next check is the retry.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if not os.environ.get("PREFECT_API_URL"):
-        sys.exit("error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs deployments")
+        sys.exit("error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs "
+                 "deployments")
     watch()
 
 
@@ -109,7 +121,7 @@ def _run_deployment(key: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _model(*_changes: float) -> str:
-    """The model's name; found again when params.yaml or the measurements changed."""
+    """The model's name. Arguments change with params.yaml or the measurements, which renews the cache."""
     wanted = params.section("setting", SettingConfig)
     return registry.model_name(wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
 
@@ -119,7 +131,7 @@ def _changed(path: Any) -> float:
 
 
 def _short(error: Exception) -> str:
-    """One line, the same each time that the same thing happens."""
+    """One line, the same each time for the same error."""
     return _ADDRESS.sub("", " ".join(f"{type(error).__name__}: {error}".split()))[:200]
 
 

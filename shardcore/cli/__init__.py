@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
               file=sys.stderr)
         return 1
+    # 130: the exit code of a shell for SIGINT.
     except KeyboardInterrupt:
         return 130
     return 0

@@ -90,6 +90,7 @@ def train(args: argparse.Namespace) -> None:
     from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors
     from shardcore.samples import dataset, replays
 
+    # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
                                       for k in ("hardware", "batch", "precision", "optimizer"))]
@@ -97,7 +98,8 @@ def train(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
                              f"[{'; '.join(map(str, found)) or 'nothing'}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
-    known, start = drift_correction.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
+    known, start = (drift_correction.read(args.datasets, chosen[0]),
+                    neural.load(args.start) if args.start else None)
     replayed = replays.steps(args.datasets, chosen[0])
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)

@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: how a command is added, and what numbers they take."""
+"""What the commands' arguments share: how a command is added, and which numbers are valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardcore.schema import MOST_INT
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help says each argument's default, where it has one."""
+    """Help that shows an argument's default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -17,7 +17,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str
             ) -> argparse.ArgumentParser:
-    """The parser of a command, which has the name of the function that runs it."""
+    """The parser of a command. The command has the name of the function that runs it."""
     parser = commands.add_parser(run.__name__, help=summary, description=summary, formatter_class=Formatter)
     parser.set_defaults(command=run)
     return parser
@@ -44,5 +44,6 @@ def positive(kind: type) -> Callable[[str], int | float]:
             raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {MOST_INT}")
         return value
 
+    # argparse names the type in its message.
     parse.__name__ = kind.__name__
     return parse

@@ -1,6 +1,6 @@
 """Commands that make, price, run and export plans: problem, plan, price, replay, export.
 
-What a command needs is imported when it runs, so that help is quick.
+Commands import what they need when they run, so that help is quick.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def plan(args: argparse.Namespace) -> None:
     _require_agreeing(args)
     problem, model = files.read_problem(args.problem), neural.load(args.model)
     problem.require_setting(model.setting)
+    # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
     provenance = {"model_digest": files.model_digest(args.model)}
     if args.confidence:
@@ -100,11 +101,12 @@ def plan(args: argparse.Namespace) -> None:
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
     if args.explain:
         _say_explained(found, problem, cautious, budget)
+    # Warnings go to standard error, so that standard output stays readable by programs.
     _say_extrapolated(neural.out_of_range(model, lower(found, problem)))
 
 
 def _require_agreeing(args: argparse.Namespace) -> None:
-    """Raises ShardCoreError for options that are gone, or that do not go together."""
+    """Raise ShardCoreError for options that are gone or contradict each other."""
     from shardcore.search.anneal.sharder import SPACE_OF
 
     if args.second_model is not None:
@@ -120,7 +122,7 @@ def _require_agreeing(args: argparse.Namespace) -> None:
 
 def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
                budget: Budget | None) -> tuple[Plan, str]:
-    """The plan improved from the one to start from, and by how much, in words."""
+    """A plan improved from --start, and the improvement in words."""
     from shardcore import files
     from shardcore.cost.model import price
     from shardcore.publish.diff import diff
@@ -129,12 +131,14 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.search.anneal.sharder import SPACE_OF
     from shardcore.workload import lower
 
+    # A plan's file is checked against the problem that it was made for.
     old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
                           else problem)
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
                           budget=budget)
     found = replan(old, problem, model, config)
+    # A plan of another problem has no cost in this one.
     before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
     return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
 
@@ -218,6 +222,7 @@ def replay(args: argparse.Namespace) -> None:
     from shardcore.samples import dataset, replays
     from shardcore.workload import lower
 
+    # Fail before reading files if the device is missing.
     device = args.device or hardware.detect_device()
     hardware.require_device(device)
     problem = files.read_problem(args.problem)
@@ -228,8 +233,10 @@ def replay(args: argparse.Namespace) -> None:
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),
                           timeout_s=args.timeout_s, seed=args.seed)
     if args.append:
+        # Replays are kept by algorithm: a plan without one goes by its file.
         made = [(plan.provenance.get("algorithm", path.stem), plan)
                 for path, plan in zip(args.plans, plans, strict=True)]
+        # The reference op shows how slow the machine is during the replays.
         reference = dataset.reference_op(args.append, setting)
         known = replays.append(args.append, problem, made, setting, config,
                                lambda w: replay_all(w, setting, config, device, reference))

@@ -48,7 +48,7 @@ def history(args: argparse.Namespace) -> None:
 
     found = list(islice(store.history(args.plans, args.name), args.last))
     if not found:
-        store.current(args.plans, args.name)  # says what there is instead
+        store.current(args.plans, args.name)  # raises, naming what is published
     print(plan_report.history_text(found))
 
 
@@ -83,14 +83,14 @@ def drift(args: argparse.Namespace) -> None:
 
 
 def _read(path: Path, problem: Path | None) -> Plan:
-    """A plan with its problem: the one that is given, or problem.json beside it, as in a version's folder."""
+    """A plan with its problem: the given one, or problem.json beside it."""
     from shardcore import files
 
     return files.read_plan(path, files.read_problem(problem or path.with_name("problem.json")))
 
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
-    """The problem with fresh statistics, from a problem's file or a pool of tables."""
+    """The problem with fresh statistics from a problem file or a pool."""
     from shardcore import files, schema
     from shardcore.publish.drift import refreshed
 
@@ -98,6 +98,7 @@ def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     if isinstance(found, dict) and found.get("schema") == "shardcore/pool":
         return refreshed(problem, files.read_pool(path))
     fresh = files.read_problem(path)
+    # A pool may lack tables. A problem that lacks some is another problem.
     if missing := {t.name for t in problem.tables} - {t.name for t in fresh.tables}:
         raise ShardCoreError(f"{path} lacks table {min(missing)!r} of problem {problem.name!r}; other tables "
                              "need a new plan")

@@ -6,8 +6,8 @@
   steps         plans whose steps of training are replayed
   problems      problems for sharders
 
-Draw i depends on (seed, i) only. So asking for more keeps those that were drawn before. Draws see no cost
-model and no search: an edit of a sharder leaves every wanted sample as it was.
+Draw i depends only on (seed, i). So asking for more keeps earlier draws. Draws see no cost model and no
+search. So an edit of a sharder leaves every wanted sample as it was.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from shardcore.measurements import CommRequest, ComputeRequest
 
 Request = TypeVar("Request", ComputeRequest, CommRequest)
 MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
-"""Of groups, collectives, steps or problems, all drawn before the first is used; of one collective, drawn in a
-second."""
+"""MOST_DRAWS: of groups, collectives, steps or problems. All are drawn before the first is used. MOST_RANKS:
+of one collective, which must be drawn within a second."""
 
 
 def different(draw: Callable[[int], Request], identify: Callable[[Request], str],
               n: int | None) -> Iterator[tuple[str, Request]]:
-    """The first n different requests (None: all) of draw(0), draw(1), ..., with their ids.
+    """The first n different requests of draw(0), draw(1), ..., with their ids. n None: all of them.
 
-    A tiny pool may not have n.
+    A tiny pool may have fewer than n.
     """
     seen: set[str] = set()
     for index in itertools.count():
+        # Duplicates may never end: give up after ten draws per wanted request.
         if len(seen) == n or index >= 10 * (n or len(seen) + 100):
             return
         request = draw(index)

@@ -1,4 +1,4 @@
-"""Drawn collectives: the loads and skews that plans give them."""
+"""Drawn collectives, with the loads and skews of plans."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from shardcore.measurements import CommRequest
 _PLAIN = 0.5
 """Share of draws that are all-to-alls in FP32 at the full batch."""
 BUSY_MS = 20.0
-"""What ranks compute before a collective: of the order of a step."""
+"""How long ranks compute before a collective. Steps of plans take about as long."""
 _VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
-"""Shares of collectives among the other draws. Without them, few samples would tell of rows and of
+"""Shares of collectives among the other draws. Otherwise too few samples would cover divided rows and
 data-parallel tables."""
 _FP32 = 0.75
-"""Share of the other draws in FP32, which is what the cost model prices."""
+"""Share of the other draws in FP32, which the cost model prices."""
 
 
 def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0,
                  hosts: int = 1) -> CommRequest:
-    """Collective `index` among ranks on so many hosts.
+    """Collective `index` among ranks on `hosts` hosts.
 
-    Loads are like NeuroShard's: 1 to 30 tables a rank, of random dims. Half of the draws have numbers of
-    tables that are log-uniform, as plans have many small exchanges. Each table goes to a random rank with
-    probability p, else to the least loaded one. p is uniform, so that the balance varies. Every eighth draw
-    leaves some ranks nothing.
+    Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
+    number of tables, because plans have many small exchanges. Each table goes to a random rank with
+    probability p, otherwise to the least loaded one. A uniform p varies the balance. Every eighth draw leaves
+    some ranks without tables.
 
     Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls in FP32 at the full
     batch, as plans of whole and column-wise tables have. The others vary in collective, payload and batch.
@@ -38,6 +38,7 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
         rank = rng.choice(owners) if rng.random() < p else min(owners, key=lambda r: widths[r])
         widths[rank] += int(rng.choice(DIMS))
     starts = rng.uniform(0, max_start_ms, ranks) * (index % 2)
+    # The first rank starts at 0. Only differences matter.
     starts -= starts.min()
     start_ms = tuple(round(float(s), 3) for s in starts)
     collective, payload = "all_to_all", "fp32"
@@ -47,5 +48,6 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
         for _ in range(rng.integers(4)):
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
     if collective == "all_reduce":
+        # An all-reduce sums the same tensor on every rank.
         widths = [max(widths)] * ranks
     return CommRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)

@@ -1,4 +1,4 @@
-"""Drawn groups of shards, each measured as one fused op: random ones, and ones as plans have them."""
+"""Drawn groups of shards, each measured as one fused op: random ones, and ones from plans."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
 REPLICATED_BYTES = 64 << 20
 """Larger tables are not worth replicating."""
 _REFERENCE_SEED = 2**32 - 1
-"""Kept for the reference op."""
+"""Reserved for the reference op."""
 _REFERENCE_SHARDS = 8
 
 
 _MOST_SHARDS = 1 << 16
-"""Of a group."""
+"""Shards of a group."""
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """What groups are drawn.
+    """Which groups are drawn.
 
-    max_shards: in one op
-    max_width: of a shard, in columns
-    max_shard_bytes: of a shard's weights
-    any_width: share of widths drawn from all multiples of 4, evenly on a log scale; the others are powers of
-    two
-    row_ranges: share of shards that are a row range
-    duplicates: share of shards that are a second copy of one in the group
-    planned: share of groups that are a device's op in a plan
-    replicated: share of data-parallel groups, of small tables at a local batch
+    max_shards: shards in one op.
+    max_width: columns of a shard.
+    max_shard_bytes: bytes of a shard's weights.
+    any_width: share of widths from all multiples of 4, log-uniform. Other widths are powers of two.
+    row_ranges: share of shards that are a row range.
+    duplicates: share of shards that repeat a shard of the group.
+    planned: share of groups that are a device's op in a plan.
+    replicated: share of data-parallel groups, of small tables at a local batch.
     """
 
     max_shards: int = 30
@@ -68,6 +67,7 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
     if kind < config.planned and (group := _planned_group(pool, rng, setting, config)):
         return group
     if kind > 1 - config.replicated:
+        # Each device looks up a replica only for its own share of the batch.
         batch = max(1, setting.batch // int(rng.choice(DEVICES)))
         config = dataclasses.replace(config, row_ranges=0.0,
                                      max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES))
@@ -78,10 +78,10 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
 
 def reference_request(pool: Sequence[Table], setting: Setting,
                       config: GroupConfig | None = None) -> ComputeRequest:
-    """The reference op: it runs throughout, so that the machine's slowdown shows.
+    """The reference op. It runs throughout, to show the machine's slowdown.
 
-    It has typical shards of the pool, the same for every seed. It is large enough to be slowed by what slows
-    others.
+    It has typical shards of the pool, the same for every seed. It is large enough to slow down with other
+    ops.
     """
     rng = np.random.default_rng([1, _REFERENCE_SEED])
     config = config or GroupConfig()
@@ -92,7 +92,7 @@ def reference_request(pool: Sequence[Table], setting: Setting,
 
 def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
                    config: GroupConfig) -> ComputeRequest | None:
-    """The op of one device in a plan, less the shards that exceed the config; None where nothing is left."""
+    """The op of one device in a plan, without shards that exceed the config. None: no shard is left."""
     planned = placements.planned(pool, rng, setting)
     found = planned and placements.place(*planned)
     if not found:
@@ -105,7 +105,9 @@ def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Set
 
 def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
                   config: GroupConfig) -> tuple[Shard, ...]:
-    """1 to max_shards shards of the pool's tables with replacement, at random widths; mostly at most 15.
+    """1 to max_shards shards of the pool's tables, with replacement, at random widths.
+
+    Three quarters of the groups have at most 15.
 
     This is NeuroShard's draw, widened to the shards that a search makes.
     """
@@ -124,6 +126,7 @@ def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard
     element_bytes = PRECISION_BYTES[table.precision]
     lo, hi = 0, table.rows
     if rng.random() < config.row_ranges and table.rows >= 64:
+        # Log-uniform: from 0.7 down to 1/16 of the rows.
         share = 2.0 ** -rng.uniform(0.5, 4)
         hi = max(1, int(table.rows * share))
         lo = int(rng.integers(0, table.rows - hi + 1))

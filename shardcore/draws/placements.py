@@ -1,9 +1,9 @@
 """Where the tables of a drawn problem live, so that groups are measured as plans have them.
 
-Placing is done here, not by the sharders: which samples are wanted must not change with a search. Simple
-orders are placed by `_greedy`. Plans of NeuroShard's search, and those that `_greedy` does not find, were
-recorded once in recorded_plans.json (`python -m bench.record_draws`). Of a problem without a record, the
-costliest tables are halved instead. How good a plan is does not matter here.
+Sharders are not used here: an edit of a search must not change which samples are wanted. `_greedy` places
+simple orders. Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in
+recorded_plans.json (`python -m bench.record_draws`). Without a record, the costliest tables are halved
+instead. How good a plan is does not matter here.
 
 Shapes: D devices.
 """
@@ -25,21 +25,20 @@ from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Problem, Setting, Shard,
 
 NEUROSHARD = "neuroshard"
 PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", NEUROSHARD)
-"""How the tables of a problem are placed. A fixed list: another one would change the draws made before."""
+"""How tables are placed. The list is fixed: another one would change earlier draws."""
 RECORDED = Path(__file__).parent / "recorded_plans.json"
 SCHEMA, VERSION = "shardcore/recorded_plans", 1
 _PLANNED_SEED = 2**32 - 2
-"""Kept for the problems whose plans are measured: `evaluate` never sees them."""
+"""Reserved for problems whose plans are measured. `evaluate` never sees them."""
 _CUTS = 5
-"""Halvings of the costliest pieces, where NeuroShard's plan was not recorded."""
+"""Halvings of the costliest pieces, if NeuroShard's plan was not recorded."""
 
 Columns = list[dict[int, int]]
-"""A plan of tables whole or cut by columns: for each device, the columns of each table by its place in the
-problem."""
+"""A plan of tables whole or cut by columns. Per device: columns by the table's index in the problem."""
 
 
 def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -> tuple[Problem, str] | None:
-    """A problem of the pool and one of PLANNERS; None where devices do not divide the batch."""
+    """A problem of the pool and one of PLANNERS. None: uneven batch shares, or no table is live."""
     live = sum(t.pooling > 0 for t in pool)
     if not live:
         return None
@@ -51,7 +50,7 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
 
 
 def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
-    """[D] the shards of each device, by their tables' names; None where `_greedy` finds no device for one."""
+    """[D] the shards of each device, by table name. None: `_greedy` finds no device for some table."""
     columns = recorded(drawn, planner) or own(drawn, planner)
     if columns is None:
         return None
@@ -63,8 +62,10 @@ def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
 
 
 def deal_columns(table: Table, widths: Mapping[int, int]) -> list[tuple[int, Shard]]:
-    """The table's columns dealt from the left to devices, in the devices' order. widths: columns of each
-    device."""
+    """The table's columns dealt from the left to devices, in the devices' order.
+
+    widths: columns of each device.
+    """
     found, lo = [], 0
     for device, width in sorted(widths.items()):
         found.append((device, Shard(table, 0, table.rows, lo, lo + width)))
@@ -77,12 +78,15 @@ def deal_columns(table: Table, widths: Mapping[int, int]) -> list[tuple[int, Sha
 
 
 def own(drawn: Problem, planner: str) -> Columns | None:
-    """The tables placed by `_greedy`, those that fit no device cut in halves; None where one finds no
-    device."""
+    """The tables placed by `_greedy`. None: some table finds no device.
+
+    Tables that fit no device are cut in halves first.
+    """
     pieces = [(i, width) for i in range(len(drawn.tables)) for width in _fitting(drawn, i)]
     load = _LOADS[planner]
     if planner == NEUROSHARD:
         for _ in range(_CUTS):
+            # NeuroShard cuts the dearest tables, which limit the balance.
             i, width = max((p for p in pieces if p[1] > MIN_WIDTH), default=(0, 0),
                            key=lambda p: load(drawn.tables[p[0]], p[1]))
             if width:
@@ -99,7 +103,7 @@ _LOADS: Mapping[str, Callable[[Table, int], float]] = {
     "size_lookup_greedy": lambda table, width: _looked_up(table, width) * math.log10(table.rows),
     NEUROSHARD: lambda table, width: _looked_up(table, width),
 }
-"""What each planner balances. Loads of 0 mean that any device with room is as good."""
+"""The load that each planner balances. 0: any device with free memory will do."""
 
 
 def _looked_up(table: Table, width: int) -> float:
@@ -108,13 +112,12 @@ def _looked_up(table: Table, width: int) -> float:
 
 
 def _bytes(drawn: Problem, i: int, width: int) -> int:
-    """What so many columns of table i take on a device."""
+    """Bytes of `width` columns of table i on a device."""
     return table_bytes(drawn.tables[i], drawn.global_batch, drawn.optimizer, width) if width else 0
 
 
 def _fitting(drawn: Problem, i: int) -> list[int]:
-    """Widths of parts of table i that each fit an empty device: it is whole, or halved as often as it
-    needs."""
+    """Widths of parts of table i that each fit an empty device. It is halved as often as needed."""
     waiting, found, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
     while waiting:
         width = waiting.pop()
@@ -126,18 +129,19 @@ def _fitting(drawn: Problem, i: int) -> list[int]:
 
 
 def _halves(width: int) -> tuple[int, int]:
-    """In multiples of MIN_WIDTH: 12 columns make 4 and 8."""
+    """Two halves in multiples of MIN_WIDTH: 12 columns make 4 and 8."""
     left = width // (2 * MIN_WIDTH) * MIN_WIDTH
     return left, width - left
 
 
 def _greedy(drawn: Problem, pieces: Sequence[tuple[int, int]],
             load: Callable[[Table, int], float]) -> Columns | None:
-    """Pieces (table, columns) by falling load, each to the device with room whose load is least.
+    """Place pieces (table, columns) by falling load, each on the least loaded device with free memory.
 
-    Without loads each goes to any device with room. Parts of a table that meet on a device take the memory of
-    one.
+    Without loads, a random device with free memory is taken. Parts of a table that meet on a device share its
+    overhead. None: a piece finds no device.
     """
+    # A fixed seed: the same problem must give the same placement everywhere.
     rng = np.random.default_rng(0)
     tables, devices = drawn.tables, drawn.topology.devices
     loads = [load(tables[i], width) for i, width in pieces]
@@ -154,6 +158,7 @@ def _greedy(drawn: Problem, pieces: Sequence[tuple[int, int]],
         if any(loads):
             after = np.where(fits, sums + loads[n], np.inf)
             least = np.flatnonzero(after == after.min())
+            # Among equally loaded devices, the emptiest leaves room for large tables.
             device = int(least[left[least].argmax()])
         else:
             device = int(rng.choice(np.flatnonzero(fits)))
@@ -168,8 +173,7 @@ def _greedy(drawn: Problem, pieces: Sequence[tuple[int, int]],
 
 
 def recorded(drawn: Problem, planner: str) -> Columns | None:
-    """The plan that was recorded for such a problem; None where there is none, or its tables no longer
-    fit."""
+    """The recorded plan of such a problem. None: there is none, or its tables no longer fit."""
     lines = recorded_plans().get(key(drawn, planner))
     if lines is None:
         return None
@@ -181,19 +185,18 @@ def recorded(drawn: Problem, planner: str) -> Columns | None:
 
 @lru_cache
 def recorded_plans() -> dict[str, list[str]]:
-    """Lines of each recorded plan, one a device, by `key`."""
+    """Lines of each recorded plan, one per device, by `key`."""
     return json.loads(RECORDED.read_text(encoding="utf-8"))["plans"] if RECORDED.exists() else {}
 
 
 def key(drawn: Problem, planner: str) -> str:
-    """What a plan is recorded by. Not the tables' rows or accesses: pools of other machines differ in a
-    few."""
+    """The key of a recorded plan. Rows and accesses are left out: pools of other machines differ in a few."""
     of = [len(drawn.topology), drawn.global_batch, drawn.precision, drawn.optimizer]
     return f"{planner}-{files.digest([*of, [[t.name, t.dim] for t in drawn.tables]])}"
 
 
 def line(of: Mapping[int, int], drawn: Problem) -> str:
-    """A device's tables in a recorded plan: places in the problem, with the columns of those that are cut."""
+    """A device's tables in a recorded plan: indices in the problem, with columns if cut."""
     entries = sorted(of.items())
     return " ".join(f"{i}" if width == drawn.tables[i].dim else f"{i}:{width}" for i, width in entries)
 

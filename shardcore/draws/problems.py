@@ -17,8 +17,8 @@ from shardcore.types import MIN_WIDTH, Problem, Setting, Table
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 DEVICES = (2, 4, 8)
-"""Numbers of devices of plans that groups are like. A local batch is smaller than the global one by as
-much."""
+"""Numbers of devices in the plans that groups imitate. A local batch is the global batch divided by one of
+these."""
 
 
 _MOST_SLACK = 1e6
@@ -26,12 +26,13 @@ _MOST_SLACK = 1e6
 
 @dataclass(frozen=True)
 class ProblemConfig:
-    """What problems are drawn.
+    """Which problems are drawn.
 
-    devices: how many; they are all equal
-    min_tables, max_tables: how many tables
-    max_dim: the largest dim of a table
-    slack: memory of all devices over what the tables need
+    devices: number of equal devices.
+    min_tables: fewest tables.
+    max_tables: most tables.
+    max_dim: largest dim of a table.
+    slack: memory of all devices over the tables' needs.
     """
 
     devices: int = 4
@@ -50,6 +51,7 @@ def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int 
             config: ProblemConfig | None = None) -> Problem:
     """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
     config = config or ProblemConfig()
+    # Tables without lookups take no time.
     live = [t for t in pool if t.pooling > 0]
     if len(live) < config.min_tables:
         raise ShardCoreError(f"the pool has {len(live)} tables with lookups; a problem needs at least "
@@ -60,6 +62,7 @@ def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int 
     tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
                    for i in rng.choice(len(live), n, replace=False))
     need = sum(table_bytes(t, setting.batch, setting.optimizer) for t in tables)
+    # A problem must have a solution: every table fits a device at its narrowest.
     narrowest = max(table_bytes(t, setting.batch, setting.optimizer, MIN_WIDTH) for t in tables)
     device = Device(max(int(need * config.slack / config.devices), narrowest))
     topology = Topology((device,) * config.devices)

@@ -16,23 +16,22 @@ from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 
 STEP_KINDS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
-"""The plans of a problem. All have tables whole or cut by columns; some have divided rows or copies
-besides."""
+"""The plans of a problem. All have tables whole or cut by columns. Some have divided rows or replicas too."""
 _STEP_SEED = 2**32 - 3
 _STEP_TABLES = (8, 24)
 _STEP_DIMS = (16, 32, 64, 128)
 _COPIED_BYTES = 4 << 20
-"""Larger tables are not copied in a step: their gradients would hide what a small exchange takes."""
+"""Larger tables are not replicated in a step. Their gradients would hide the time of a small exchange."""
 _DIVIDED = 0.4
-"""Share of a step's tables that are divided by rows, in plans that have such."""
+"""Share of a step's tables that are divided by rows, in plans with divided rows."""
 
 Plans = list[tuple[str, Plan]]
-"""Plans of a problem, with the names of STEP_KINDS."""
+"""Plans of a problem, with their names of STEP_KINDS."""
 
 
 def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int,
                      seed: int = 0) -> list[tuple[Problem, Plans]]:
-    """The first n plans of step_plans, by their problems."""
+    """The first n plans of step_plans, by problem."""
     found: list[tuple[Problem, Plans]] = []
     while (missing := n - sum(len(plans) for _, plans in found)) > 0:
         drawn, plans = step_plans(pool, len(found), setting, devices, max_table_bytes, seed)
@@ -45,8 +44,9 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     """Problem `index` whose steps are measured, with its plans.
 
     Plans are random. So loads are uneven, and every collective runs with many bytes and with few. A problem
-    without tables small enough to copy has fewer plans. `devices` divide the batch. Raises ShardCoreError
-    where no table of the pool has lookups and fits max_table_bytes.
+    without tables small enough to replicate has fewer plans. `devices` must divide the batch.
+
+    Raises ShardCoreError if no table of the pool has lookups and fits max_table_bytes.
     """
     rng = np.random.default_rng([4, seed, index])
     fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
@@ -55,10 +55,12 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
                              f"{max_table_bytes >> 20} MiB at a dim of {MIN_WIDTH}: no step can be replayed; "
                              "give more memory, or ask for no steps")
     enough = min(_STEP_TABLES[0], len(fitting[MIN_WIDTH]))
+    # Wide tables are large: only dims at which enough tables fit are drawn.
     max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= enough] or [MIN_WIDTH]))
     fewest, most = (min(n, len(fitting[max_dim])) for n in _STEP_TABLES)
     shape = ProblemConfig(devices, fewest, most, max_dim)
     drawn = draw_problem(fitting[max_dim], int(rng.integers(1 << 31)), setting, _STEP_SEED, shape)
+    # Any random plan must fit: these steps measure time, not memory.
     room = Device(2 * sum(table_bytes(t, setting.batch, setting.optimizer) for t in drawn.tables))
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
@@ -68,7 +70,7 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
 
 def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
                 dim: int = MIN_WIDTH) -> list[Table]:
-    """The pool's tables that have lookups and at this dim are small enough for a step."""
+    """The pool's tables that have lookups and are small enough for a step at this dim."""
     return [t for t in pool
             if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
 
@@ -86,7 +88,8 @@ def _step_plan(drawn: Problem, kind: str, small: Sequence[Table], rng: np.random
         elif "rows" in kind and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
             found.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
-            found += [Placement(WHOLE_ROWS.name, shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)]
+            found += [Placement(WHOLE_ROWS.name, shard, (d,))
+                      for d, shard in _cut_columns(table, everywhere, rng)]
     return Plan(tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))))
 
 

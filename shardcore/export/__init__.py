@@ -1,1 +1,1 @@
-"""Export: plans in the form that training systems take, theirs as ours, and what they report of their tables."""
+"""Export: plans to and from TorchRec, and statistics of tables from running jobs."""

@@ -1,16 +1,21 @@
-"""A Plan to and from a TorchRec ShardingPlan of a model (TorchRec 1.8; every rule here was tried with DistributedModelParallel).
+"""A Plan to and from a ShardingPlan of TorchRec 1.8.
 
-Each kind of layouts is a sharding type of TorchRec, or two:
+Every rule here was tried with DistributedModelParallel.
 
-- Whole rows on a device are table_wise, or column_wise where the columns are cut: any widths (multiples of 4) on any devices.
-  TorchRec runs an op and an exchange per sharding type. So once a table of a collection is cut by columns, its whole ones are
-  written as column_wise too and join its op, as `lower` has it. So it is with table_row_wise and grid_shard.
-- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), whatever the plan says.
-- Rows divided over one host are table_row_wise, likewise; grid_shard where several hosts have some of the columns.
-- A replica on every device is data_parallel. Its kernel is dense, its optimizer the user's own.
+Each kind of sharding is one or two sharding types of TorchRec:
 
-Columns are exchangeable, and a device gets only one part of a table, for TorchRec fails on parts of unequal widths. So a plan
-comes back with as many columns on each device, consolidated.
+- Whole rows on a device are table_wise, or column_wise if columns are cut. Widths are any multiples of 4.
+- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), whatever
+the plan says.
+- Rows divided over one host are table_row_wise, likewise. They are grid_shard if several hosts hold columns.
+- A replica on every device is data_parallel. Its kernel is dense. Its optimizer is the user's own.
+
+TorchRec runs one op and one exchange per sharding type. Once a collection has one table cut by columns, its
+whole tables are written as column_wise too. They then join that op, as `lower` prices them. table_row_wise
+and grid_shard work alike.
+
+Columns are interchangeable. A device gets only one part of a table, because TorchRec fails on parts of
+unequal widths. So a plan that comes back is consolidated, with as many columns on each device.
 
 Ranks are TorchRec's numbers of devices, host by host (Topology.ranks).
 """
@@ -38,8 +43,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """A table of a model: the path of its collection in the module tree, its own name there, its TorchRec config (rows, dim,
-    features, data type), and whether the collection pools (an EmbeddingBagCollection does)."""
+    """A table of a model.
+
+    path: its collection's path in the module tree.
+    name: its name in the collection.
+    config: its TorchRec config: rows, dim, features, data type.
+    pooled: whether the collection pools, as an EmbeddingBagCollection does.
+    """
 
     path: str
     name: str
@@ -49,7 +59,12 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class Sharded:
-    """How TorchRec shards a table: its sharding type, and what each rank holds (nothing said for a replica on each)."""
+    """How TorchRec shards a table.
+
+    layout: our kind of sharding.
+    sharding_type: TorchRec's.
+    parts: pairs of rank and shard. Empty for replicas.
+    """
 
     layout: Layout
     sharding_type: str
@@ -57,8 +72,10 @@ class Sharded:
 
 
 def tables_of(module: nn.Module) -> dict[str, ModelTable]:
-    """The tables of all EmbeddingBagCollections and EmbeddingCollections in a module, by our names: a table's own name where no
-    other collection has it too, else path.name."""
+    """The tables of all EmbeddingBagCollections and EmbeddingCollections in a module, by our names.
+
+    Our name is the table's own, or path.name if another collection has that name too.
+    """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     found = []
@@ -71,24 +88,25 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
 
 
-# --- to TorchRec -------------------------------------------------------------------------------------------------------------
+# --- to TorchRec --------------------------------------------------------------------------------------------
 
 
 def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str = "cuda",
                 like: ShardingPlan | None = None) -> ShardingPlan:
-    """The plan of a model's tables as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
+    """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
 
-    module: the model; or the path in it of its only EmbeddingBagCollection. compute_device: "cuda" or "cpu". like: a TorchRec
-    plan of the same model, whose kernels, cache settings, output types and the rest are kept; without it, those that a plan of
-    `from_torchrec` has in its provenance.
+    module: the model, or the path of its only EmbeddingBagCollection.
+    compute_device: "cuda" or "cpu".
+    like: a TorchRec plan of the same model. Its kernels, cache settings and output types are kept. Default:
+      those in the provenance of a plan from `from_torchrec`.
 
-    Raises ShardCoreError for what TorchRec cannot run, naming the table and why, and where the problem's tables are not the
-    model's.
+    Raises ShardCoreError for a plan that TorchRec cannot run, and if problem and model differ in tables.
     """
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     require_cover(plan, problem)
-    theirs = ({t.name: ModelTable(module, t.name, None, True) for t in problem.tables} if isinstance(module, str)
+    theirs = ({t.name: ModelTable(module, t.name, None, True) for t in problem.tables}
+              if isinstance(module, str)
               else _matched(problem, tables_of(module)))
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
@@ -97,13 +115,16 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     kept = {} if like else {name: with_settings(settings, f"table {name!r} of the plan's provenance")
                             for name, settings in plan.provenance.get("torchrec", {}).items()}
     if unknown := sorted(set(kept) - set(theirs)):
-        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}")
-    cut = {(theirs[name].path, found.sharding_type) for name, found in shardings.items() if theirs[name].pooled}
+        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has "
+                             f"{sorted(theirs)[:5]}")
+    cut = {(theirs[name].path, found.sharding_type)
+           for name, found in shardings.items() if theirs[name].pooled}
     modules: dict[str, Any] = {}
     for name, table in theirs.items():
         found = shardings[name]
         if_cut = found.layout.torchrec[:2][-1]
-        if (table.path, if_cut) in cut:  # as other tables of its kind are, so it runs in one op with them
+        # Another table of the collection is cut: join its op.
+        if (table.path, if_cut) in cut:
             found = replace(found, sharding_type=if_cut)
         old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
         _require_replicable(found, old, name)
@@ -114,59 +135,70 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
 
 
 def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
-    """How TorchRec shards a table that is placed so (all of its placements, which cover it once).
+    """How TorchRec shards a table with these placements, which cover it once.
 
-    Raises ShardCoreError for what it cannot, naming the table and why.
+    Raises ShardCoreError if it cannot.
     """
     table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
     if len(kinds) > 1:
-        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them")
+        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a "
+                             "table by one of them")
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
         return Sharded(layout, layout.torchrec[0])
+    # TorchRec fails on several parts of a table on one rank.
     placements = consolidate(placements)
     parts = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
     return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], parts)
 
 
-def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable], compute_device: str) -> None:
-    """Raise ShardCoreError for what TorchRec does for EmbeddingBagCollections alone."""
+def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable],
+                       compute_device: str) -> None:
+    """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
     width: dict[str, int] = {}
     for name, table in theirs.items():
         found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         if table.pooled:
             continue
         if found.sharding_type in ("table_row_wise", "grid_shard"):
-            raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone")
+            raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
+                                 "EmbeddingBagCollections alone")
         if found.layout.dense_gradient and compute_device == "cpu":
-            raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there")
+            raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel "
+                                 "pools there")
         for _, part in found.parts if found.sharding_type == "column_wise" else ():
             if width.setdefault(table.path, part.width) != part.width:
-                raise ShardCoreError(f"plan cuts {what} into parts {part.width} wide, and one {width[table.path]}; TorchRec "
-                                     "there needs all parts of tables cut by columns equally wide")
+                raise ShardCoreError(f"plan cuts {what} into parts {part.width} wide, and one "
+                                     f"{width[table.path]}; TorchRec there needs all parts of tables cut by "
+                                     "columns equally wide")
 
 
 def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
     if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
-        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
-                             "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan")
+        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; "
+                             "TorchRec replicates with its dense kernel alone, in device memory: change the "
+                             "kernel to 'fused', or the plan")
 
 
 def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, ModelTable]:
-    """The model's tables, in its order; raises ShardCoreError unless they are the problem's, in the same shapes."""
+    """The model's tables, in its order. Raises ShardCoreError unless the problem has the same, in the same
+    shapes."""
     ours = {t.name: t for t in problem.tables}
     if missing := sorted(set(theirs) ^ set(ours)):
         where = "the model lacks" if missing[0] in ours else "the problem lacks"
-        raise ShardCoreError(f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model {sorted(theirs)[:5]}; {where} "
-                             f"{missing[0]!r}")
+        raise ShardCoreError(f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model "
+                             f"{sorted(theirs)[:5]}; {where} {missing[0]!r}")
     for name, table in theirs.items():
-        shape, found = (ours[name].rows, ours[name].dim), (table.config.num_embeddings, table.config.embedding_dim)
+        shape, found = ((ours[name].rows, ours[name].dim),
+                        (table.config.num_embeddings, table.config.embedding_dim))
         if shape != found:
-            raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and {found} in the model")
+            raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and "
+                                 f"{found} in the model")
     return dict(theirs)
 
 
-def _sharding(found: Sharded, on: Topology, compute_device: str, old: ParameterSharding | None) -> ParameterSharding:
+def _sharding(found: Sharded, on: Topology, compute_device: str,
+              old: ParameterSharding | None) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.sharding_plan import placement
     from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
@@ -177,21 +209,25 @@ def _sharding(found: Sharded, on: Topology, compute_device: str, old: ParameterS
     else:
         ranks = [rank for rank, _ in found.parts]
         spec = EnumerableShardingSpec([ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width],
-                                                     placement(compute_device, rank, per_host)) for rank, s in found.parts])
+                                                     placement(compute_device, rank, per_host))
+                                       for rank, s in found.parts])
+        # A table that was replicated has a dense kernel. It needs a fused one now.
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
     base = old or ParameterSharding(found.sharding_type, kernel)
-    return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec)
+    return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks,
+                   sharding_spec=spec)
 
 
-# --- from TorchRec -----------------------------------------------------------------------------------------------------------
+# --- from TorchRec ------------------------------------------------------------------------------------------
 
 
 def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Module) -> Plan:
-    """A TorchRec plan of a model, its planner's or a user's, as ours, consolidated: to price, replay, improve. Settings of tables
-    that it has beside their placement are in provenance["torchrec"], by our names: `to_torchrec` writes them again.
+    """A TorchRec plan of a model as ours, consolidated: to price, replay or improve.
 
-    Raises ShardCoreError where the plan, the problem and the model do not have the same tables, and as `placements_of` does.
+    provenance["torchrec"] has the tables' other settings, by our names. `to_torchrec` writes them again.
+
+    Raises ShardCoreError if plan, problem and model differ in tables, and as `placements_of` does.
     """
     theirs = _matched(problem, tables_of(module))
     ours = {t.name: t for t in problem.tables}
@@ -201,7 +237,8 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     found: list[Placement] = []
     for path, tables in by_path.items():
         if path not in sharding_plan.plan:
-            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(sharding_plan.plan)[:5]}")
+            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has "
+                                 f"{sorted(sharding_plan.plan)[:5]}")
         found += placements_of(sharding_plan.plan[path], tables, problem.topology)
     kept = {name: settings for name, table in theirs.items()
             if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}

@@ -1,7 +1,8 @@
-"""TorchRec's ShardingPlans as files, which TorchRec itself can neither write nor read: all settings of each table, without loss.
+"""Files of TorchRec's ShardingPlans, without loss. TorchRec itself can neither write nor read them.
 
-A file holds, by module path and table, what a ParameterSharding says: sharding type, kernel, ranks, each shard's offsets, sizes
-and placement, and of the other settings (cache, SSD, bounds checks, output type, ...) those that are given.
+A file has the ParameterSharding of each table, by module path. That is sharding type, kernel, ranks, and each
+shard's offsets, sizes and placement. Other settings (cache, SSD, bounds checks, output type) are written if
+they are given.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 SCHEMA, VERSION = "shardcore/torchrec-plan", 2
-"""Version 1 had no qcomms, and a digest of the modules alone."""
+"""Version 1 had no qcomms. Its digest covered only the modules."""
 
 
 def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | None = None) -> None:
-    """qcomms: of the job's collectives, which TorchRec's sharders have and its plan does not, to be kept with it."""
+    """Write a plan.
+
+    qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
+    """
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
     files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_torchrec(path: str | Path) -> ShardingPlan:
-    """A plan to pass to DistributedModelParallel. Raises ShardCoreError naming a file that is none, cut short or edited."""
+    """A plan for DistributedModelParallel. Raises ShardCoreError for a file that is foreign, damaged or
+    edited."""
     return from_json(_read(path)["modules"], str(path))
 
 
 def read_qcomms(path: str | Path) -> QCommsConfig | None:
-    """The QCommsConfig that the plan's file was written with, for get_qcomm_codecs_registry. Raises as `read_torchrec`."""
+    """The QCommsConfig in a plan's file, for get_qcomm_codecs_registry. Raises as `read_torchrec` does."""
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
     return decode(QCommsConfig, _read(path).get("qcomms"), f"{path}, qcomms")
@@ -49,19 +54,21 @@ def _read(path: str | Path) -> dict[str, Any]:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
-        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore reads up to "
-                             f"{VERSION}")
+        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
+                             f"ShardCore reads up to {VERSION}")
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
+    # An edited plan could shard a table in a way that nobody priced.
     if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
-        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was edited after ShardCore "
-                             "wrote it")
+        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+                             "edited after ShardCore wrote it")
     schema.read(body["modules"], Mapping[str, Mapping[str, Mapping[str, Any]]], f"{path}, modules")
     return body
 
 
 def to_json(plan: ShardingPlan) -> dict[str, Any]:
-    """By module path, by table: plain JSON. Raises ShardCoreError naming a setting that has no form in it."""
-    return {path: {name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()}
+    """A plan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
+    return {path: {name: encode(sharding, f"table {name!r} of module {path!r}")
+                   for name, sharding in module.items()}
             for path, module in plan.plan.items()}
 
 
@@ -69,44 +76,52 @@ def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") 
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     return ShardingPlan({path: EmbeddingModuleShardingPlan(
-        {name: _sharding(value, f"{what}, table {name!r} of module {path!r}") for name, value in tables.items()})
+        {name: _sharding(value, f"{what}, table {name!r} of module {path!r}")
+         for name, value in tables.items()})
         for path, tables in modules.items()})
 
 
 def _sharding(value: Any, what: str) -> ParameterSharding:
-    """A table's, of a kind, a kernel and ranks that TorchRec has; it looks at them only when a model is built."""
+    """A table's sharding, with type, kernel and ranks checked. TorchRec checks them only when it builds a
+    model."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.types import ParameterSharding, ShardingType
 
     made = decode(ParameterSharding, value, what)
     for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
         if getattr(made, name) not in (known := [kind.value for kind in kinds]):
-            raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows {', '.join(known)}")
+            raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows "
+                                 f"{', '.join(known)}")
     if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
     return made
 
 
 def encode(value: Any, what: str) -> Any:
-    """A setting of TorchRec's as JSON. Raises ShardCoreError naming one that has no form in it."""
+    """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
     if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
         return value
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
         return [encode(v, what) for v in value]
+    # Compared by name: TorchRec takes seconds to import.
     if type(value).__name__ == "EnumerableShardingSpec":
-        return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes), "placement": str(s.placement)}
+        return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes),
+                 "placement": str(s.placement)}
                 for s in value.shards]
     if dataclasses.is_dataclass(value) and not type(value).__name__.endswith("ShardingSpec"):
         return {f.name: encode(v, f"{what}, {f.name}") for f in dataclasses.fields(value)
                 if (v := getattr(value, f.name)) is not None}
-    raise ShardCoreError(f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and plain settings")
+    raise ShardCoreError(f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and "
+                         "plain settings")
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
-    """A value of the annotated kind, strictly."""
-    options = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) in (Union, UnionType) else [kind]
+    """A value of the annotated kind, strictly checked."""
+    options = ([k for k in get_args(kind) if k is not type(None)]
+               if get_origin(kind) in (Union, UnionType) else [kind])
+    # Fields are X or X | None: one kind is left.
     kind = options[0]
     if value is None:
         return None
@@ -114,6 +129,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         if not isinstance(value, list):
             raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a list")
         inner = [k for k in get_args(kind) if k is not Ellipsis]
+        # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and get_origin(kind) is tuple else [inner[0]] * len(value)
         return get_origin(kind)(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -125,17 +141,20 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be an object with keys")
+        # TorchRec's own annotations are the schema, so new settings need no code here.
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
             raise ShardCoreError(f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
                                  f"{', '.join(sorted(known))}")
-        needed = [f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory is dataclasses.MISSING]
+        needed = [f.name for f in dataclasses.fields(kind) if f.init
+                  and f.default is f.default_factory is dataclasses.MISSING]
         if missing := [name for name in needed if name not in value]:
             raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
         try:
             return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
-        except (ValueError, TypeError) as error:  # of TorchRec's own checks
-            raise ShardCoreError(str(error) if isinstance(error, ShardCoreError) else f"{what}: {error}") from None
+        except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
+            raise ShardCoreError(str(error) if isinstance(error, ShardCoreError)
+                                 else f"{what}: {error}") from None
     if kind in (int, float, str, bool):
         return schema.read(value, kind, what)
     if isinstance(value, list | Mapping):
@@ -149,14 +168,20 @@ def _spec(shards: Any, what: str) -> Any:
 
     found = schema.read(shards, tuple[_ShardOfSpec, ...], what)
     try:
-        return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in found])
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # of PyTorch's own checks
+        return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement)
+                                       for s in found])
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # PyTorch checks shards itself
         raise ShardCoreError(f"{what}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class _ShardOfSpec:
-    """A shard of a ShardingSpec: its first row and column, its rows and columns, and "rank:0/cpu" or the like."""
+    """A shard of a ShardingSpec.
+
+    offsets: first row and column.
+    sizes: rows and columns.
+    placement: such as "rank:0/cpu".
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

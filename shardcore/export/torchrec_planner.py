@@ -1,4 +1,4 @@
-"""Planning from a TorchRec model: its tables as a Problem, and a planner in the place of TorchRec's own.
+"""Planning from a TorchRec model: its tables as a Problem, and a drop-in planner.
 
     planner = ShardCorePlanner(topology, batch_size=512, constraints=constraints, model=load_model("model/"))
     plan = planner.collective_plan(module, sharders, dist.group.WORLD)
@@ -42,30 +42,38 @@ if TYPE_CHECKING:
 WHOLE_TYPES = {layout.torchrec[0] for layout in LAYOUTS.values() if not layout.divides_rows}
 """TorchRec's sharding types that do not cut a table."""
 BATCH_SIZE = 512
-"""Of a rank, where TorchRec's planner is given none."""
+"""Samples per rank, if none are given. The default of TorchRec's planner."""
 RESERVED = 0.15
-"""The share of a device's memory that TorchRec keeps free of embeddings, by default."""
+"""The share of device memory that TorchRec keeps free of embeddings by default."""
 
 
 def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
-                optimizer: str = "exact_sgd", constraints: Constraints | None = None, name: str = "model") -> Problem:
+                optimizer: str = "exact_sgd", constraints: Constraints | None = None,
+                name: str = "model") -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
-    topology: ours, or TorchRec's, of whose memory RESERVED stays free. lookups: by feature, its mean lookups per sample, ids
-    being drawn by DEFAULT_ACCESS; or batches of the model's own data, a global batch or more together, from which pooling and
-    reuse are read; or the path of FBGEMM's own reports of a job (a folder, or one file), in which reuse is an estimate: see
-    `fbgemm_statistics`. A table of several features looks up for all of them, though what it exchanges counts once; so does a
-    sequence of an EmbeddingCollection, which is priced as if it were pooled. Raises ShardCoreError naming a feature without
-    lookups or with ids that its table lacks, data of fewer samples, and a table's data type that no cost model is for.
+    topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
+    global_batch: samples per step over all devices.
+    lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
+      model's data, a global batch or more in all: pooling and reuse are read from them. A path of FBGEMM's
+      reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+
+    A table of several features looks up for all of them, but its exchange counts once. A sequence of an
+    EmbeddingCollection is priced as if it were pooled.
+
+    Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
+    without a cost model.
     """
     theirs = tables_of(module)
     if not theirs:
-        raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place")
+        raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
+                             "nothing to place")
     statistics = _statistics(theirs, lookups, global_batch)
     precision = {"FP32": "fp32", "FP16": "fp16"}
     for key, table in theirs.items():
         if table.config.data_type.name not in precision:
-            raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are {', '.join(precision)}")
+            raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are "
+                                 f"{', '.join(precision)}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[t.config.data_type.name]) for key, t in theirs.items())
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
@@ -75,26 +83,34 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
              algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
              constraints: Constraints | None = None) -> tuple[Plan, Problem]:
-    """A plan of a module's tables, and the problem that it solves: for the batch and optimizer of the cost model. Raises as
-    `problem_for` and all sharders do, and for an algorithm that is not known."""
+    """A plan of a module's tables, and the problem that it solves.
+
+    Batch and optimizer are those of the cost model. Raises as `problem_for` and all sharders do, and for an
+    unknown algorithm.
+    """
     _require_model(model)
     algorithm = known(algorithm)
-    problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer, constraints)
+    problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer,
+                          constraints)
     return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
 
 
 class ShardCorePlanner:
-    """Takes the place of TorchRec's EmbeddingShardingPlanner, and its arguments: a torchrec ShardingPlanner.
+    """A drop-in for TorchRec's EmbeddingShardingPlanner. It is a torchrec ShardingPlanner.
 
-    topology: TorchRec's (its HBM and hosts count; its bandwidths do not, for the cost model has measured its own), or ours.
-    batch_size: samples of a rank. constraints: TorchRec's, by table: pooling_factors; sharding_types (a table that none of them
-    cuts stays whole; where the search divides rows or copies against them it is done again by columns alone; a plan that still
-    has another type than asked for is refused); compute_kernels (the first that is not dense) and all settings that go to the
-    kernels. model: the cost model. algorithm, seed, budget: of the search. lookups: as `problem_for` has them, instead of
-    pooling_factors. reserved: the share of HBM that is kept free of embeddings.
+    topology: TorchRec's or ours. TorchRec's bandwidths are ignored, because the cost model measured its own.
+    batch_size: samples per rank.
+    constraints: TorchRec's, by table: pooling_factors, sharding_types, compute_kernels and kernel settings.
+    model: the cost model.
+    algorithm, seed, budget: of the search.
+    lookups: as in `problem_for`, instead of pooling_factors.
+    reserved: share of HBM kept free of embeddings.
 
-    After a plan, `problem` and `found` are what was solved and how, in our terms, and `unpriced` what its price leaves out of the
-    settings of its kernels, collectives and optimizers, a line each.
+    A table whose sharding_types never cut it stays whole. A plan that breaks other sharding_types is searched
+    again with columns only, then refused. The first compute kernel that is not dense is used.
+
+    After a plan, `problem` and `found` are the problem and our plan. `unpriced` has a line for each setting
+    that the price leaves out.
     """
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
@@ -105,26 +121,33 @@ class ShardCorePlanner:
 
         _require_model(model)
         algorithm = known(algorithm)
+        # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
-        self.batch_size, self.constraints, self.lookups = batch_size or BATCH_SIZE, dict(constraints or {}), lookups
+        self.batch_size, self.constraints, self.lookups = (batch_size or BATCH_SIZE, dict(constraints or {}),
+                                                           lookups)
         self.model, self.algorithm, self.seed, self.budget = model, algorithm, seed, budget
         self.problem: Problem | None = None
         self.found: Plan | None = None
         self.unpriced: list[str] = []
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
-        """A plan for the module's collections; raises as `plan_for` and `to_torchrec` do."""
+        """A plan for the module's collections. Raises as `plan_for` and `to_torchrec` do."""
         theirs = tables_of(module)
         lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
-        whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t)) and set(asked) <= WHOLE_TYPES)
+        whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t))
+                      and set(asked) <= WHOLE_TYPES)
+        # A cost model is valid for one global batch only.
         batch = self.batch_size * len(self.topology)
         if batch != self.model.setting.batch:
-            raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a global batch of {batch}; "
-                                 f"the cost model is for ({self.model.setting}): give its batch, or measure with --batch {batch}")
+            raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a "
+                                 f"global batch of {batch}; the cost model is for ({self.model.setting}): "
+                                 f"give its batch, or measure with --batch {batch}")
         optimizer = self.model.setting.optimizer
-        self.problem = problem_for(module, self.topology, batch, lookups, optimizer, Constraints(unsplit=whole))
+        self.problem = problem_for(module, self.topology, batch, lookups, optimizer,
+                                   Constraints(unsplit=whole))
+        # The search does not know sharding_types. So check its plan, and retry with columns only.
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
             self.found = SHARDERS[algorithm](self.problem, self.model, seed=self.seed, budget=self.budget)
             if not (refused := self._refused(theirs)):
@@ -137,7 +160,7 @@ class ShardCorePlanner:
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:
-        """Rank 0's plan on all ranks; what it raises, all raise, instead of waiting for it."""
+        """Rank 0's plan on all ranks. If rank 0 fails, all ranks raise its error instead of waiting."""
         import torch.distributed as dist
         from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 
@@ -147,6 +170,7 @@ class ShardCorePlanner:
             except Exception as error:
                 return error
 
+        # An exception is broadcast like a plan. Raising it on rank 0 only would leave the others waiting.
         result = invoke_on_rank_and_broadcast_result(pg or dist.GroupMember.WORLD, 0, attempt)
         if isinstance(result, Exception):
             raise result
@@ -157,47 +181,53 @@ class ShardCorePlanner:
         return found.sharding_types if found else None
 
     def _pooling(self, theirs: Mapping[str, ModelTable]) -> dict[str, float]:
-        """By feature; where a constraint has one factor for several features it holds for each."""
+        """Lookups by feature. A single factor holds for every feature of its table."""
         pooling: dict[str, float] = {}
         for table in theirs.values():
             found, features = self.constraints.get(table.name), table.config.feature_names
             if found is None:
-                raise ShardCoreError(f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors="
-                                     f"[mean lookups per sample of {', '.join(features)}]), or give the planner `lookups`")
-            factors = found.pooling_factors * len(features) if len(found.pooling_factors) == 1 else found.pooling_factors
+                raise ShardCoreError(f"table {table.name!r} has no constraints; it needs "
+                                     f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
+                                     f"{', '.join(features)}]), or give the planner `lookups`")
+            factors = (found.pooling_factors * len(features) if len(found.pooling_factors) == 1
+                       else found.pooling_factors)
             if len(factors) != len(features):
-                raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its {len(features)} features")
+                raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its "
+                                     f"{len(features)} features")
             pooling |= dict(zip(features, factors, strict=True))
         return pooling
 
     def _refused(self, theirs: Mapping[str, ModelTable]) -> str:
-        """Which table the plan found shards otherwise than asked for; "" is none."""
+        """Why the plan breaks a sharding_types constraint. "": it breaks none."""
         placed = defaultdict(list)
         for p in self.found.placements:
             placed[p.shard.table.name].append(p)
         for name, table in theirs.items():
             asked, kind = self._asked(table), sharded(placed[name], self.topology).sharding_type
             if asked and kind not in asked and not (kind == "table_wise" and "column_wise" in asked):
-                return (f"the plan found shards table {name!r} {kind}; its constraints ask for {', '.join(asked)}: allow it, or "
-                        "table_wise alone to keep it whole")
+                return (f"the plan found shards table {name!r} {kind}; its constraints ask for "
+                        f"{', '.join(asked)}: allow it, or table_wise alone to keep it whole")
         return ""
 
     def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:
-        """The constraints' settings for kernels, in the form of a plan."""
+        """The constraints' kernel settings, in the form of a plan."""
         from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
         modules: dict[str, Any] = {}
         for table in theirs.values():
             if c := self.constraints.get(table.name):
+                # Dense kernels are for replicas, which to_torchrec chooses itself.
                 kernel = next((k for k in c.compute_kernels or () if k != "dense"), "fused")
                 modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
-                    "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm, stochastic_rounding=c.stochastic_rounding,
-                    bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype, key_value_params=c.key_value_params)
+                    "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
+                    stochastic_rounding=c.stochastic_rounding,
+                    bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype,
+                    key_value_params=c.key_value_params)
         return ShardingPlan(modules)
 
 
 def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
-    """TorchRec's devices and hosts. On a CPU its HBM is DDR. Links are left to the cost model."""
+    """TorchRec's devices and hosts as ours. On a CPU, DDR counts as HBM. The cost model has the links."""
     cuda = topology.compute_device == "cuda"
     return Topology(tuple(
         Device(int((d.storage.hbm if cuda else d.storage.ddr) * (1 - reserved)),
@@ -205,13 +235,15 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
 
 
 def _narrower(algorithm: str) -> list[str]:
-    """The search that cuts by columns alone, for one that also divides rows and copies."""
-    return [name for name, space in SPACE_OF.items() if space == "columns"] if SPACE_OF.get(algorithm) == "all" else []
+    """Sharders to try next if a plan breaks constraints: those that only cut columns."""
+    return ([name for name, space in SPACE_OF.items() if space == "columns"]
+            if SPACE_OF.get(algorithm) == "all" else [])
 
 
 def _require_model(model: CostModel) -> None:
     if not hasattr(model, "setting"):
-        raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) gives")
+        raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) "
+                             "gives")
 
 
 def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
@@ -221,23 +253,27 @@ def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
         return _reported(theirs, lookups)
     if isinstance(lookups, Mapping):
         return _given(theirs, lookups)
-    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)  # a batch is none
+    # A single KeyedJaggedTensor is not an Iterable.
+    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)
 
 
 def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> dict[str, tuple[float, Zipf]]:
     for name, table in theirs.items():
         for feature in table.config.feature_names:
             if feature not in lookups:
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(lookups)[:5]}")
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are "
+                                     f"{sorted(lookups)[:5]}")
             if not isinstance(lookups[feature], Real):
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups {lookups[feature]!r}; it needs a "
-                                     "number, the mean of a sample")
-    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS) for name, t in theirs.items()}
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups "
+                                     f"{lookups[feature]!r}; it needs a number, the mean of a sample")
+    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS)
+            for name, t in theirs.items()}
 
 
 def _reported(theirs: Mapping[str, ModelTable], path: str | Path) -> dict[str, tuple[float, Reuse]]:
     return fbgemm_statistics.matched(fbgemm_statistics.read_statistics(path), {
-        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim) for name, t in theirs.items()})
+        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim)
+        for name, t in theirs.items()})
 
 
 def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor],
@@ -248,26 +284,27 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
     samples = 0
     for batch in batches:
         if not isinstance(batch, KeyedJaggedTensor):
-            raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the "
-                                 "path of FBGEMM's reports")
+            raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups "
+                                 "by feature, or the path of FBGEMM's reports")
         samples += batch.stride()
         by_feature = batch.to_dict()
         for name, table in theirs.items():
             for feature in table.config.feature_names:
                 if feature not in by_feature:
-                    raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there are "
-                                         f"{list(by_feature)[:5]}")
+                    raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there "
+                                         f"are {list(by_feature)[:5]}")
                 values = by_feature[feature].values().cpu().numpy()
                 _require_rows(values, feature, name, table.config.num_embeddings)
                 ids[name].append(values)
+    # Fewer samples would show too little reuse of ids in a batch.
     if samples < global_batch:
-        raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, {global_batch}, or "
-                             "more")
+        raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, "
+                             f"{global_batch}, or more")
     found = {name: np.concatenate(parts) for name, parts in ids.items()}
     return {name: (len(values) / samples, access.reuse_of(values, samples)) for name, values in found.items()}
 
 
 def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
     if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
-        raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows 0 to {rows - 1}; "
-                             "give ids as the collection gets them")
+        raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows "
+                             f"0 to {rows - 1}; give ids as the collection gets them")

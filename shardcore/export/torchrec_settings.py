@@ -1,5 +1,7 @@
-"""What TorchRec lets one set beside the placement, and ShardCore keeps but does not price: kernels and memory tiers of tables
-(UVM, caches, SSD, output types, ...), which a ShardingPlan has, and the precision of collectives, which the sharders have.
+"""Settings that TorchRec has beside the placement. ShardCore keeps them but does not price them.
+
+A ShardingPlan has the kernels and memory tiers of tables (UVM, caches, SSD, output types). Sharders have the
+precision of collectives.
 """
 
 from __future__ import annotations
@@ -15,18 +17,21 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
-"""Fields of a ParameterSharding that follow from a plan of ours."""
+"""Fields of a ParameterSharding that follow from our plan."""
 PLAIN_KERNELS = ("fused", "dense")
 OPTIMIZERS = {"EXACT_SGD": "exact_sgd", "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad"}
-"""FBGEMM's names of the optimizers that cost models are for."""
+"""FBGEMM's names of the optimizers that cost models support."""
 
 
 def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
-    """All of a table's settings but its placement, as JSON; of those that have no form in it, why not, as "unkept". Nothing for a
-    table in the memory of its device, of a plain kernel, with TorchRec's defaults."""
+    """A table's settings except its placement, as JSON. {}: TorchRec's defaults, with a plain kernel.
+
+    Settings that JSON cannot hold become {"unkept": why}.
+    """
     plain = replace(sharding, sharding_type="", ranks=None, sharding_spec=None)
     try:
         found = torchrec_json.encode(plain, what)
+    # A plan must stay readable and priceable even if a setting cannot be stored.
     except ShardCoreError as error:
         return {"unkept": str(error)}
     del found["sharding_type"]
@@ -34,7 +39,8 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
 
 
 def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
-    """A sharding of no place yet, with settings as `settings_of` gives them. Raises ShardCoreError for what they are not."""
+    """A sharding without a placement, with settings from `settings_of`. Raises ShardCoreError for invalid
+    ones."""
     from torchrec.distributed.types import ParameterSharding
 
     if "unkept" in settings:
@@ -42,29 +48,36 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
     if placed := sorted(set(settings) & set(PLACEMENT)):
         raise ShardCoreError(f"{what} has {placed[0]!r} among its settings, which follows from the plan")
     if "compute_kernel" not in settings:
-        raise ShardCoreError(f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'")
+        raise ShardCoreError(f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, "
+                             "such as 'fused'")
     return torchrec_json.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
-def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), optimizer: str | None = None) -> list[str]:
-    """What a price of this plan leaves out, a line each: settings of tables that are priced as if fused in the memory of their
-    device, collectives that are priced as FP32, and, where it is said which optimizer the price is for, sharders with another
-    among their fused_params (one that is set otherwise is not known)."""
+def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
+             optimizer: str | None = None) -> list[str]:
+    """What the price of a plan leaves out, a line each.
+
+    Tables are priced as fused ops in device memory, collectives as FP32. Sharders are checked for another
+    optimizer in fused_params. An optimizer that is set elsewhere goes unnoticed.
+    """
     said = []
     for path, module in plan.plan.items():
         for name, sharding in module.items():
             given = [f"{f.name}={value}" for f in fields(sharding)
-                     if f.name not in (*PLACEMENT, "compute_kernel") and (value := getattr(sharding, f.name)) is not None]
+                     if f.name not in (*PLACEMENT, "compute_kernel")
+                     and (value := getattr(sharding, f.name)) is not None]
             if sharding.compute_kernel not in PLAIN_KERNELS or given:
                 said.append(f"table {name!r} of module {path!r} is priced as fused, in device memory; it has "
                             + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
     for sharder in sharders:
+        # Optimizers differ in time and in memory for their state.
         own = getattr((getattr(sharder, "fused_params", None) or {}).get("optimizer"), "name", None)
         if optimizer and own and OPTIMIZERS.get(own) != optimizer:
-            said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under {optimizer}; its "
-                        f"optimizer is {own}")
+            said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under "
+                        f"{optimizer}; its optimizer is {own}")
         for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():
-            sent = [str(codec.quantized_dtype).removeprefix("torch.") for codec in (codecs.forward, codecs.backward)]
-            said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} forward, {sent[1]} "
-                        "backward")
+            sent = [str(codec.quantized_dtype).removeprefix("torch.")
+                    for codec in (codecs.forward, codecs.backward)]
+            said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} "
+                        f"forward, {sent[1]} backward")
     return said

@@ -1,1 +1,1 @@
-"""Published plans: where they are kept, what is decided about them, and how they are planned again."""
+"""Published plans: how they are stored, when they are replaced, and how they are re-planned."""

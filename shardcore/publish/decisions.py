@@ -14,10 +14,10 @@ from shardcore.limits import is_path_name
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 DEFAULT_THRESHOLD = 0.02
-"""By what share of the current plan's cost a new plan has to be cheaper."""
+"""A new plan must be cheaper by this share of the current plan's cost."""
 _SCHEMA, _SCHEMA_VERSION = "shardcore/decision", 1
 _LAST_S = 253402300799.0
-"""The end of the year 9999, after which nothing is decided."""
+"""Unix s, the end of the year 9999. No decision is made later."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,18 @@ class Decision:
     """Which version of a problem's plan is current, and why.
 
     problem: the problem's name.
-    outcome: one of OUTCOMES. "first", "better" and "no longer fits" (the previous plan does not) take the
-      candidate. "kept" does not. "restored" takes the version that was current under the same model before.
+    outcome: one of OUTCOMES. "first", "better" and "no longer fits" take the candidate. "no longer fits" is
+      about the previous plan. "kept" keeps the previous plan. "restored" takes the version that was current
+      under the same model before.
     reason: why, in a sentence.
     current: the version that was chosen.
     candidate: the version that was considered.
-    problem_digest: of the problem as it is now.
-    candidate_ms: what the candidate costs under the model of now; None: not known.
-    previous_ms: what the plan that was current until then costs under that model; None: there was none, or it
-      is no longer valid for this problem.
-    threshold: by what share of previous_ms a candidate has to be cheaper.
-    decided_at: Unix s; 0: not known.
+    problem_digest: digest of the problem as it is now.
+    candidate_ms: cost of the candidate under the current model. None: unknown.
+    previous_ms: cost of the previous plan under the current model. None: there was none, or it is no longer
+      valid for this problem.
+    threshold: the share of previous_ms by which a candidate must be cheaper.
+    decided_at: Unix s. 0: unknown.
     parent: id of the decision before.
     provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed.
     """
@@ -65,6 +66,7 @@ class Decision:
         for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
+        # datetime cannot show later times.
         if self.decided_at > _LAST_S:
             raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to "
                                  f"{_LAST_S:.0f}")
@@ -75,23 +77,27 @@ class Decision:
 
     @property
     def total_ms(self) -> float | None:
-        """What the version that it chose costs under the model of that time."""
+        """Cost of the chosen version, under the model of that time."""
         return self.candidate_ms if self.current == self.candidate else self.previous_ms
 
     def repeats(self, other: Decision | None) -> bool:
-        """Whether it says nothing that the other one does not."""
+        """Whether it says the same as the other one, time and parent aside."""
         if other is None:
             return False
+        # Time and parent differ between any two decisions.
         same = dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent)
         return same == other
 
     def document(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """The decision as JSON."""
         return {"schema": _SCHEMA, "version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
 def from_document(data: Any, where: str) -> Decision:
-    """The decision that a file holds. Raises ShardCoreError for one of another form; where: the file."""
+    """The decision in a file. Raises ShardCoreError if the file has another form.
+
+    where: the file, for the message.
+    """
     known = _SCHEMA, _SCHEMA_VERSION
     if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != known:
         raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} "
@@ -102,12 +108,13 @@ def from_document(data: Any, where: str) -> Decision:
 
 
 def require_id(found: str, what: str) -> str:
-    """Versions and decisions are named after their content; raises ShardCoreError for any other name."""
+    """`found`, if it is a digest. Raises ShardCoreError otherwise: versions and decisions are named by
+    digest."""
     if not files.DIGEST.fullmatch(found):
         raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
     return found
 
 
 def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
-    """Whether a candidate takes the place of the previous plan. None: that one is no longer possible."""
+    """Whether a candidate should replace the previous plan. previous_ms None: that plan is invalid."""
     return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)

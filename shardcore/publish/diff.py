@@ -1,4 +1,4 @@
-"""What moves when one plan of a problem takes the place of another, and how to have less of it move. Pure.
+"""What moves when one plan of a problem replaces another, and how to move less. Pure.
 
 Shapes: D devices.
 """
@@ -17,11 +17,12 @@ from shardcore.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Ta
 
 @dataclass(frozen=True)
 class Move:
-    """A table of which a device gets cells that it did not have.
+    """A table with cells that move to a device which did not have them.
 
     table: its name.
-    bytes: weights of those cells, over all devices.
-    old, new: its placements before and after.
+    bytes: weights of those cells, summed over devices.
+    old: its placements before.
+    new: its placements after.
     """
 
     table: str
@@ -32,12 +33,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between two plans.
+    """What differs between two plans. A table whose shape changed is both added and removed.
 
-    moves: tables that move, by falling bytes.
-    added: tables that only the new plan has.
-    removed: tables that only the old plan has. A table whose shape changed is in both; neither counts for
-      bytes.
+    moves: tables that move, largest first.
+    added: tables only in the new plan. Their bytes do not count.
+    removed: tables only in the old plan. Their bytes do not count.
     """
 
     moves: tuple[Move, ...]
@@ -46,7 +46,7 @@ class Diff:
 
     @property
     def bytes(self) -> int:
-        """Of weights that travel to devices, or are read there anew."""
+        """Bytes of weights that move."""
         return sum(m.bytes for m in self.moves)
 
     def __bool__(self) -> bool:
@@ -54,8 +54,7 @@ class Diff:
 
 
 def diff(old: Plan, new: Plan) -> Diff:
-    """What moves from an old plan to a new one. Tables are the same if name, rows and dim are: their
-    statistics may differ."""
+    """What moves from an old plan to a new one. A table is the same if its name, rows and dim are."""
     before, after = _by_table(old), _by_table(new)
     moves = [Move(table.name, n, tuple(before[_key(table)]), tuple(placements)) for table, placements in
              ((p[0].shard.table, p) for key, p in after.items() if key in before)
@@ -66,45 +65,53 @@ def diff(old: Plan, new: Plan) -> Diff:
 
 
 def rebind_tables(plan: Plan, problem: Problem) -> Plan:
-    """The plan with the tables of the problem, whose statistics may be other ones. A table that the problem
-    does not have in that shape stays as it is; `lower` then refuses the plan."""
+    """The plan with the problem's tables in place of its own. Their statistics may differ.
+
+    A table that the problem lacks in that shape is left as it is. `lower` then refuses the plan.
+    """
     tables = {_key(t): t for t in problem.tables}
     return Plan(tuple(replace(p, shard=replace(p.shard, table=tables.get(_key(p.shard.table), p.shard.table)))
                       for p in plan.placements), plan.provenance)
 
 
 def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
-    """The new plan with its equal devices renumbered, so that most weights stay where the old plan has them.
-    It costs the same.
+    """The new plan with equal devices renumbered, so that most weights stay in place. It costs the same.
 
-    Which devices to exchange is an assignment problem. Columns are reordered too. Devices keep their numbers
-    where tables are pinned, and where rows are divided: that is done in the order of devices.
+    The renumbering is an assignment problem. Columns are reordered too (see `reorder_columns`).
+    Devices keep their numbers if tables are pinned. They also keep them if rows are divided, because row
+    shards follow the order of devices.
     """
     from scipy.optimize import linear_sum_assignment
 
     as_it_is = reorder_columns(new, old)
     if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
         return as_it_is
+    # stay[i, j] is the gain of giving new device i the number j: maximize the sum.
     stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
     place = np.arange(len(devices))
     for kind in dict.fromkeys(devices):
+        # Devices that differ in speed or memory cannot be exchanged.
         equal = np.array([d for d, device in enumerate(devices) if device == kind])
         given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
         place[equal[given]] = equal[taken]
     exchanged = tuple(replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p
                       for p in new.placements)
+    # The assignment ignores column order, so it can lose to the plan as it was.
     return min(as_it_is, reorder_columns(Plan(exchanged, new.provenance), old),
                key=lambda plan: diff(old, plan).bytes)
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
-    """The new plan with the columns of each table dealt to its devices in the old plan's order, where that
-    moves less. It costs the same: every device keeps as many columns. Tables that are cut by rows, or copied,
-    stay as they are."""
+    """The new plan with each table's columns in the old plan's order of devices, where that moves less.
+
+    It costs the same, since every device keeps as many columns. Tables that are divided by rows or replicated
+    stay as they are.
+    """
     before, placements = _by_table(old), []
     for key, own in _by_table(new).items():
         if key in before and len(own) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in own):
             first, column, ordered = {p.devices[0]: p.shard.col_lo for p in before[key]}, 0, []
+            # Devices without an old shard come last.
             for p in sorted(own, key=lambda p: (first.get(p.devices[0], p.shard.table.dim), p.shard.col_lo)):
                 ordered.append(replace(p, shard=replace(p.shard, col_lo=column,
                                                         col_hi=column + p.shard.width)))
@@ -115,7 +122,7 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
 
 
 def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
-    """[D, D] bytes of weights that the new plan has on one device and the old plan has on the other."""
+    """[D, D] bytes of weights on device i of the new plan and on device j of the old plan."""
     found, before = np.zeros((n_devices, n_devices)), _by_table(old)
     for key, own in _by_table(new).items():
         had = [(d, s) for q in before.get(key, ()) for d, s in shards_on(q) if d < n_devices]
@@ -137,7 +144,7 @@ def _by_table(plan: Plan) -> Mapping[tuple[str, int, int], list[Placement]]:
 
 
 def _moved_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Cells that come to devices that did not have them, once for each such device."""
+    """Cells that move to a device which did not have them, counted once per device."""
     had: dict[int, list[Shard]] = defaultdict(list)
     for p in old:
         for device, shard in shards_on(p):

@@ -1,4 +1,4 @@
-"""Drift: how far a plan is from the best since its tables' statistics changed; what a re-plan would bring."""
+"""Drift: how far a plan is from the best, now that its tables' statistics changed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from shardcore.workload import lower
 
 @dataclass(frozen=True)
 class Drift:
-    """A plan's cost under one model, then and now.
+    """A plan's cost under one model, with its old and its current statistics.
 
     planned_ms: with the statistics that it was made for.
-    now_ms: with those of now.
-    best_ms, best: the best plan found for those of now, any number of tables moving.
-    replan_ms, replan: the best plan found with at most `most_tables` tables moving.
-    moves: what moves for that re-plan.
-    most_tables: so many may move; None: any number.
-    threshold: by what share of now_ms a re-plan has to be cheaper to pay.
+    now_ms: with current statistics.
+    best_ms: cost of the best plan found, with any number of moves.
+    best: that plan.
+    replan_ms: cost of the best plan found with at most `most_tables` moves.
+    replan: that plan.
+    moves: what moves for `replan`.
+    most_tables: how many tables may move. None: any number.
+    threshold: the share of now_ms by which a re-plan must be cheaper to pay.
     """
 
     planned_ms: float
@@ -39,32 +41,35 @@ class Drift:
 
     @property
     def behind(self) -> float:
-        """How much more than the best plan this one costs now, as a share of the best one's cost."""
+        """Extra cost over the best plan, as a share of the best plan's cost."""
         return self.now_ms / self.best_ms - 1 if self.best_ms > 0 else 0.0
 
     @property
     def pays(self) -> bool:
+        """Whether the re-plan is worth its moves."""
         return worth_it(self.replan_ms, self.now_ms, self.threshold)
 
 
 def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig,
           threshold: float = DEFAULT_THRESHOLD) -> Drift:
-    """How far a plan of `problem` is from the best plan of the problem as it is `now`, and what a re-plan
-    brings.
+    """How far a plan of `problem` is from the best plan of `now`, and what a re-plan would save.
 
-    The tables of both have the same shapes. The best plan and the re-plan are each searched with the config's
-    budget. Neither is dearer than the plan itself. Raises what `lower` raises where the plan is no longer
-    valid: a new plan is needed then, whatever it costs.
+    Tables have the same shapes in both problems. Each search gets the config's budget. Neither
+    result is dearer than the plan itself.
+
+    Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     old = rebind_tables(plan, now)
     planned_ms, now_ms = (price(lower(p, of), model).total_ms for p, of in ((plan, problem), (old, now)))
 
+    # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> tuple[float, Plan]:
         found = replan(old, now, model, limit)
         return min(((price(lower(found, now), model).total_ms, found), (now_ms, old)), key=lambda x: x[0])
 
     best_ms, best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
     replan_ms, replanned = searched(config) if config.limited else (best_ms, best)
+    # The unlimited search is heuristic as well. It can lose to the limited one.
     if replan_ms < best_ms:
         best_ms, best = replan_ms, replanned
     return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
@@ -73,10 +78,9 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
-    """The problem with the pooling and access statistics of fresh `tables`; those of other names do not
-    matter.
+    """The problem with the pooling and access statistics of fresh `tables`. Unknown names are ignored.
 
-    Raises ShardCoreError for a table of another shape, or where none is one of the problem's.
+    Raises ShardCoreError for a table of another shape, or if no name is known.
     """
     fresh = {t.name: t for t in tables}
     known = [t for t in problem.tables if t.name in fresh]

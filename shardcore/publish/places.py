@@ -1,4 +1,4 @@
-"""Places: folders, and URLs that fsspec knows, read and written alike."""
+"""Local folders and fsspec URLs behind one interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 
 @dataclass(frozen=True)
 class Remote:
-    """A file or folder of a file system of fsspec: what of Path is used here."""
+    """A file or folder on an fsspec file system. It has the few methods of Path that are used here."""
 
     fs: Any
     path: str
@@ -33,13 +33,15 @@ class Remote:
         return self.call("cat_file")
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """What the file system answers for this path. Raises FileNotFoundError as the file system does, and
-        ShardCoreError for whatever else goes wrong there."""
+        """Call a method of the file system with this path.
+
+        Raises FileNotFoundError as the file system does, and ShardCoreError for any other failure.
+        """
         try:
             return getattr(self.fs, method)(self.path, *args, **options)
         except FileNotFoundError:
             raise
-        except Exception as error:  # each kind of storage has its own
+        except Exception as error:  # each storage has its own exceptions
             raise ShardCoreError(f"cannot use {self}: "
                                  f"{' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
 
@@ -49,7 +51,7 @@ Place = Path | Remote
 
 @contextmanager
 def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Raise what the system says of a folder as `Remote.call` does for other storage; of `but`, as it is."""
+    """Raise OSErrors as ShardCoreErrors of one line. Those in `but` pass unchanged."""
     try:
         yield
     except but:
@@ -59,8 +61,10 @@ def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[
 
 
 def place(root: str | Path) -> Place:
-    """Where plans are. Raises ShardCoreError for a URL that fsspec does not know or lacks a package for, and
-    for what is no name of a folder."""
+    """The place that a path or URL names.
+
+    Raises ShardCoreError for an unknown URL scheme, a missing package, or an invalid folder name.
+    """
     if "\0" in str(root):
         raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
@@ -69,8 +73,8 @@ def place(root: str | Path) -> Place:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        fs, path = url_to_fs(root, use_listings_cache=False)  # others write there too
-    except Exception as error:  # each kind of storage has its own
+        fs, path = url_to_fs(root, use_listings_cache=False)  # a cache misses what others write
+    except Exception as error:  # each storage has its own exceptions
         raise ShardCoreError(f"plans are at {root}, which cannot be opened: "
                              f"{' '.join(str(error).split())[:200]}") from None
     return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
@@ -92,8 +96,7 @@ def exists(at: Place) -> bool:
 
 
 def listed(folder: Place) -> list[str]:
-    """Names of what is in a folder, sorted, without those that begin with a dot; none where there is no
-    folder."""
+    """Sorted names in a folder, without those that begin with a dot. Empty if the folder is missing."""
     try:
         with plain_errors(folder, ABSENT):
             found = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
@@ -103,18 +106,18 @@ def listed(folder: Place) -> list[str]:
 
 
 def write(at: Place, content: bytes) -> None:
-    """Whole or not at all."""
+    """Write a file atomically: whole or not at all."""
     if isinstance(at, Path):
         files.write_atomic(at, content)
         return
     try:
         at.call("pipe_file", content)
-    except FileNotFoundError as error:  # no such bucket, say
+    except FileNotFoundError as error:  # such as a missing bucket
         raise ShardCoreError(f"cannot write {at}: {error}") from None
 
 
 def remove(at: Place) -> None:
-    """A file, or a folder with all in it; what is not there is gone already."""
+    """Remove a file or a whole folder. It may be missing already."""
     with suppress(FileNotFoundError), plain_errors(at, ABSENT):
         if not isinstance(at, Path):
             at.call("rm", recursive=True)

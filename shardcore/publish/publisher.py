@@ -1,4 +1,4 @@
-"""Publish a problem's plan: search one, and decide whether it takes the place of the published one."""
+"""Publish a plan for a problem: search one, and decide whether it replaces the published one."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from shardcore.workload import lower
 
 HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
            "balance", "extrapolated", "decision")
-"""Of a table of `Published.row`."""
+"""Headers of a table of `Published.row`s."""
 _EXPLAIN = Budget(evals=10_000)
-"""Of each search for a report page's alternatives."""
+"""Budget of each search for the alternatives on a report page."""
 
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """What is searched, and what is published of it.
+    """What is searched, and which plans are published.
 
-    algorithm: of the published plans; the baselines are the others.
-    seed, budget_evals: of the search (see search.Budget).
-    threshold: by what share a new plan has to be cheaper to take the place of the published one.
-    keep_versions: of so many decisions on a problem the versions are kept.
-    max_moved_tables: so many tables may move from a published plan that still fits; null: any number. It
-      needs an algorithm that anneals.
+    algorithm: sharder of the published plans. Baselines are the other sharders.
+    seed: of the search.
+    budget_evals: plans that the search may price.
+    threshold: share by which a new plan must be cheaper to replace the published one.
+    keep_versions: how many decisions per problem keep their versions.
+    max_moved_tables: how many tables may move from a published plan that still fits. null: any number. Needs
+      an algorithm that anneals.
     plans: the folder or object-store URL to publish in.
     """
 
@@ -73,11 +74,13 @@ class PublishConfig:
 
 @dataclass(frozen=True)
 class Published:
-    """A problem's plan that is current after a decision.
+    """A problem's current plan after a decision.
 
-    cost: what it costs under the model of now.
-    baselines: total ms of other sharders' plans, or why they found none.
-    extrapolated: whether the plan goes beyond what was measured.
+    problem: the problem.
+    decision: the decision.
+    cost: the plan's cost under the current model.
+    baselines: total ms by sharder, or why it found no plan.
+    extrapolated: whether the plan exceeds the measured range.
     """
 
     problem: Problem
@@ -87,6 +90,7 @@ class Published:
     extrapolated: bool
 
     def row(self) -> tuple[Any, ...]:
+        """A row under HEADERS."""
         total, found = self.cost.total_ms, {k: v for k, v in self.baselines.items() if isinstance(v, float)}
         best = min(found, key=found.get, default=None)
         return (self.problem.name, len(self.problem.tables), len(self.problem.topology), f"{total:.2f}",
@@ -102,9 +106,9 @@ class Before:
     """What was published for a problem before.
 
     decision: the last one.
-    plan: the current plan, with the problem's tables as they are now.
-    cost: what it costs under the model of now; None: it is no longer valid for the problem.
-    why_not: why it is not.
+    plan: its plan, with the problem's current tables.
+    cost: its cost under the current model. None: it is no longer valid for the problem.
+    why_not: why it is no longer valid.
     """
 
     decision: Decision
@@ -119,7 +123,13 @@ class Before:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Decides on one problem's plan after the other, under one model."""
+    """Publishes one problem after another under one model.
+
+    model: the cost model.
+    plans: the folder or URL to publish in.
+    config: see PublishConfig.
+    provenance: where model and plans come from. It is written into every decision.
+    """
 
     model: neural.NeuralModel
     plans: str | Path
@@ -127,10 +137,12 @@ class Publisher:
     provenance: Mapping[str, Any]
 
     def publish(self, problem: Problem) -> Published:
-        """Raises Infeasible where no plan is found."""
+        """Decide on one problem's plan. Raises Infeasible if no plan is found."""
+        # Another publisher must not decide between our read and our write.
         with store.turn(self.plans, problem.name):
             before = self._before(problem)
             published = self._restored(problem, before) or self._searched(problem, before)
+            # A run that changes nothing leaves no decision, so history stays short.
             if not published.decision.repeats(before and before.decision):
                 store.record(self.plans, published.decision)
             store.prune(self.plans, problem.name, self.config.keep_versions)
@@ -140,6 +152,7 @@ class Publisher:
         decision = store.last(self.plans, problem.name)
         if decision is None:
             return None
+        # A plan that no longer fits is loaded too: the decision says why it is replaced.
         plan = rebind_tables(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
         try:
             return Before(decision, plan, price(lower(plan, problem), self.model))
@@ -147,7 +160,7 @@ class Publisher:
             return Before(decision, plan, None, str(error))
 
     def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
-        """The decision; made: its outcome, reason, current, candidate and candidate_ms."""
+        """A decision with the fields that all share. made: the other fields."""
         return Decision(
             problem=problem.name, problem_digest=files.problem_digest(problem),
             previous_ms=before and before.total_ms, threshold=self.config.threshold, decided_at=time.time(),
@@ -156,14 +169,18 @@ class Publisher:
     # --- the plan that there was under this model --------------------------------------------------------
 
     def _restored(self, problem: Problem, before: Before | None) -> Published | None:
-        """The plan of this very problem that was current when the champion was last this model version.
-        None: it was not, or that plan is gone."""
+        """The plan that was current when this model version was champion before. None: no such plan.
+
+        It must be of the same problem, and its version must still be stored.
+        """
         def model_of(x: Decision) -> tuple[Any, Any]:
             return x.provenance.get("model"), x.provenance.get("model_version")
 
         mine = self.provenance["model"], self.provenance["model_version"]
+        # Same model as last time: nothing to roll back to.
         if before is None or model_of(before.decision) == mine:
             return None
+        # A rollback of the champion brings back its plan instead of a new search.
         then = next((x for x in islice(store.history(self.plans, problem.name), self.config.keep_versions)
                      if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)), None)
         if then is None or not store.has(self.plans, problem.name, then.current):
@@ -185,6 +202,7 @@ class Publisher:
 
     def _searched(self, problem: Problem, before: Before | None) -> Published:
         others, found = self._others(problem), self._search(problem, before)
+        # The same placements keep their provenance, hence their version.
         if before and before.cost and set(found.placements) == set(before.plan.placements):
             plan, cost = before.plan, before.cost
         else:
@@ -208,8 +226,10 @@ class Publisher:
                 if name != self.config.algorithm}
 
     def _search(self, problem: Problem, before: Before | None) -> Plan:
-        """A plan by the config's algorithm. Annealing starts from the published plan too: so luck alone
-        makes no other plan look better, and few tables have to move where some are new."""
+        """A plan by the config's algorithm. Annealing starts from the published plan, if there is one.
+
+        So noise of the search does not look like an improvement, and few tables move when some are new.
+        """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         if before and (space := SPACE_OF.get(config.algorithm)):
             try:
@@ -226,7 +246,7 @@ class Publisher:
         return relabel_devices(outcome.plan, before.plan, problem) if before else outcome.plan
 
     def _judged(self, plan: Plan, cost: StepCost, before: Before | None) -> tuple[str, str]:
-        """Which outcome a candidate has, and why."""
+        """The outcome of a candidate, and why."""
         if before is None:
             return "first", "no plan was published for this problem"
         if before.cost is None:
@@ -241,12 +261,13 @@ class Publisher:
 
     def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
              others: Mapping[str, compare.Outcome]) -> None:
-        """Keep a plan as a version with its page, unless it is one."""
+        """Store a plan as a version with its report page, unless it is stored already."""
         if store.has(self.plans, problem.name, store.version_of(plan, problem)):
             return
         workload = lower(plan, problem)
         cost, beyond = price(workload, self.model), neural.out_of_range(self.model, workload)
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
+        # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
         page = plan_page.page(plan, problem, explained, decisions,
                               diff(before.plan, plan) if before else None, beyond)

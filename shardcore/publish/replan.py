@@ -1,4 +1,4 @@
-"""Re-plan: improve a plan that there is, while most of its weights stay where they are."""
+"""Re-plan: improve an existing plan while most of its weights stay in place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardcore.types import Plan, Problem
 class ReplanConfig:
     """How to re-plan.
 
-    max_moved_tables: so many tables may move. None: any number.
-    max_moved_bytes: so many bytes of weights may move. None: any number.
-    space: of annealing (see search.anneal.sharder.SPACES). None: the one that the old plan was searched in.
+    max_moved_tables: how many tables may move. None: any number.
+    max_moved_bytes: how many bytes of weights may move. None: any number.
+    space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
     seed: of the search.
-    budget: of the search. None: its own.
+    budget: of the search. None: the default.
     """
 
     max_moved_tables: int | None = None
@@ -32,20 +32,21 @@ class ReplanConfig:
 
     @property
     def limited(self) -> bool:
+        """Whether moves are limited."""
         return self.max_moved_tables is not None or self.max_moved_bytes is not None
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
-    """The best plan found by annealing from what is left of the old plan.
+    """The best plan found by annealing from the valid part of the old plan.
 
-    Tables that are new, or that were on devices that are gone, are placed freely and do not count as moved.
-    Without a limit on moves, an old plan that no search can start from is replaced by a search afresh. The
-    plan found may be dearer than the old one, where that one is still possible and the budget is small.
+    New tables, and tables on devices that are gone, are placed freely, outside the move limit.
+    Without a limit, a new search replaces an old plan that cannot be a start. With a small budget the result
+    may be dearer than the old plan.
 
-    Raises Infeasible where no plan is found, and ShardCoreError where moves are limited and the old plan is
-    none to start from.
+    Raises Infeasible if no plan is found. Raises ShardCoreError if moves are limited and the old plan cannot
+    be a start.
     """
-    from shardcore.search.anneal.search_space import Reshard  # compiled code: loaded when a search runs
+    from shardcore.search.anneal.search_space import Reshard  # loads compiled code, which takes seconds
 
     space = config.space or old.provenance.get("space", "all")
     left = _left(old, problem)
@@ -54,14 +55,16 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
         reshard = Reshard(left, config.max_moved_tables, config.max_moved_bytes)
         found = anneal(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
     except ShardCoreError:
+        # A fresh search cannot respect a limit on moves.
         if config.limited:
             raise
         found = anneal(problem, model, seed=config.seed, budget=config.budget, space=space)
+    # Relabelling devices could move more tables than the limit allows.
     return reorder_columns(found, old) if config.limited else relabel_devices(found, old, problem)
 
 
 def _left(old: Plan, problem: Problem) -> Plan:
-    """What of the old plan is of tables and on devices that the problem has."""
+    """The old plan's placements of tables and devices that the problem still has."""
     tables, n_devices = set(problem.tables), len(problem.topology)
     return Plan(tuple(p for p in rebind_tables(old, problem).placements
                       if p.shard.table in tables and max(p.devices) < n_devices))

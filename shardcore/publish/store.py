@@ -1,17 +1,20 @@
-"""Published plans: for each problem its versions, the decisions between them, and one atomic pointer.
+"""Published plans on disk: for each problem its versions, its decisions, and one atomic pointer.
 
   PLANS/<problem>/versions/<version>/{problem,plan,cost}.json, report.html
-      a plan, named after its content; immutable
+      a plan, named by its digest; immutable
   PLANS/<problem>/decisions/<id>.json
       which version to use from then on, and why; each names its parent, as commits do
   PLANS/<problem>/current
       the id of the last decision
 
-PLANS is a folder or a URL such as s3://bucket/plans (see `places`). Only the pointer is ever written twice,
-and always last. So a publisher that is killed leaves the old state or the new one, and at worst files that
-nothing names. A reader meanwhile gets one of the two, whole. Publishers that share a folder take turns
-(`turn`). An object store has no locks: let one run there at a time. tests/publish/test_store_operations.py
-checks all of this at each single operation.
+PLANS is a folder or a URL such as s3://bucket/plans (see `places`).
+
+Only the pointer is ever overwritten, and always last. So a killed publisher leaves the old state or the new
+one. At worst it leaves files that nothing names. A reader sees either state, whole.
+tests/publish/test_store_operations.py checks this at every single operation.
+
+Publishers that share a folder take turns (`turn`). An object store has no locks: run one publisher at a time
+there.
 """
 
 from __future__ import annotations
@@ -36,16 +39,16 @@ from shardcore.publish.places import Place
 from shardcore.types import Plan, Problem
 
 FEWEST_KEPT = 2
-"""A reader may still be at the version before."""
+"""A reader may still be at the version before the current one."""
 PATIENCE_S = 600.0
-"""Of a publisher that waits for its turn: more than any search takes that publishes one plan."""
+"""How long a publisher waits for its turn. One plan never takes that long to publish."""
 PAGE, REPORT = "report.html", "report.md"
-"""Of a version; and of all plans, beside them (see `write`)."""
+"""PAGE belongs to a version. REPORT covers all plans and lies beside them (see `write`)."""
 _POINTER = "current"
 _LOOK_S = 0.02
-"""Between two looks whether it is one's turn."""
+"""Time between two attempts to take the lock."""
 _LEFT_S = 3600.0
-"""A temporary file older than this was left by a publisher that was killed."""
+"""A temporary file older than this was left by a killed publisher."""
 T = TypeVar("T")
 
 
@@ -54,8 +57,11 @@ T = TypeVar("T")
 
 def load_plan(root: str | Path, name: str, version: str | None = None,
               fits: bool = True) -> tuple[Plan, Problem]:
-    """A problem's current plan, or a version of it, and the problem that it is for. Raises ShardCoreError
-    where there is none, or its files are not whole, or (with `fits`) a device would hold more than it may."""
+    """A problem's current plan, or the given version, with its problem.
+
+    Raises ShardCoreError if there is none or its files are damaged. With `fits`, also if it exceeds a
+    device's memory.
+    """
     home = _home(root, name)
     if version is None:
         return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name, fits))
@@ -78,14 +84,14 @@ def _version(home: Place, version: str) -> Place:
 
 
 def _versions(home: Place) -> list[str]:
-    """The names of a problem's versions. A link is none: what it leads to may be another's, or live."""
+    """Names of a problem's versions. Links do not count: they may lead out of the store."""
     folder = home / "versions"
     return [name for name in places.listed(folder) if files.DIGEST.fullmatch(name)
             and not places.is_link(folder / name)]
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
-    """A version's report page, or None where it has none."""
+    """A version's report page. None: it has none."""
     try:
         return schema.read_bytes(_version(_home(root, name), version) / PAGE)
     except ShardCoreError:
@@ -93,7 +99,7 @@ def load_page(root: str | Path, name: str, version: str) -> bytes | None:
 
 
 def current(root: str | Path, name: str) -> str:
-    """A problem's current version; raises ShardCoreError where nothing was published for it."""
+    """A problem's current version. Raises ShardCoreError if nothing was published for it."""
     decision = last(root, name)
     if decision is None:
         raise ShardCoreError(f"no plan is published for problem {name!r} in {root}; there are "
@@ -107,8 +113,7 @@ def last(root: str | Path, name: str) -> Decision | None:
 
 
 def history(root: str | Path, name: str) -> Iterator[Decision]:
-    """The decisions on a problem's plan, the last one first. Raises ShardCoreError for one that is missing or
-    was edited."""
+    """Decisions on a problem's plan, newest first. Raises ShardCoreError if one is missing or edited."""
     home = _home(root, name)
     found = _pointer(home)
     while found:
@@ -118,15 +123,17 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
 
 
 def names(root: str | Path) -> list[str]:
-    """The problems that have a plan."""
+    """Names of the problems with a published plan."""
     home = places.place(root)
     return [name for name in places.listed(home) if is_path_name(name)
             and places.exists(home / name / _POINTER)]
 
 
 def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
-    """What `read` finds; found anew where it fails and the pointer has moved meanwhile, for then publishers
-    may have removed what it was reading."""
+    """The result of `read`, retried if it fails while the pointer moves.
+
+    A publisher may have pruned the version that was being read.
+    """
     while True:
         before = _pointer(home)
         try:
@@ -137,11 +144,12 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
 
 
 def _pointer(home: Place) -> str | None:
-    """What the pointer says; None where there is none."""
+    """The id in the pointer file. None: there is no such file."""
     try:
         with places.plain_errors(home / _POINTER, places.ABSENT):
             path = home / _POINTER
             content = schema.content_of(path) if isinstance(path, Path) else path.read_bytes()
+            # A damaged pointer may be long: read only what an id can need.
             found = content[:100].decode(errors="replace").strip()
     except places.ABSENT:
         return None
@@ -164,7 +172,7 @@ def _read(home: Place, name: str, found: str) -> Decision:
 
 
 def _migrated(home: Place, name: str, version: str) -> Decision:
-    """What a pointer to a version says, as they were before there were decisions."""
+    """A pointer to a version as a decision. Stores had such pointers before there were decisions."""
     plan, problem = _load(_version(home, version), name, fits=False)
     return Decision(name, "first", "published before decisions were kept", version, version,
                     files.problem_digest(problem), plan.provenance.get("predicted_ms"),
@@ -176,10 +184,13 @@ def _migrated(home: Place, name: str, version: str) -> Decision:
 
 @contextmanager
 def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Wait until no other publisher in the same folder has its turn at a problem, and have it for as long as
-    the context lasts or the process lives: reading, deciding and writing are then one step. On an object
-    store nobody waits. Raises ShardCoreError naming the other publisher where it is not done after
-    patience_s."""
+    """Hold a problem's lock while the context lasts, or until the process dies.
+
+    So reading, deciding and writing are one step. Other publishers in the same folder wait. An object store
+    has no lock.
+
+    Raises ShardCoreError naming the holder after patience_s.
+    """
     home = _home(root, name)
     if not isinstance(home, Path):
         yield
@@ -189,12 +200,14 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
     path, until = home / ".turn", time.monotonic() + patience_s
     with places.plain_errors(path):
         home.mkdir(parents=True, exist_ok=True)
+        # O_NOFOLLOW: a link in a shared folder must not make us truncate another file.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        f = open(opened, "a+")  # it is emptied below
+        f = open(opened, "a+")  # emptied below, under the lock
     with f:
         with places.plain_errors(path):
             while True:
                 try:
+                    # Non-blocking, because a blocking flock cannot time out.
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
@@ -204,6 +217,7 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
                                              f"{_holder(path)}; end it if it hangs, and publish "
                                              "again") from None
                 time.sleep(_LOOK_S)
+            # Say who holds the lock, for the message of those who wait.
             f.truncate(0)
             f.write(f"process {os.getpid()} on {socket.gethostname()} since "
                     f"{datetime.now().isoformat(' ', 'seconds')}\n")
@@ -219,6 +233,7 @@ def _holder(path: Path) -> str:
 
 
 def version_of(plan: Plan, problem: Problem) -> str:
+    """The version that a plan of a problem has: a digest of both."""
     return files.digest(files.plan_to_json(plan, problem))
 
 
@@ -227,8 +242,10 @@ def has(root: str | Path, name: str, version: str) -> bool:
 
 
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
-    """Keep a plan with its problem, costs and report page as a version, which is returned; nobody uses it
-    until a decision names it. What is there already stays."""
+    """Store a plan with its problem, costs and report page. Returns the version.
+
+    Nobody uses it until a decision names it. An existing version is left as it is.
+    """
     version = version_of(plan, problem)
     if not has(root, problem.name, version):
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
@@ -236,14 +253,16 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
                     "cost.json": files.json_bytes(dict(cost)),
                     **({PAGE: page.encode()} if page else {}),
                     "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
-        for name, content in contents.items():  # the plan last: with it the version is whole
+        for name, content in contents.items():  # plan.json comes last and completes the version
             places.write(folder / name, content)
     return version
 
 
 def record(root: str | Path, decision: Decision) -> None:
-    """Keep a decision and make it the last one, from when on its version is current. Raises ShardCoreError
-    where its version is not there, or another decision than its parent is the last one."""
+    """Store a decision and make its version current.
+
+    Raises ShardCoreError if the version is missing, or if another decision than its parent is the last one.
+    """
     home, name = _home(root, decision.problem), decision.problem
     if not has(root, name, decision.current):
         raise ShardCoreError(f"problem {name!r} has no version {decision.current!r} in {root} to make "
@@ -254,6 +273,7 @@ def record(root: str | Path, decision: Decision) -> None:
                              f"{before and before.id} is the last one in {root}; another publisher was "
                              "faster, so publish again")
     folder = _own(home / "decisions")
+    # A migrated decision has no file yet, but is named as parent from now on.
     if before and not places.exists(folder / f"{before.id}.json"):
         places.write(folder / f"{before.id}.json", files.json_bytes(before.document()))
     places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
@@ -261,9 +281,10 @@ def record(root: str | Path, decision: Decision) -> None:
 
 
 def prune(root: str | Path, name: str, keep: int) -> list[str]:
-    """Remove the versions that none of the last `keep` decisions names; they are returned. Decisions stay;
-    the temporary files of publishers that were killed go. To be called when no other publisher is at work on
-    the problem (in one's own `turn`)."""
+    """Remove versions that none of the last `keep` decisions names. Returns them.
+
+    Decisions stay. Temporary files of killed publishers are removed. Call it within one's own `turn`.
+    """
     if keep < FEWEST_KEPT:
         raise ShardCoreError(f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} "
                              "or more, as a reader "
@@ -272,17 +293,19 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     home = _home(root, name)
     if isinstance(home, Path):
         with places.plain_errors(home):
-            _sweep(home.rglob(".*.tmp"))  # which follows no links
+            _sweep(home.rglob(".*.tmp"))  # rglob follows no links
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
-        places.remove(_version(home, version) / "plan.json")  # first: without it there is no version
+        places.remove(_version(home, version) / "plan.json")  # first, as it makes the version
         places.remove(_version(home, version))
     return gone
 
 
 def write(root: str | Path, name: str, content: bytes) -> None:
-    """A file for people beside the plans, whole or not at all. (It takes no turn: what others are writing now
-    stays.)"""
+    """Write a file for people beside the plans, atomically.
+
+    It takes no turn, so temporary files of other writers are left alone.
+    """
     home = places.place(root)
     if isinstance(home, Path):
         with places.plain_errors(home):
@@ -292,7 +315,7 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 
 def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
     for path in list(unfinished):
-        with suppress(FileNotFoundError):  # its writer was faster
+        with suppress(FileNotFoundError):  # its writer has just renamed it
             found = path.lstat()
             old = time.time() - found.st_mtime >= older_s
             if old and files.UNFINISHED.fullmatch(path.name) and stat.S_ISREG(found.st_mode):
@@ -303,14 +326,14 @@ def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
 
 
 def _home(root: str | Path, name: str) -> Place:
-    """A problem's folder. Raises ShardCoreError for a name that no problem can have, and for a link: its
-    files are another's."""
+    """A problem's folder. Raises ShardCoreError for a link, and for a name that no problem can have."""
     if not is_path_name(name):
         raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, "
                              "digits and . _ -")
     if name == REPORT:
         raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it "
                              "needs another")
+    # Files behind a link belong to somebody else.
     home = _own(places.place(root) / name)
     for folder in ("versions", "decisions"):
         _own(home / folder)
@@ -318,7 +341,7 @@ def _home(root: str | Path, name: str) -> Place:
 
 
 def _own(folder: Place) -> Place:
-    """A folder of a problem's; raises ShardCoreError for a link."""
+    """A folder of a problem. Raises ShardCoreError for a link."""
     if places.is_link(folder):
         raise ShardCoreError(f"{folder} is a symbolic link; a problem's plans are kept in folders of its own")
     return folder

@@ -1,4 +1,4 @@
-"""What people read: text, figures and pages. Pure: data in, text or a matplotlib figure out."""
+"""Reports for people: text, figures and pages. Pure: data in, text or a matplotlib figure out."""
 
 from shardcore.report.text import markdown_table, percent_change, text_table
 

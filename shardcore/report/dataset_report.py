@@ -1,4 +1,4 @@
-"""What a dataset of measurements covers, how noisy it is, and how well it repeats: rows and a figure."""
+"""What a dataset of measurements covers, how noisy it is and how well it repeats."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 def dataset_summary(samples: Sequence[ComputeSample],
                     repeats: Sequence[Sequence[ComputeSample]]) -> list[tuple[str, str]]:
-    """Rows of name and value: what a dataset of compute samples covers, how noisy it is, how well it repeats.
+    """What a dataset of compute samples covers: rows of name and value.
 
-    repeats: the timings of each sample that was timed several times, in the order of time. Spread is the
-    interquartile range of forward + backward over their median. Two timings agree when they differ by less
-    than √2 times what they are known to.
+    repeats: timings of each sample that was timed several times, in order of time.
+
+    Spread is the interquartile range of forward + backward over their median. Two timings agree if they
+    differ by less than √2 times their relative confidence interval.
     """
     timed = [s for s in samples if s.error is None]
     rows = [("samples", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
@@ -43,9 +44,11 @@ def dataset_summary(samples: Sequence[ComputeSample],
         known = [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]
         if known:
             rows += [("a median is known to", _deciles(known))]
+    # The reference op is timed throughout. It shows drift, not repeatability.
     again = repeats[has_reference_op(repeats):]
     if again:
         pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
+        # total_ms is already corrected for slowdown: the ratio of slowdowns gives back raw times.
         apart, clock = ([b.measured_at - a.measured_at for a, b in pairs],
                         [b.slowdown / a.slowdown for a, b in pairs])
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
@@ -65,7 +68,7 @@ def dataset_summary(samples: Sequence[ComputeSample],
 
 
 def exchange_summary(samples: Sequence[CommSample]) -> list[tuple[str, str]]:
-    """What a dataset of exchanges covers and how noisy it is: rows of name and value."""
+    """What a dataset of collectives covers and how noisy it is: rows of name and value."""
     timed = [s for s in samples if s.error is None]
     kinds = Counter(f"{s.request.collective} {s.request.payload}" for s in timed)
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
@@ -124,8 +127,6 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
         groups = repeats[has_reference_op(repeats):]
         changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
         again.scatter([g[0].total_ms for g in groups], changes, s=6)
-        groups = repeats[has_reference_op(repeats):]
-        again.scatter([g[0].total_ms for g in groups], [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups], s=6)
     drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="slowdown, 1 is usual")
     again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %",
               xscale="log")
@@ -133,6 +134,8 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
 
 
 def _agree(a: ComputeSample, b: ComputeSample) -> bool:
+    """Whether two timings differ by no more than their confidence intervals allow."""
+    # √2: the difference of two independent errors of equal size.
     return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.relative_ci or 0.0, b.relative_ci or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""A cost model's figures and its card.
+"""Figures and model card of a cost model.
 
 Shapes: S samples, L levels.
 """
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVELS = (50, 60, 70, 80, 90, 95, 99)
-"""Percent of measurements that an interval is to hold, at which a calibration is shown."""
+"""Percent of measurements that an interval should hold. Calibration is shown at each."""
 
 
 @dataclass(frozen=True)
 class Studied:
-    """What is known of a model beside its files; None: there were too few samples.
+    """What is known of a model beside its files. None: too few samples.
 
-    metrics: by split, what accuracy.evaluate says.
-    unseen_tables: error in percent on groups of tables that a training never saw (see study).
-    repeatability: percent that a timing itself is off by (see study).
-    curve: errors over samples trained on.
+    metrics: by split, the result of accuracy.evaluate.
+    unseen_tables: percent error on groups of tables that a training never saw (see study).
+    repeatability: percent error of a timing itself (see study).
+    curve: errors over the number of training samples.
     """
 
     metrics: Mapping[str, Mapping[str, float]]
@@ -42,7 +42,7 @@ class Studied:
     curve: LearningCurve | None = None
 
     def flat(self) -> dict[str, float]:
-        """Its figures under one name each."""
+        """All figures in one flat mapping, for MLflow."""
         found = {f"{split}_{k}": v for split, values in self.metrics.items() for k, v in values.items()}
         found |= {"unseen_tables_compute_mape": self.unseen_tables, "repeatability": self.repeatability}
         if self.curve:
@@ -55,7 +55,7 @@ class Studied:
 
 
 def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
-    """Scatter of [S] on log axes with the line of equality and ±10%."""
+    """Scatter of [S] values on log axes, with the line of equality and ±10%."""
     figure, (axes,) = _figure(title)
     low, high = (f(np.concatenate([measured_ms, predicted_ms])) for f in (np.min, np.max))
     line = np.array([low * 0.9, high * 1.1])
@@ -75,9 +75,10 @@ def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray
 
 def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray,
                   title: str) -> Figure:
-    """Relative errors of [S] against what was measured, and against how many shards ran in the op."""
+    """Relative errors [S] over measured ms, and over the number of shards in the op."""
     figure, panels = _figure(title, columns=2)
     error = 100 * (predicted_ms / measured_ms - 1)
+    # A few outliers would squeeze the rest into a line.
     limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
     for axes, x, label in zip(panels, (measured_ms, shards), ("measured ms", "shards in the op"),
                               strict=True):
@@ -97,10 +98,17 @@ def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.
 
 
 def calibration(levels: Sequence[float], found: Sequence[float], samples: int, title: str) -> Figure:
-    """Percent of `samples` measurements that the intervals of so many percent [L] really held [L]; the grey
-    band is what chance alone would give 19 times out of 20."""
+    """Percent of measurements that the intervals held, over the percent that they should hold.
+
+    levels: [L] percent that the intervals should hold.
+    found: [L] percent that they held.
+    samples: number of measurements.
+
+    The grey band holds 19 of 20 results of a calibrated model.
+    """
     figure, (axes,) = _figure(title)
     nominal = np.linspace(min(levels), max(levels), 100)
+    # Normal approximation of the binomial.
     chance = 1.96 * np.sqrt(nominal * (100 - nominal) / samples)
     axes.fill_between(nominal, nominal - chance, np.minimum(nominal + chance, 100), color="0.85", linewidth=0,
                       label=f"within chance, {samples:,} groups")
@@ -115,8 +123,11 @@ def calibration(levels: Sequence[float], found: Sequence[float], samples: int, t
 
 
 def learning_curve(curve: LearningCurve, repeatability: float | None, title: str) -> Figure:
-    """Held-out errors over the samples trained on, the law fitted to them as far as twice the samples, the
-    floor (percent that a timing itself is off by), and in a sentence what twice the samples would gain."""
+    """Held-out errors over the number of training samples, with the fitted law.
+
+    The law is drawn up to twice the samples. The floor is the percent error of a timing itself. A sentence
+    says what twice the samples would gain.
+    """
     figure, (axes,) = _figure(title)
     samples, errors = np.array(curve.rows, dtype=float).T
     most = samples.max()
@@ -139,8 +150,7 @@ def learning_curve(curve: LearningCurve, repeatability: float | None, title: str
 
 
 def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> Figure:
-    """One metric over epochs, a line for each "model" of the rows that has several; the best epoch is
-    marked."""
+    """One metric over epochs, a line for each "model" with several rows. The best epoch is marked."""
     figure, (axes,) = _figure(title)
     for model in dict.fromkeys(r["model"] for r in rows):
         points = np.array([(r["epoch"], r[metric]) for r in rows if r["model"] == model and metric in r])
@@ -154,8 +164,11 @@ def training_curves(rows: Sequence[Mapping[str, Any]], metric: str, title: str) 
 
 
 def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], title: str) -> Figure:
-    """Plans of many problems, a colour for each algorithm and a line through those of a problem, on log axes
-    with the line of equality and ±10%; bars are 95% intervals of what was replayed."""
+    """Predicted over replayed ms of plans of many problems, on log axes.
+
+    A colour marks the algorithm. A line joins the plans of a problem. Bars are 95% intervals of replays. The
+    line of equality and ±10% are drawn too.
+    """
     figure, (axes,) = _figure(title)
     figure.set_figwidth(8)
     predicted, replayed, noise = (np.array([getattr(r, k) for r in rows])
@@ -169,6 +182,7 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
         axes.plot(*np.array(own).T, color="0.7", linewidth=0.7, zorder=1)
     for i, name in enumerate(dict.fromkeys(r.algorithm for r in rows)):
         of = np.array([r.algorithm == name for r in rows])
+        # A bar must not reach 0 on a log axis.
         axes.errorbar(replayed[of], predicted[of], xerr=np.minimum(noise[of], 0.9 * replayed[of]),
                       fmt=_MARKERS[i // 10 % 3], color=f"C{i % 10}", markersize=4, linewidth=0,
                       elinewidth=0.7, label=name)
@@ -184,11 +198,11 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
 
 
 def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: str, title: str) -> Figure:
-    """The mean replayed cost of each algorithm over ours, dearest above, with its 95% interval over
-    problems."""
+    """Mean replayed cost of each algorithm over ours, dearest on top, with 95% intervals over problems."""
     figure, (axes,) = _figure(title)
     found = sorted(rivals.items(), key=lambda item: item[1].cost.mean)
     for i, (_, rival) in enumerate(found):
+        # A single problem has no interval.
         ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
         axes.plot(ends, [i, i], color="C0", linewidth=2)
         axes.plot(rival.cost.mean, i, "o", color="C0")
@@ -218,7 +232,7 @@ def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
-    """Numbers instead of powers of ten on log axes."""
+    """Write plain numbers instead of powers of ten on log axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for way in ways:
@@ -229,7 +243,7 @@ def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
 
 
 def _equal_bins(x: np.ndarray, per_bin: int = 40, most: int = 12) -> list[np.ndarray]:
-    """Positions of [S] values in bins of about as many each; equal values share a bin."""
+    """Indices of [S] values in bins of about equal size. Equal values share a bin."""
     edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // per_bin, 1, most)) + 1)))
     place = np.searchsorted(edges[1:-1], x, side="right")
     return [np.flatnonzero(place == i) for i in np.unique(place)]
@@ -239,7 +253,7 @@ def _equal_bins(x: np.ndarray, per_bin: int = 40, most: int = 12) -> list[np.nda
 
 
 def doubling(curve: LearningCurve, repeatability: float | None) -> str:
-    """In a sentence, what twice the samples would gain."""
+    """A sentence: what twice the samples would gain."""
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
     return (f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the "
@@ -260,12 +274,15 @@ _SPLIT_ROWS = (
     ("of its all-gather", "reduce_scatter_backward_mape", "{:.1f}%"),
     ("of its all-reduce", "all_reduce_backward_mape", "{:.1f}%"),
 )
-"""What the card says of each split: words, metric of accuracy.evaluate, format."""
+"""Rows of the card's table of splits: words, metric of accuracy.evaluate, format."""
 
 
 def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
-    """What a model is, as a page of Markdown below the 5,000 characters that a model registry keeps. name: in
-    the registry."""
+    """The model's card as a page of Markdown.
+
+    name: the model's name in the registry.
+    """
+    # The page must stay below 5,000 characters, which is all that a model registry keeps.
     use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
     return "\n\n".join([f"# Cost model of {model.setting.hardware}", _what_it_is(model),
                         "## Trained on", _trained_on(model), "## Where to trust it", _ranges(model),
@@ -308,8 +325,7 @@ def _in_steps(model: NeuralModel) -> str:
 
 
 def _ranges(model: NeuralModel) -> str:
-    """The training ranges in the words in which plans are told that they are beyond them, and what no range
-    can tell."""
+    """The training ranges, in the words that warn of plans beyond them, and what no range covers."""
     owners = {"shard": "a shard", "op": "a device", "devices": "a job", "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
@@ -323,12 +339,13 @@ def _ranges(model: NeuralModel) -> str:
 
 
 def _proxies(model: NeuralModel) -> list[str]:
+    """What is priced without its own measurements, in words."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
     links = [collective_model.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
-        *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, with "
-           f"the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
+        *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, "
+           f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
           for c in CHANNELS if c != collective_model.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),
         ("links within a host, as those between hosts", {"between"} in links),

@@ -1,4 +1,4 @@
-"""The report page of a published plan: one HTML file that needs nothing else."""
+"""The report page of a published plan: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ROWS = 12
-"""Of a table, beyond which the page says how many more there are."""
+"""Rows of a table. The page says how many more there are."""
 _PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
           ("backward compute", "backward_compute_ms", "#66ccee"),
           ("waiting", "waiting_ms", "#dddddd"), ("forward exchange", "forward_comm_ms", "#ccbb44"),
@@ -39,16 +39,16 @@ th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 6
 figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Nothing is loaded or run, whatever a browser finds in the page."""
+"""The browser loads and runs nothing, whatever names the page contains."""
 
 
 def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
          moves: Diff | None, extrapolated: Sequence[str] = ()) -> str:
-    """The page of a version.
+    """The report page of a version.
 
-    decisions: the one on this version first, then those before.
-    moves: from the version before; None: there was none.
-    extrapolated: sentences that say where the plan is beyond what was measured.
+    decisions: the decision on this version first, then earlier ones.
+    moves: from the version before. None: there was none.
+    extrapolated: sentences that say where the plan exceeds the measured range.
     """
     decision = decisions[0]
     return "\n".join([
@@ -88,7 +88,7 @@ def _warning(extrapolated: Sequence[str]) -> str:
 
 
 def figure(explained: Explanation) -> Figure:
-    """Per device, left the parts of a step, stacked, and right the memory used."""
+    """Two panels over devices: stacked parts of a step, and used memory."""
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
     made = Figure(figsize=(11, 3.4))
@@ -112,6 +112,7 @@ def _stack_costs(axes: Axes, cost: StepCost) -> None:
 
 
 def _bar_memory(axes: Axes, explained: Explanation) -> None:
+    # The largest unit in which the fullest device reads as 1 or more.
     unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
                       if max(explained.free_bytes) >= u or u == 1)
     free = np.array(explained.free_bytes) / unit
@@ -123,8 +124,9 @@ def _bar_memory(axes: Axes, explained: Explanation) -> None:
 
 
 def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label: str) -> np.ndarray:
-    """Bars on `below`, as one outline each layer, however many devices; the new tops."""
+    """Draw bars on top of `below`, and return the new tops."""
     n = len(heights)
+    # One outline per layer: a rectangle per device would bloat the SVG of 1,000 devices.
     edges = np.column_stack([np.arange(n) - 0.4, np.arange(n) + 0.4]).ravel()
     tops, base = (np.column_stack([x, np.full(n, np.nan)]).ravel()[:-1] for x in (below + heights, below))
     axes.stairs(np.nan_to_num(tops), edges, baseline=np.nan_to_num(base), fill=True, color=color, label=label,
@@ -135,10 +137,11 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
 
 
 def _svg(made: Figure) -> str:
-    """The figure as SVG to stand in HTML; the same figure gives the same text."""
+    """The figure as SVG for HTML. The same figure gives the same text."""
     import matplotlib
 
     text = io.StringIO()
+    # A fixed salt and no date: equal figures give equal pages.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore",
                                 "font.family": "sans-serif"}):
         made.savefig(text, format="svg", metadata={"Date": None})
@@ -149,7 +152,7 @@ def _svg(made: Figure) -> str:
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
-    """words: the columns, besides the first, that are to be read from the left."""
+    """An HTML table. words: columns, besides the first, that are left-aligned."""
     head = "".join(f'<th{" class=words" if i in words else ""}>{escape(h)}</th>'
                    for i, h in enumerate(headers))
     body = "".join("<tr>" + "".join(f'<td{" class=words" if i in words else ""}>{escape(str(c))}</td>'

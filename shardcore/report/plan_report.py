@@ -1,4 +1,4 @@
-"""A plan in words: its explanation, its moves, its drift and the decisions on it."""
+"""A plan in words: its explanation, moves, drift and decisions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from shardcore.search.explain import Alternative, Explanation
 from shardcore.types import Placement
 
 MOST_SHARDS = 8
-"""Shards of the bounding device, and tables that move, that are shown."""
+"""Shards of the bottleneck device that are shown."""
 
 
 # --- explanation -----------------------------------------------------------------------------------------
 
 
 def text(found: Explanation) -> str:
-    """Several paragraphs and tables, for a terminal."""
+    """The explanation as paragraphs and tables, for a terminal."""
     return "\n\n".join(_paragraphs(found))
 
 
 def sentences(x: Explanation) -> tuple[str, str, str, str]:
-    """Which device bounds the plan, what is exchanged, how memory is used, and how near a bound the plan
-    is."""
+    """Four sentences: the bottleneck device, the exchange, memory, and the distance to a lower bound."""
     return _bounding(x), _exchange(x), _memory(x), _bound(x)
 
 
@@ -52,6 +51,7 @@ def _bounding(x: Explanation) -> str:
             f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.")
     if len(waiting) == 1:
         return last
+    # The bottleneck device itself never waits.
     others = [w for i, w in enumerate(waiting) if i != d]
     return (f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, "
             f"{max(others):.3f} ms at most; compute is {x.balance:.0%} balanced (mean over largest).")
@@ -67,6 +67,7 @@ def _exchange(x: Explanation) -> str:
 
 
 def _memory(x: Explanation) -> str:
+    # A device may have no free memory at all.
     pairs = zip(x.memory_bytes, x.free_bytes, strict=True)
     shares = [used / free if free > 0 else 0.0 for used, free in pairs]
     fullest = shares.index(max(shares))
@@ -79,6 +80,7 @@ def _bound(x: Explanation) -> str:
     proved = (f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
               f"{percent_change(x.total_ms, b.proved_ms)})"
               if b.proved_ms else "No lower bound is proved")
+    # The bound covers only one space of plans: a plan outside it may be cheaper.
     if b.proved_ms and x.total_ms < b.proved_ms:
         proved = ("This plan is of another kind than those of which none takes less than "
                   f"{b.proved_ms:.3f} ms (proved)")
@@ -96,7 +98,7 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 
 
 def moves_text(found: Diff) -> str:
-    """What moves, is new and is gone, in a few words."""
+    """Tables that move, are new or are gone, in a few words."""
     said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
     said += [f"{_count(len(names), 'table')} {words}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
              for names, words in ((found.added, "new"), (found.removed, "gone")) if names]
@@ -104,19 +106,19 @@ def moves_text(found: Diff) -> str:
 
 
 def moved_words(found: Diff) -> str:
-    """How much moves."""
+    """How many tables and bytes move."""
     return f"{_count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
 
 
 def diff_text(found: Diff) -> str:
-    """What moves, table by table."""
+    """Moves table by table."""
     rows = [(m.table, gib(m.bytes), where(m.old), where(m.new)) for m in found.moves]
     listed = [text_table(("table", "moves", "was", "is"), rows)] if rows else []
     return "\n\n".join([moves_text(found), *listed])
 
 
 def where(placements: Iterable[Placement]) -> str:
-    """Where a table lives: its devices, with its columns where they are not all, and how several share it."""
+    """Where a table is placed: its devices, its columns if cut, and how devices share it."""
     return "; ".join(_where(p) for p in sorted(placements, key=lambda p: p.shard.col_lo))
 
 
@@ -128,7 +130,7 @@ def _where(p: Placement) -> str:
 
 
 def drift_text(x: Drift) -> str:
-    """Several lines, for a terminal."""
+    """Drift in a few lines, for a terminal."""
     moved = _count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
@@ -151,7 +153,7 @@ DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "mo
 
 
 def decision_row(x: Decision) -> tuple[str, ...]:
-    """Under DECISION_HEADERS; its ms are those under the model of that time."""
+    """A row under DECISION_HEADERS. Its ms are those under the model of that time."""
     model = x.provenance.get("model_version")
     return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
             f"version {model}" if model else "-", x.reason)
@@ -160,7 +162,7 @@ def decision_row(x: Decision) -> tuple[str, ...]:
 def history_text(decisions: Iterable[Decision]) -> str:
     rows = [DECISION_HEADERS, *(decision_row(x) for x in decisions)]
     width = max(len(row[-1]) for row in rows)
-    headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # words are read from the left
+    headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # left-align the reasons
     return text_table(headers, rows)
 
 

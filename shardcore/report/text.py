@@ -12,10 +12,11 @@ _NUMBER = re.compile(r"[+-]?\d")
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns: numbers right; the first, and words, left."""
+    """A table with aligned columns: numbers right, words and the first column left."""
     cells = [[escaped(str(c)) for c in row] for row in [headers, *rows]]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
+    # A column with a number anywhere counts as numbers: cells such as "-" stay aligned.
     words = [i == 0 or not any(_NUMBER.match(c) for c in column[1:]) for i, column in enumerate(columns)]
 
     def line(row: Sequence[str]) -> str:
@@ -27,6 +28,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
+    # A name with a bar would start a new cell.
     return "\n".join("| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |"
                      for line in lines)
 

@@ -1,11 +1,11 @@
 """Datasets: a folder of measured samples that only grows.
 
-  pool-<digest>.json            the tables that the samples of some parts speak of
+  pool-<digest>.json            the tables in the samples of some parts
   compute-*, comm-*.parquet     samples of ops and of collectives, see parts.py
   replays/<name>/               steps of a problem's plans, see replays.py
 
-A sample's id is the digest of its setting, its request and MEASUREMENT_VERSION. So the same request is the
-same sample wherever and whenever it was measured.
+A sample's id is the digest of its setting, its request and MEASUREMENT_VERSION. So a request has the same id
+wherever and whenever it was measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardcore.types import Setting, Shard, Table
 REPLAYS = "replays"
 _FEWEST_OF_REFERENCE = 4
 ReferenceOp = tuple[ComputeRequest, float]
-"""The op that runs throughout, so that the machine's slowdown shows, and its usual ms."""
+"""The op that runs throughout, to show the machine's slowdown, and its usual ms."""
 Sample = TypeVar("Sample", ComputeSample, CommSample)
 
 
@@ -61,7 +61,7 @@ def comm_id(setting: Setting, request: CommRequest) -> str:
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
-    """Keep a pool beside the parts that speak of it. Returns its digest."""
+    """Write a pool beside the parts that use it. Returns its digest."""
     name = files.digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
     if not path.exists():
@@ -70,7 +70,7 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
 
 
 def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
-    """Write one part of compute samples over the tables of `pool` (a digest from write_pool)."""
+    """Write compute samples as one part. pool: digest of their tables' pool, from write_pool."""
     rows = [{**_common(s, s.request.batch), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
              "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
              "relative_ci": s.relative_ci, "order": s.order} for s in samples]
@@ -78,7 +78,7 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
 
 
 def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
-    """Write one part of samples of collectives."""
+    """Write samples of collectives as one part."""
     rows = [{**_common(s, s.request.batch),
              **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms")},
              "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
@@ -109,29 +109,29 @@ def _spread_row(spread: Spread | None) -> Row | None:
 
 
 def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
-    """The compute samples of a folder (of one setting), each id once: best_known of all its timings."""
+    """The compute samples of a folder (of one setting): the best known timing of each id."""
     return best_known(read_timings(folder, setting))
 
 
 def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[ComputeSample]]:
-    """The compute samples of a folder (of one setting) that were timed several times, as `repeated`."""
+    """The compute samples of a folder (of one setting) with several timings, as `repeated`."""
     return repeated(read_timings(folder, setting))
 
 
 def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:
-    """The samples of collectives of a folder (of one setting), as read_compute."""
+    """The samples of collectives in a folder (of one setting), as read_compute."""
     return best_known(_comm(folder, setting))
 
 
 def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[CommSample]]:
-    """The collectives of a folder (of one setting) that were timed several times, as read_repeats."""
+    """The collectives in a folder (of one setting) with several timings, as read_repeats."""
     return repeated(_comm(folder, setting))
 
 
 def best_known(samples: Iterable[Sample]) -> list[Sample]:
-    """Each id once, in the order of their ids.
+    """Each id once, in order of ids.
 
-    Of several timings of an id, one without error is preferred, then the best known one, then the latest.
+    A timing without error is preferred, then the most precise one, then the latest.
     """
     best = {}
     for sample in sorted(samples, key=lambda s: (s.error is None, _worth(s), s.measured_at)):
@@ -145,9 +145,9 @@ def _worth(sample: ComputeSample | CommSample) -> float:
 
 
 def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
-    """What was timed several times (the reference op, a repeatability set), the most often timed first.
+    """Samples with several timings, the most often timed first. Timings are in order of time.
 
-    Each has all its timings in the order of time.
+    These are the reference op and the repeatability set.
     """
     by_id: dict[str, list[Sample]] = {}
     for sample in timings:
@@ -158,12 +158,13 @@ def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
-    """All timings and failures of the compute samples of a folder (of one setting)."""
+    """All timings and failures of the compute samples in a folder (of one setting)."""
     pools: dict[str, dict[str, Table]] = {}
     tables: dict[tuple[str, str, int, str], Table] = {}
 
     def table(pool: str, name: str, dim: int, precision: str) -> Table:
         key = (pool, name, dim, precision)
+        # Equal tables are one object: thousands of samples share a few tables.
         if key not in tables:
             if pool not in pools:
                 pools[pool] = _pool(folder, pool)
@@ -201,11 +202,14 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CommSample]:
 
 def _samples(folder: str | Path, kind: str, setting: Setting | None,
              make: Callable[[Row], Sample]) -> list[Sample]:
-    """What `make` makes of all rows of a kind, each timing once. Raises ShardCoreError naming a sample that
-    is none."""
+    """The samples that `make` builds from all rows of a kind, each timing once.
+
+    Raises ShardCoreError naming an invalid sample.
+    """
     samples = {}
     for row in parts.read_rows(folder, kind, setting):
         try:
+            # After an interrupted merge a timing may be in two parts.
             samples[row["id"], row["measured_at"]] = make(row)
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
@@ -215,12 +219,13 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
 
 
 def merge_parts(folder: str | Path) -> None:
-    """See parts.merge. Raises ShardCoreError naming a sample that is none."""
+    """Merge parts, see parts.merge. Raises ShardCoreError naming an invalid sample."""
     parts.merge(folder, lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None))
 
 
 def _require_own_id(found: str, right: str) -> None:
     if found != right:
+        # An edited request would train the model on a false pair.
         raise ShardCoreError(f"its request has the id {right}")
 
 
@@ -239,35 +244,36 @@ def _spread(row: Row | None) -> Spread | None:
 
 
 def settings(folder: str | Path) -> list[Setting]:
-    """The settings that a folder holds compute samples of."""
+    """Settings of the compute samples in a folder."""
     columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
     return sorted({row["setting"] for row in parts.read_rows(folder, "compute", None, columns)}, key=str)
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
-    """Ids of the samples that a folder holds timings of ("compute" or "comm"). Failed ones are tried
-    again."""
+    """Ids of the samples that were timed ("compute" or "comm"). Failed samples are measured again."""
     rows = parts.read_rows(folder, kind, None, columns=["id", "error", "measurement_version"])
     return {row["id"] for row in rows if row["error"] is None}
 
 
 def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
-    """Ids of compute samples that were disturbed, to be measured again.
+    """Ids of disturbed compute samples, to be measured again.
 
-    They were timed just once. Their confidence interval is more than twice as wide as most, and as
-    `tolerance`. Of fewer than six repeats there is none, so nothing is known.
+    They were timed once. Their confidence interval is over twice as wide as usual, and as `tolerance`. Fewer
+    than six repeats give no interval, so such samples are left alone.
     """
     columns, found = ["id", "error", "relative_ci", "measurement_version"], {}
     for row in parts.read_rows(folder, "compute", None, columns):
         if row["error"] is None:
-            found.setdefault(row["id"], []).append(math.inf if row["relative_ci"] is None else row["relative_ci"])
+            found.setdefault(row["id"], []).append(
+                math.inf if row["relative_ci"] is None else row["relative_ci"])
+    # On a noisy machine all intervals are wide. Only outliers are worth repeating.
     usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
     return {k for k, known in found.items()
             if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}
 
 
 def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
-    """Forward + backward of a request at a slowdown of 1, where a folder holds a timing of it."""
+    """Forward + backward ms of a request at a slowdown of 1. None: the folder has no timing of it."""
     key = compute_id(setting, request)
     if key not in read_ids(folder, "compute"):
         return None
@@ -275,8 +281,7 @@ def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> f
 
 
 def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
-    """The reference op of a folder's compute samples; None where too little was measured to tell it from
-    others."""
+    """The reference op of a folder's compute samples. None: too few timings to recognise it."""
     repeats = read_repeats(folder, setting)
     if not has_reference_op(repeats):
         return None
@@ -284,9 +289,10 @@ def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
 
 
 def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
-    """Whether the first of what was timed several times (see `repeated`) is the reference op.
+    """Whether the first of `repeats` (see `repeated`) is the reference op.
 
-    It was timed more than twice as often as any other. Samples of a repeatability set are not.
+    It was timed more than twice as often as any other sample. A repeatability set is not.
     """
     first, second, *_ = [*map(len, repeats), 0, 0]
+    # Samples carry no mark of their purpose, so it is inferred from the counts.
     return first >= _FEWEST_OF_REFERENCE and first > 2 * second

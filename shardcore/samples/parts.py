@@ -3,9 +3,8 @@
   compute-<sha256>.parquet   samples of ops, columns as in COMPUTE
   comm-<sha256>.parquet      samples of collectives, columns as in COMM
 
-A part is named after its content. It is written to a temporary name and then renamed, and its name is checked
-when it is read. So a part that was cut short is refused. Parts of several machines merge by copying them into
-one folder.
+A part is named by its digest. It is written under a temporary name, then renamed. Its digest is checked when
+it is read, so a damaged part is refused. Parts of several machines merge by copying them into one folder.
 """
 
 from __future__ import annotations
@@ -33,13 +32,15 @@ MEASUREMENT_VERSION = 2
 _PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
 _UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
 _PART_ROWS = 1 << 17
-"""Samples of a part that is merged."""
+"""Samples in a merged part."""
 _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
-"""Values of a part, and characters of its text: so many, and so many more for each of its bytes. (Shipped
-parts have 0.6 values a byte.) What repeats takes next to no bytes, so a small file could unpack to any
-size."""
+"""Limits on a part's values and on its characters of text: a base, and an amount per byte of the file.
+
+Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so a small file could unpack to
+any size.
+"""
 _OPTIONAL = ("error", "forward", "backward", "relative_ci", "waiting_ms")
-"""Columns in which a sample may have nothing."""
+"""Columns that may be null."""
 
 _SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()),
                      ("repeats", pa.int32())])
@@ -51,14 +52,15 @@ _COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.
 COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD),
                      ("backward", _SPREAD), ("slowdown", pa.float64()), ("relative_ci", pa.float64()),
                      ("order", pa.int64())])
-"""batch: samples that the op ran over. pool: the pool file that holds its tables. A shard's table has the dim
-given here. The rest as in ComputeSample. Older parts call slowdown pace, and relative_ci known_to."""
+"""batch: samples that the op ran over. pool: digest of the pool file with its tables. A shard's table has the
+dim given here. Other columns are as in ComputeSample. Older parts call slowdown pace, and relative_ci
+known_to."""
 COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
                   ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
                   ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
                   ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64())])
-"""As in CommRequest and CommSample; lists have one entry a rank. Older parts have no busy_ms: it was 0."""
+"""As in CommRequest and CommSample. Lists have one entry per rank. Older parts have no busy_ms: it was 0."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 
 Row = dict[str, Any]
@@ -69,6 +71,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")
     content = sink.getvalue().to_pybytes()
+    # Equal content gets an equal name, so copies of a part merge into one.
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
     files.write_atomic(path, content)
     return path
@@ -76,12 +79,13 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
 
 def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
               columns: list[str] | None = None) -> Iterator[Row]:
-    """Rows (of one setting) whose timings mean what they mean today.
+    """Rows (of one setting) of the current MEASUREMENT_VERSION.
 
-    Where all columns of a setting are read, it and the `part` are entries too.
+    Rows that include the setting's columns also get the keys `setting` and `part`.
     """
     for path, rows in _read_parts(folder, kind, columns).items():
         for row in rows:
+            # Old samples stay on disk, but their timings mean something else.
             if row["measurement_version"] != MEASUREMENT_VERSION:
                 continue
             if "hardware" in row:
@@ -91,14 +95,15 @@ def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
 
 
 def merge(folder: str | Path, require: Callable[[str], object]) -> None:
-    """Make one part of each kind out of all (a few of very many samples), dropping none of their samples.
+    """Merge all parts of each kind into one (or a few, for very many samples), without losing samples.
 
-    A kill in between leaves both, which reads the same. Merging the same samples again gives the same file.
-    Of failures, the last stays where nothing was timed. What a killed writer left unfinished an hour ago is
-    removed. require: raises for a kind of which one sample is none: it would take the good ones with it.
+    require: raises for a kind with an invalid sample, which would spoil the merged part.
+
+    A kill leaves old and new parts, which read the same. Merging the same samples again gives the same file.
+    If a sample only failed, its last failure is kept. Temporary files over an hour old are removed.
     """
     for unfinished in (p for p in Path(folder).glob(".*.tmp") if _UNFINISHED.fullmatch(p.name)):
-        with suppress(FileNotFoundError):  # its writer was faster
+        with suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - unfinished.lstat().st_mtime > 3600:
                 unfinished.unlink()
     for kind in _SCHEMAS:
@@ -113,13 +118,14 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
         merged = {write_part(folder, kind, [rows[k] for k in kept[i:i + _PART_ROWS]])
                   for i in range(0, len(kept), _PART_ROWS)}
         for path in merged:
-            _read_part(path, kind, None)  # what cannot be read replaces nothing
+            # Check the new part before the old ones are deleted.
+            _read_part(path, kind, None)
         for path in set(parts) - merged:
             path.unlink(missing_ok=True)
 
 
 def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None) -> dict[Path, list[Row]]:
-    """All parts of a kind, read again from the start where another process merges them meanwhile."""
+    """All parts of a kind. Retried if another process merges them meanwhile."""
     while True:
         paths = _parts(folder, kind)
         try:
@@ -130,7 +136,7 @@ def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None)
 
 
 def _parts(folder: str | Path, kind: str) -> list[Path]:
-    """The files with a part's name, in order. Raises ShardCoreError for a link that leads nowhere."""
+    """The files with a part's name, sorted. Raises ShardCoreError for a broken link."""
     found = []
     for path in sorted(Path(folder).glob(f"{kind}-*.parquet")):
         if not _PART.fullmatch(path.name):
@@ -142,7 +148,7 @@ def _parts(folder: str | Path, kind: str) -> list[Path]:
 
 
 def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
-    """Rows of a part; none of one whose timings mean something else (another MEASUREMENT_VERSION)."""
+    """Rows of a part. Empty if it has another MEASUREMENT_VERSION."""
     content = read_bytes(path)
     if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
         raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. "
@@ -160,11 +166,12 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
     file = pq.ParquetFile(pa.BufferReader(content))
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns_of = [group.column(i) for group in groups for i in range(group.num_columns)]
+    # Check sizes before unpacking: a hostile file could fill memory.
     _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
     _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
     physical = [file.schema.column(i) for i in range(len(file.schema))]
     text = [column.path for column in physical if column.physical_type == "BYTE_ARRAY"]
-    # Text by its different values, each once. Arrow's threads can abort a process that ends.
+    # Dictionaries keep repeated text once. No threads: Arrow's can abort a process that ends.
     table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
     written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
     _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
@@ -202,7 +209,7 @@ def _require_size(path: Path, what: str, sizes: Sequence[int], content: int, mos
 
 
 def _characters(array: pa.Array) -> int:
-    """Of all text in an array that was read with dictionaries, written out."""
+    """Characters of all text in an array read with dictionaries, once expanded."""
     if pa.types.is_dictionary(array.type):
         lengths = pc.binary_length(array.dictionary)
         return pc.sum(pc.take(lengths, array.indices).cast(pa.int64())).as_py() or 0

@@ -1,5 +1,4 @@
-"""Replays on disk: a folder for each problem, with its plans. Any model can price them, or be trained on
-them.
+"""Replays on disk: a folder per problem, with its plans. Any model can price them, or be trained on them.
 
   problem.json    as files.write_problem
   <plan>.json     as files.write_plan; named by the digest of what it places
@@ -7,8 +6,8 @@ them.
                     the setting, the ReplayConfig and MEASUREMENT_VERSION (without one: 2)
                     replays: algorithm (or kind of plan), plan, total_ms and the parts of each
 
-replays.json is written last, so a folder without it holds no replays. Nor does one of another measurement
-version.
+replays.json is written last, so a folder without it holds no replays. A folder of another measurement version
+holds none either.
 """
 
 from __future__ import annotations
@@ -30,22 +29,24 @@ from shardcore.workload import Workload, lower
 SCHEMA, VERSION = "shardcore/replays", 2
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 MOST_SLOWDOWN = 1.5
-"""A replay at a slowdown above this, or below its inverse, was disturbed. It tells nothing, and is made
-again."""
+"""A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""
 Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
 Config = Any
-"""A measure.replay.ReplayConfig. It is not imported: training reads replays, and an edit of measuring must
-not make it stale."""
+"""A measure.replay.ReplayConfig. It is not imported, because training reads replays: an edit of measuring
+must not make training stale."""
 Made = Sequence[tuple[str, Plan]]
-"""Plans with the algorithm that made each; one may have several."""
+"""Plans with the algorithms that made them. An algorithm may have several."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySet:
     """The replays of a problem.
 
-    made: pairs of an algorithm and the digest of a plan that it made
-    plans, costs: by the plans' digests
+    problem: the problem.
+    setting: where they ran.
+    made: pairs of an algorithm and the digest of a plan that it made.
+    plans: by digest.
+    costs: by the plan's digest.
     """
 
     problem: Problem
@@ -60,16 +61,15 @@ def _is_disturbed(cost: Replayed) -> bool:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Of what it places where, whoever made it."""
+    """Digest of what a plan places where, whoever made it."""
     return files.digest(plans_v1.placed_shards(plan))
 
 
 def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
          replay: Replay) -> ReplaySet:
-    """The replays of these plans: those that `folder` has, or made now by `replay`.
+    """The replays of these plans: those in `folder`, or new ones by `replay`.
 
-    What is made now is kept there instead of what the folder had. Equal plans run once.
-    Raises what `lower` and `replay` raise.
+    New replays overwrite those in the folder. Equal plans run once. Raises what `lower` and `replay` raise.
     """
     names = tuple((algorithm, plan_digest(plan)) for algorithm, plan in made)
     plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
@@ -77,6 +77,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
         raise ShardCoreError(f"{folder} is a symbolic link; replays are kept in a folder of their own")
     if is_kept(folder, problem, made, setting, config):
         return read(folder)
+    # All plans in one call, so that their steps alternate and share any drift.
     costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
     _clear(folder)
     files.write_problem(folder / PROBLEM_JSON, problem)
@@ -93,7 +94,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
 
 
 def _clear(folder: Path) -> None:
-    """Remove what `keep` writes, and nothing else."""
+    """Remove the files that `keep` writes, and nothing else."""
     # replays.json goes first: a folder without it holds no replays.
     for old in (folder / REPLAYS_JSON, *folder.glob("*.json"), *folder.glob(".*.tmp")):
         is_ours = old.name in (REPLAYS_JSON, PROBLEM_JSON) or files.DIGEST.fullmatch(old.stem)
@@ -102,17 +103,19 @@ def _clear(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove what `keep` writes, and the folder where it holds nothing else. A link is left with all that it
-    leads to."""
+    """Remove the files that `keep` writes, then the folder if it is empty. Links are left alone."""
     if folder.is_dir() and not folder.is_symlink():
-        with suppress(OSError):  # a folder of a plan's name, or something else in it: none of ours
+        # Other content in it is not ours to remove.
+        with suppress(OSError):
             _clear(folder)
             folder.rmdir()
 
 
 def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
-    """Whether `folder` has the replays of just these plans, made in this way; one that cannot be read has
-    not."""
+    """Whether `folder` has the replays of exactly these plans, made with this config.
+
+    An unreadable folder does not.
+    """
     try:
         body = _read(folder)
         known = _kept(folder, body)
@@ -126,13 +129,13 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
 
 
 def read(folder: Path) -> ReplaySet:
-    """Raises ShardCoreError naming the file that is missing, cut short, edited, or of a version that is not
-    known."""
+    """The replays in a folder. Raises ShardCoreError naming a file that is missing, damaged, edited, or of an
+    unknown version."""
     return _kept(folder, _read(folder))
 
 
 def _kept(folder: Path, body: _Body) -> ReplaySet:
-    """What `body`, from the folder's replays.json, says of the problem and plans beside it."""
+    """The replays in `body`, which is replays.json, with the problem and plans beside it."""
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
         if len(row.waiting_ms) != len(problem.topology):
@@ -142,6 +145,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     names = dict.fromkeys(r.plan for r in body.replays)
     plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
+        # An edited plan would be paired with times of another one.
         if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
     return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
@@ -149,20 +153,19 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
 
 
 def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
-    """The kept replays of a setting in the folders of `folder`, by their names; [] where there are none."""
+    """The replays of a setting in subfolders of `folder`, sorted by name."""
     return [kept for kept in _read_current(folder) if kept.setting == setting]
 
 
 def _read_current(folder: Path) -> list[ReplaySet]:
-    """Those in the folders of `folder` whose timings mean what they mean today."""
+    """The replays of the current MEASUREMENT_VERSION in subfolders of `folder`."""
     there = [path.parent for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
     return [_kept(one, body) for one in there if (body := _read(one)).is_current]
 
 
 def missing(folder: Path, made: Sequence[tuple[Problem, Made]],
             setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
-    """The plans of which a dataset's folder has no undisturbed replay. Problems that lack none are left
-    out."""
+    """The plans without an undisturbed replay in a dataset's folder. Complete problems are left out."""
     lacks = [(problem, _missing(plans, problem, _known(folder, problem, setting))) for problem, plans in made]
     return [(problem, plans) for problem, plans in lacks if plans]
 
@@ -173,16 +176,16 @@ def _missing(made: Made, problem: Problem, known: Mapping[str, Replayed]) -> lis
 
 def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
            replay: Replay) -> dict[str, Replayed]:
-    """What these plans take, by their digests.
+    """Replays of these plans by digest: from a dataset's folder, or run now and added to it.
 
-    A dataset's folder has it, in whatever way they were replayed. Or they are replayed now and kept there,
-    beside all that it has. Raises as `keep`.
+    Replays in the folder count whatever their config. Raises as `keep` does.
     """
     known = _known(folder, problem, setting)
     lacks = _missing(made, problem, known)
     if lacks:
         of = [files.problem_to_json(problem), files.setting_to_json(setting),
               [plan_digest(plan) for _, plan in lacks]]
+        # A folder of its own: existing replays must not be overwritten.
         where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
         known |= keep(where, problem, lacks, setting, config, replay).costs
     return known
@@ -195,17 +198,20 @@ def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, Replay
 
 
 def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Replayed]]:
-    """What datasets' folders hold of replays of a setting, at a slowdown of 1: what ran, and what it took.
+    """Replays of a setting in datasets' folders, at a slowdown of 1: pairs of workload and times.
 
-    Each plan of a problem is there once. Replays of more processes than cores are left out, and disturbed
-    ones. Raises as `read`, and where a folder has replays of other settings, but neither these nor samples of
-    this.
+    Each plan of a problem appears once. Disturbed replays are left out, and those with more processes than
+    cores.
+
+    Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no
+    samples of this one.
     """
     found: dict[tuple[str, str], tuple[Workload, Replayed]] = {}
     for folder in folders:
         kept = _read_current(folder / dataset.REPLAYS)
         others = sorted({str(one.setting) for one in kept if one.setting != setting})
         has_own = any(one.setting == setting for one in kept)
+        # Such a folder was probably named by mistake.
         if others and not has_own and setting not in dataset.settings(folder):
             raise ShardCoreError(f"{folder} holds replays for ({'; '.join(others)}), none for ({setting})")
         for one in kept:
@@ -218,14 +224,14 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Rep
 
 
 def digests(folder: Path) -> list[str]:
-    """Of all that a dataset has of replays."""
+    """Digests of all replays in a dataset."""
     there = sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))
     return [_read(path.parent).digest for path in there]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json: who made the plan, its digest, and a Replayed."""
+    """A replay in replays.json: the algorithm, the plan's digest, and the fields of Replayed."""
 
     algorithm: str
     plan: str
@@ -251,7 +257,7 @@ class _Row:
         if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
             raise ShardCoreError(f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
                                  f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
-        usual = self.cost().at_usual_speed()  # whose times are bounded too
+        usual = self.cost().at_usual_speed()  # its times are checked too
         if not (usual.total_ms > 0 and usual.step.median_ms > 0):
             raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
 
@@ -261,7 +267,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """What replays.json holds."""
+    """The content of replays.json."""
 
     setting: Setting
     config: Mapping[str, Any]
@@ -271,14 +277,15 @@ class _Body:
 
     @property
     def is_current(self) -> bool:
-        """Whether its timings mean what they mean today."""
+        """Whether its timings have the current meaning."""
         return self.measurement_version == parts.MEASUREMENT_VERSION
 
 
 def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("version") not in range(1, VERSION + 1):
+    if (not isinstance(data, dict) or data.get("schema") != SCHEMA
+            or data.get("version") not in range(1, VERSION + 1)):
         raise ShardCoreError(f"{path} is not {SCHEMA} of version 1 to {VERSION}; "
                              f"remove {folder} to replay its plans again")
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}
@@ -290,11 +297,12 @@ def _read(folder: Path) -> _Body:
 
 
 def _of_version_1(body: dict[str, Any]) -> dict[str, Any]:
-    """With today's names. What is no row is left for the schema to refuse."""
+    """A body of version 1 with current names. Invalid rows are left for the schema to refuse."""
     def row(old: Any) -> Any:
         if not isinstance(old, dict) or not isinstance(old.get("algorithm"), str):
             return old
-        return {**{renamed.field(name): of for name, of in old.items()}, "algorithm": renamed.sharder(old["algorithm"])}
+        return {**{renamed.field(name): of for name, of in old.items()},
+                "algorithm": renamed.sharder(old["algorithm"])}
 
     rows = body.get("replays")
     return {**body, "replays": list(map(row, rows)) if isinstance(rows, list) else rows}

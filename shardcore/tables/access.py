@@ -1,10 +1,10 @@
-"""Access statistics: how many rows a batch touches, and which share of the lookups a row range serves.
+"""Access statistics: how many rows a batch touches, and what share of lookups a row range serves.
 
-A reuse histogram is the content of one reference batch. It has U unique rows, n_k of them in bin k. Counts
-inside the bins add up to the batch's lookups.
+A reuse histogram describes one reference batch with U unique rows, n_k of them in bin k. Counts inside the
+bins sum to the batch's lookups.
 
 A smaller batch keeps each lookup with probability batch / reference, as a smaller batch of the same data
-would. In a larger one counts scale and no new rows appear. So unique rows are then a lower bound.
+would. In a larger batch counts scale and no new rows appear. So unique rows are then a lower bound.
 
 Shapes: T tables, N shards, K classes of rows, L lookups, U unique rows.
 """
@@ -25,9 +25,12 @@ BIN_HIGH = np.array([2**k for k in range(REUSE_BINS - 1)] + [np.inf], dtype=np.f
 """Largest count in each reuse bin."""
 BIN_MEAN = np.array([1, 2, 3.38, 6.23, 11.6, 22.4, 45, 88] + [0.7 * 2**k for k in range(8, REUSE_BINS - 1)]
                     + [1.5 * BIN_LOW[-1]])
-"""Mean count in each reuse bin. The public access and unique-row shares of dlrm_datasets (2021) imply those
-of bins 0 to 9, within their rounding. From there it is 0.7 of the upper edge likewise. The last bin has no
-upper edge: 1.5 times its lower one."""
+"""Mean count in each reuse bin.
+
+Bins 0 to 9 follow from the public access and unique-row shares of dlrm_datasets (2021), within their
+rounding. Higher bins have 0.7 of their upper edge, as those do. The last bin has no upper edge: 1.5 times its
+lower one.
+"""
 _ZIPF_BUCKETS = 512
 
 
@@ -37,10 +40,9 @@ def lookups(table: Table, batch: int) -> int:
 
 
 def reference_counts(table: Table) -> np.ndarray:
-    """[U] int64 counts of the unique rows of a Reuse table's reference batch, largest first.
+    """[U] int64 counts of unique rows in a Reuse table's reference batch, largest first.
 
-    They sum to the batch's lookups. U is chosen so that each bin's mean count is as near to BIN_MEAN as it
-    can be.
+    They sum to the batch's lookups. U keeps each bin's mean count as near to BIN_MEAN as possible.
     """
     total = lookups(table, table.access.batch)
     if total == 0:
@@ -52,13 +54,13 @@ def reference_counts(table: Table) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows in each bin and the sum of their counts: two tuples of REUSE_BINS."""
+    """Rows in each bin and sums of their counts: two tuples of REUSE_BINS."""
     rows, sums = _bins_of([table])
     return tuple(int(n) for n in rows[0]), tuple(int(c) for c in sums[0])
 
 
 def _bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
-    """The same of many tables: two arrays [T, REUSE_BINS]."""
+    """`_bin_rows` of many tables: two arrays [T, REUSE_BINS]."""
     bins = np.array([t.access.bins for t in tables])
     total = np.array([lookups(t, t.access.batch) for t in tables], dtype=float)
     mean = np.array([of @ BIN_MEAN for of in bins])
@@ -73,7 +75,7 @@ def _bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """[T, K] whole numbers in proportion to `shares` [T, K] that sum to `total` [T] (largest remainders)."""
+    """[T, K] whole numbers in proportion to `shares` [T, K]. They sum to `total` [T] (largest remainders)."""
     exact = shares / shares.sum(-1, keepdims=True) * total[:, None]
     whole = np.floor(exact)
     rest = np.rint(total - whole.sum(-1))
@@ -84,9 +86,9 @@ def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 
 def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """[T, REUSE_BINS] sums of counts per bin, within the bins' edges where that is possible.
+    """[T, REUSE_BINS] sums of counts per bin, which add up to `total` [T].
 
-    They add up to `total` [T].
+    They stay within the bins' edges where possible.
     """
     live = rows > 0
     top = np.flatnonzero(live.any(0)).max(initial=0)
@@ -95,6 +97,7 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
     low = rows * BIN_LOW
     high = np.multiply(np.maximum(rows, 1), BIN_HIGH, where=live, out=np.zeros_like(rows))
     sums = rows * BIN_MEAN
+    # Start at the mean counts. Then move all bins by the same share of their room.
     gap = total - sums.sum(-1)
     below, above = sums - low, np.where(np.isinf(high), 0.0, high - sums)
     room = np.where(gap < 0, below.sum(-1), above.sum(-1))
@@ -102,11 +105,11 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
     share = step / np.maximum(room, 1e-9)
     sums += np.where(gap[:, None] < 0, below, above) * share[:, None]
     beyond = np.where(gap < 0, 0.0, gap - step)
-    # Beyond every closed bin: the open one takes the rest, or the highest that has rows.
+    # All closed bins are full. The highest bin with rows takes the rest.
     sums[each, highest] += np.maximum(beyond, 0.0)
     sums = np.floor(sums)
     rest = total - sums.sum(-1)
-    for k in range(top, -1, -1):  # the rounding rest goes where there is room, from the top
+    for k in range(top, -1, -1):  # the rounding rest goes to the highest bins with room
         closed = (rest > 0) & np.isfinite(high[:, k])
         take = np.where(closed, np.minimum(rest, high[:, k] - sums[:, k]), rest) * live[:, k]
         sums[:, k] += take
@@ -116,13 +119,14 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 
 def _spread_counts(rows: int, total: int, k: int) -> np.ndarray:
-    """[rows] counts within bin k, falling, that add up to `total`: a ramp around their mean."""
+    """[rows] falling counts within bin k that add up to `total`: a ramp around their mean."""
     mean = total / rows
     reach = min(mean - BIN_LOW[k], BIN_HIGH[k] - mean) if k < REUSE_BINS - 1 else mean - BIN_LOW[k]
     ramp = np.linspace(1, -1, rows) if rows > 1 else np.zeros(1)
     counts = np.rint(mean + max(reach, 0) * ramp).astype(np.int64)
     rest = total - int(counts.sum())
-    if rest:  # rounding: one each, where it stays in the bin
+    # Rounding error: add 1 to counts that stay in the bin.
+    if rest:
         step = int(math.copysign(1, rest))
         fits = np.flatnonzero((counts + step >= BIN_LOW[k]) & (counts + step <= BIN_HIGH[k]))
         fits = fits if len(fits) >= abs(rest) else np.arange(rows)
@@ -139,7 +143,7 @@ def unique_rows(shard: Shard, batch: int) -> float:
 def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     """[N] expected unique rows that one batch touches in each of many shards.
 
-    What was asked before is remembered. Of tables that are not ordered, a row range has its share of them.
+    Results are cached. A row range of a table that is not ordered has its share of unique rows.
     """
     keys = [(s.table, batch, s.row_lo, s.row_hi) if s.table.ordered else (s.table, batch, 0, s.table.rows)
             for s in shards]
@@ -151,6 +155,7 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
             for i in range(0, len(asked), _AT_ONCE):
                 new.update(zip(asked[i:i + _AT_ONCE], compute(asked[i:i + _AT_ONCE]).tolist(), strict=True))
         found = [new[key] if rows is None else rows for key, rows in zip(keys, found, strict=True)]
+        # Dropping everything is cheap and keeps memory bounded.
         if len(_KNOWN) + len(new) > _MOST_KNOWN:
             _KNOWN.clear()
         if len(new) <= _MOST_KNOWN:
@@ -159,21 +164,22 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
 
 
 _Rows = tuple[Table, int, int, int]
-"""What is asked: a table, a batch, and rows [lo, hi)."""
+"""A query: a table, a batch, and rows [lo, hi)."""
 _KNOWN: dict[_Rows, float] = {}
 _MOST_KNOWN = 1 << 18
-"""Of a problem of 100,000 tables all fit, in the global batch and in the local one."""
+"""Enough for 100,000 tables, each at the global and the local batch."""
 _AT_ONCE = 4096
-"""Tables whose classes of rows are in memory at a time."""
+"""Tables processed at once, to bound memory."""
 
 
 def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
-    """[N] for tables with a reuse histogram. The rows that its batch never saw are left out."""
+    """[N] for tables with a reuse histogram. Rows that its batch never saw are left out."""
     rows, sums = _bins_of([table for table, *_ in asked])
     keep = np.array([min(1.0, batch / table.access.batch) for table, batch, *_ in asked])
     live, found = (rows > 0)[:, ::-1], np.zeros(len(asked))
     n_live = live.sum(1)
-    for n in np.unique(n_live).tolist():  # bins without rows are left out of the sums
+    # Group tables by their number of bins with rows: only these enter the sums.
+    for n in np.unique(n_live).tolist():
         some = np.flatnonzero(n_live == n)
         sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
         seen = _seen_when_thinned(counts / sizes, keep[some, None])
@@ -182,15 +188,19 @@ def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
 
 
 def _seen_when_thinned(counts: np.ndarray, keep: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):  # of those that are kept as they are
+    """The probability that a row is seen if each of its lookups is kept with probability `keep`."""
+    # log1p(-1) where all lookups are kept. np.where then drops the result.
+    with np.errstate(divide="ignore"):
         return np.where(keep == 1.0, 1.0, -np.expm1(counts * np.log1p(-keep)))
 
 
 def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) -> np.ndarray:
-    """[N] rows that are seen within the rows asked for.
+    """[N] rows seen within the requested row ranges.
 
-    seen [N, K]: the share seen of each class of rows. sizes [N, K]: rows of each class, most popular first.
-    Of ordered tables the most popular rows are the first.
+    seen: [N, K] share of each class of rows that is seen.
+    sizes: [N, K] rows of each class, most popular first.
+
+    In ordered tables the most popular rows come first.
     """
     low, high = (np.array([of[i] for of in asked], dtype=float)[:, None] for i in (2, 3))
     if any(table.ordered for table, *_ in asked):
@@ -202,11 +212,12 @@ def _seen_inside(seen: np.ndarray, sizes: np.ndarray, asked: Sequence[_Rows]) ->
 
 
 def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
-    """[N] for tables with a power law, whose rows fall into classes of like popularity."""
+    """[N] for tables with a power law. Rows fall into classes of similar popularity."""
     edges, found = _zipf_edges(np.array([table.rows for table, *_ in asked])), np.zeros(len(asked))
     kept = np.diff(edges, prepend=-1.0, axis=1) > 0
     n_kept = kept.sum(1)
-    for n in np.unique(n_kept).tolist():  # as many classes: those of tables of few rows are fewer
+    # Group tables by their number of classes: small tables have fewer.
+    for n in np.unique(n_kept).tolist():
         some = np.flatnonzero(n_kept == n)
         ranks, of = edges[some][kept[some]].reshape(len(some), n), [asked[i] for i in some]
         sizes, mass = np.diff(ranks, axis=1), np.diff(_zipf_cdf(ranks, [table for table, *_ in of]), axis=1)
@@ -216,7 +227,7 @@ def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
 
 
 def _zipf_edges(rows: np.ndarray) -> np.ndarray:
-    """[T, _ZIPF_BUCKETS] ranks between which rows count as alike, some of them twice."""
+    """[T, _ZIPF_BUCKETS] ranks that separate the classes. Some appear twice in small tables."""
     return np.rint(np.geomspace(1, rows + 1, _ZIPF_BUCKETS, axis=-1)) - 1
 
 
@@ -230,6 +241,7 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
     whole = np.array([[math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
                       for t, f, p in zip(tables, flat.ravel(), power.ravel().tolist(), strict=True)])
     ranks = ranks + 1.0
+    # A scalar power of 0.5 is a sqrt in numpy, but one in an array is not: round alike.
     risen = np.where(power == 0.5, np.sqrt(ranks), ranks**power)
     return np.where(flat, np.log(ranks), risen - 1) / whole
 
@@ -249,6 +261,7 @@ def access_share(shard: Shard) -> float:
     counts, sizes = sums[live] / rows[live], rows[live]
     edges = np.concatenate([[0.0], np.cumsum(sizes)])
     inside = np.clip(np.minimum(edges[1:], shard.row_hi) - np.maximum(edges[:-1], shard.row_lo), 0, None)
+    # Rows of the histogram come in order of popularity, as the table's rows do.
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))
 
 def reuse_of(ids: np.ndarray, batch: int) -> Reuse:

@@ -1,4 +1,4 @@
-"""Files of facebookresearch/dlrm_datasets.
+"""Reader of facebookresearch/dlrm_datasets files.
 
 Shapes: T tables, B samples of a batch.
 """
@@ -22,13 +22,15 @@ from shardcore.types import Table
 
 
 def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
-    """The tables of a file of dlrm_datasets (`.pt.gz`, or unpacked `.pt`), named t000, t001, ...
+    """The tables of a dlrm_datasets file (`.pt.gz`, or unpacked `.pt`), named t000, t001, ...
 
-    The file holds one batch, as torch.save wrote it: indices (table after table), offsets [T × B + 1] and
-    lengths [T, B]. A table has the pooling and the reuse histogram of the batch. Its rows are the largest
-    index + 1, a lower bound of its true rows. A table without lookups is kept, with 1 row.
-    dim: of every table, as the release has none.
-    Raises ShardCoreError for a file that is not there, not whole or not of this format.
+    dim: of every table. The release has none.
+
+    The file holds one batch, written by torch.save: indices (table after table), offsets [T × B + 1] and
+    lengths [T, B]. Tables get the pooling and reuse histogram of that batch. Rows are the largest index + 1,
+    a lower bound. A table without lookups is kept, with 1 row.
+
+    Raises ShardCoreError for a missing, damaged or foreign file.
     """
     indices, offsets, lengths = _read_batch(Path(path))
     n_tables, batch = lengths.shape
@@ -57,6 +59,7 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ShardCoreError(f"{what} is cut short or damaged ({error}); download it again") from None
         try:
+            # weights_only: a downloaded pickle must not run code.
             content = torch.load(plain, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(plain))
         except Exception as error:  # to the unpickler, foreign bytes may look like any opcode
             reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -85,7 +88,7 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
 
 
 def _unpacked(path: Path, folder: Path) -> Path:
-    """`path` itself, or its content where it is gzipped: torch.load needs to seek."""
+    """`path` itself, or its unpacked content if it is gzipped. torch.load needs to seek."""
     with path.open("rb") as raw:
         if raw.read(2) != b"\x1f\x8b":
             return path

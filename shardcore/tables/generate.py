@@ -21,15 +21,18 @@ _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2
 """A live table has at least this many unique rows."""
 _NEAR = 0.01
-"""Largest relative deviation of a statistic that _mend leaves alone."""
+"""Largest relative deviation of a statistic that `_mend` accepts."""
 _SMALL = 150
-"""Rounding to whole rows changes tables with fewer unique rows than these. _mend may change them back."""
+"""Rounding to whole rows changes tables with fewer unique rows than this. `_mend` may change them back."""
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """tables: how many, empty ones among them in the published proportion.
-    dim: of every table, as the release has none.
+    """Which pool to generate.
+
+    tables: number of tables, empty ones in the published proportion included.
+    seed: of the draws.
+    dim: of every table. The release has none.
     """
 
     tables: int = 856
@@ -41,14 +44,15 @@ class PoolConfig:
 
 
 def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
-    """A pool whose statistics are those published of dlrm_datasets (see `published`).
+    """A pool with the statistics published of dlrm_datasets (see `published`).
 
-    Tables are drawn from a plausible family. They are then changed as little as possible for the pool to meet
-    the published rows, pooling, reuse bins, access shares and unique rows (_calibrate). Last they are rounded
-    to whole rows, so that a table's streams have exactly its histogram (_round, _mend).
-    How the statistics of one table go together is not public, so it is made up.
-    A pool of few tables meets the statistics as far as so few can.
-    The same config gives the same pool, but for a few tables where torch's linear algebra rounds otherwise.
+    Tables are drawn from a plausible family. `_calibrate` changes them as little as possible to meet the
+    published rows, pooling, reuse bins, access shares and unique rows. `_round` and `_mend` then make rows
+    whole, so that a table's streams have exactly its histogram.
+
+    Joint statistics of one table are not public. They are made up. A small pool meets the statistics as far
+    as it can.
+    The same config gives the same pool, except for a few tables if torch's linear algebra rounds differently.
     """
     rng = np.random.default_rng(config.seed)
     release = read_release()
@@ -66,7 +70,7 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch adds in another order with another number of threads; the pool should not depend on it."""
+    """Run torch on one thread. The number of threads changes the order of sums, and so the pool."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -76,14 +80,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
-    """[n, K + 2] parameters of live tables, as _unpack reads them.
+    """[n, K + 2] parameters of live tables, as `_unpack` reads them.
 
-    The rows of a table are the release's population of rows, tilted towards frequent ones (by 2^(tilt × bin))
-    and perturbed smoothly. Tables with frequent rows have fewer of them and lower pooling. They are the small
+    A table's rows are the release's population of rows, tilted towards frequent ones by 2^(tilt × bin) and
+    smoothly perturbed. Tables with frequent rows have fewer of them, and lower pooling. They are small
     vocabularies, of which a batch sees nearly every row.
     """
     k, release = np.arange(REUSE_BINS), read_release()
     z, z_pooling, z_rows, noise = *rng.standard_normal((3, n)), rng.standard_normal((n, REUSE_BINS))
+    # A Gaussian kernel over bins: near bins are perturbed alike. The diagonal keeps it positive definite.
     smooth = np.linalg.cholesky(np.exp(-0.5 * ((k[:, None] - k) / 2.5) ** 2) + 1e-6 * np.eye(REUSE_BINS))
     tilt = 0.45 + 0.55 * z[:, None]
     population = np.array(release["access_share_by_reuse_bin"]) / access.BIN_MEAN
@@ -98,14 +103,14 @@ def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
 def _unpack(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Unique rows in each bin [N, K], and rows that the batch does not touch [N].
 
-    draw [N, K + 2]: logits of the bins, log of the unique rows beyond _LEAST, log of the untouched rows.
+    draw: [N, K + 2] logits of the bins, log of unique rows beyond _LEAST, log of untouched rows.
     """
     unique = _LEAST + draw[:, REUSE_BINS].exp()
     return torch.softmax(draw[:, :REUSE_BINS], 1) * unique[:, None], draw[:, -1].exp()
 
 
 def _terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """[..., 5 + 3 K] what a table adds to the sums from which _statistics follow."""
+    """[..., 5 + 3 K] a table's contribution to the sums that `_statistics` needs."""
     unique, lookups_in_bin = rows_in_bin.sum(-1), rows_in_bin * torch.tensor(access.BIN_MEAN)
     bins, rows, lookups = rows_in_bin / unique[..., None], unique + unseen, lookups_in_bin.sum(-1)
     scalars = torch.stack([rows, rows**2, lookups, lookups**2, unique], -1)
@@ -130,9 +135,9 @@ def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
 
 
 def _goal(tables: int) -> torch.Tensor:
-    """[S] published statistics for a pool of `tables`.
+    """[S] published statistics, scaled to a pool of `tables`.
 
-    The unique row shares are left out: they follow from the access shares.
+    Unique row shares are left out: they follow from the access shares.
     """
     scale = tables / read_release()["tables"]
     values = {k: v * (scale if k in ("lookups", "unique rows") else 1) for k, v in published().items()}
@@ -141,10 +146,10 @@ def _goal(tables: int) -> torch.Tensor:
 
 
 def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
-    """`draw` moved by the least distance that makes its pool meet the published statistics.
+    """`draw` moved by the least distance to a pool with the published statistics.
 
-    Gauss-Newton with minimum-norm steps, since the statistics are far fewer than the parameters. Steps are
-    damped, and no parameter moves by more than 1 at a time.
+    This is Gauss-Newton with minimum-norm steps, because statistics are far fewer than parameters. Steps are
+    damped. No parameter moves by more than 1 per step.
     """
     goal, batch = _goal(tables), read_release()["batch_size"]
 
@@ -156,11 +161,13 @@ def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
     for _ in range(30):
         error = deviations(x)
         if float(error.norm()) > 0.99 * best_error and best_error < 0.1:
-            break  # as near as the rounded figures agree
+            # Published figures are rounded: they cannot all be met exactly.
+            break
         if float(error.norm()) < best_error:
             best, best_error = x, float(error.norm())
         jacobian = torch.func.jacrev(deviations)(x)
         gram = jacobian @ jacobian.T
+        # Damping: statistics that nearly depend on each other make the matrix singular.
         gram += 1e-7 * gram.diagonal().mean() * torch.eye(len(goal), dtype=gram.dtype)
         step = jacobian.T @ torch.linalg.solve(gram, error)
         x = x - step / step.abs().max().clamp_min(1)
@@ -168,10 +175,10 @@ def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
 
 
 def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole rows in each bin [N, K], at least one a table, and whole untouched rows [N].
+    """Whole rows in each bin [N, K], at least one per table, and whole untouched rows [N].
 
-    A small table carries remainders from bin to bin, from a random start. The others carry them from table to
-    table, which keeps the total of each bin.
+    A small table carries remainders from bin to bin, from a random start. Other tables carry them from table
+    to table, which keeps each bin's total.
     """
     exact, unseen = (x.numpy() for x in _unpack(draw))
     small = exact.sum(1) < _SMALL
@@ -185,13 +192,14 @@ def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, 
 
 
 def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
-    """Undo what rounding did to the statistics, in place.
+    """Undo the effect of rounding on the statistics, in place.
 
-    Each time the best of all moves is made, until all statistics are near or none helps. A move takes one row
-    of a small table to a near bin, adds one or removes one.
+    Each round makes the best of all moves, until all statistics are near or no move helps. A move takes one
+    row of a small table to a near bin, adds one or removes one.
     """
     goal, batch = _goal(tables), read_release()["batch_size"]
     identity = torch.eye(REUSE_BINS, dtype=rows_in_bin.dtype)
+    # Few moves to try, and a table changes little.
     near = [(i, j) for i in range(REUSE_BINS) for j in range(REUSE_BINS) if 0 < abs(i - j) <= 3]
     shifts = [identity[j] - identity[i] for i, j in near]
     moves = torch.stack([*shifts, *identity, *-identity])
@@ -219,14 +227,12 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
             break
         sums = sums + change[table, move]
         rows_in_bin[small[table]] += moves[move]
+        # Only the changed table has new gains.
         change[table] = gains(small[table])
 
 
 def _spec(rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int) -> tuple[int, float, Reuse]:
-    """Rows, pooling and access of a table with whole rows in each bin.
-
-    Its lookups are those of the bins' mean counts.
-    """
+    """Rows, pooling and access of a table with whole rows in each bin. Lookups follow from mean counts."""
     n = rows_in_bin.numpy()
     pooling = round(float(n @ access.BIN_MEAN)) / batch
     return round(n.sum() + float(unseen)), pooling, Reuse(tuple(n / n.sum()), batch)

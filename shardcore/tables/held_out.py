@@ -8,9 +8,10 @@ from shardcore.types import Table
 
 
 def kept_for_testing(table: Table) -> bool:
-    """Whether a table is kept for testing: a twentieth of any pool, by name only.
+    """Whether a table is kept for testing: a twentieth of any pool, chosen by name only.
 
-    Users bring tables that nobody measured. So studies (cost/study.py) train without these tables and judge
-    on groups of these only.
+    Users bring tables that nobody measured. So studies (cost/study.py) train without these tables, and judge
+    models on groups of these only.
     """
+    # A hash, so that the choice does not depend on the pool or its order.
     return int(hashlib.sha256(table.name.encode()).hexdigest(), 16) % 20 == 0

@@ -9,7 +9,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.types import Table, Zipf
 
 DEFAULT_ACCESS = Zipf(1.05)
-"""What public_pool assumes where a list says nothing about accesses: a common choice, not a measurement."""
+"""Accesses that public_pool assumes if a list says nothing. A common choice, not a measurement."""
 
 
 def public_pools() -> dict[str, str]:
@@ -18,10 +18,10 @@ def public_pools() -> dict[str, str]:
 
 
 def public_pool(name: str) -> tuple[Table, ...]:
-    """The tables of a public list, named c00, c01, ...: their rows, dims and pooling.
+    """The tables of a public list, named c00, c01, ..., with its rows, dims and pooling.
 
-    Accesses follow Zipf(alpha) with the alpha that the list gives. A list without one gets DEFAULT_ACCESS.
-    Raises ShardCoreError for a name that is not among `public_pools()`.
+    Accesses follow Zipf(alpha) with the list's alpha, or DEFAULT_ACCESS. Raises ShardCoreError for an unknown
+    name.
     """
     if name not in public_pools():
         known = ", ".join(public_pools())

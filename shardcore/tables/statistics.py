@@ -1,4 +1,4 @@
-"""Statistics of a pool: what is published of dlrm_datasets, and the same of any pool.
+"""Statistics of a pool: those published of dlrm_datasets, and the same of any pool.
 
 Shapes: K = REUSE_BINS, U unique rows of a table.
 """
@@ -22,13 +22,13 @@ _STATISTICS = ("rows mean", "rows sd", "pooling mean", "pooling sd", "lookups", 
 
 
 def read_release() -> dict:
-    """What is public of the release, as dlrm_datasets_stats.json has it."""
+    """The public figures of the release, from dlrm_datasets_stats.json."""
     path = Path(__file__).parent / "dlrm_datasets_stats.json"
     return json.loads(path.read_text(encoding="utf-8"))[PUBLISHED]
 
 
 def published() -> dict[str, float]:
-    """What is public of dlrm_datasets (2021, 856 tables, batch 65,536), by the names of pool_statistics."""
+    """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
     data = read_release()
     values = [data["rows"]["mean"], data["rows"]["sd"], data["pooling"]["mean"], data["pooling"]["sd"],
               data["lookups"], data["unique_rows"], *data["reuse_bins"]["mean"], *data["reuse_bins"]["sd"],
@@ -40,8 +40,9 @@ def pool_statistics(tables: tuple[Table, ...],
                     counts_of: Callable[[Table], np.ndarray] = access.reference_counts) -> dict[str, float]:
     """Statistics of a pool of tables with Reuse access: as specified, or as `counts_of` measures.
 
-    counts_of: a table's counts per unique row, [U], in any order; empty for a table without lookups.
-    Means and population standard deviations go over all tables. Empty tables count as 0.
+    counts_of: [U] counts per unique row of a table, in any order. Empty without lookups.
+
+    Means and population standard deviations cover all tables. Empty tables count as 0.
     """
     rows_in_bin, lookups_in_bin = np.zeros((len(tables), REUSE_BINS)), np.zeros((len(tables), REUSE_BINS))
     for i, table in enumerate(tables):

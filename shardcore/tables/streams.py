@@ -1,4 +1,4 @@
-"""Index streams: which rows a batch looks up, drawn from a table's access statistics (see access.py).
+"""Index streams: row ids that a batch looks up, drawn from access statistics (see access.py).
 
 At its reference batch, a stream has exactly the content of the reuse histogram.
 
@@ -19,7 +19,8 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
     """One batch of a table: row ids [L] int64 and offsets [B + 1] int64.
 
     Sample b has the ids ids[offsets[b]:offsets[b+1]]. The same table, batch and seed give the same stream. A
-    Zipf table with whole pooling has as many lookups in every sample. Else lookups fall on samples at random.
+    Zipf table with integer pooling has as many lookups in every sample. Otherwise lookups fall on samples at
+    random.
     """
     rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
     if isinstance(table.access, Reuse):
@@ -47,6 +48,7 @@ def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarr
 def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     a, u = table.access.alpha, rng.random(n)
     top = table.rows + 1.0
+    # Inverse of the bounded continuous power law's CDF, which access.py uses too.
     value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
 
@@ -58,7 +60,8 @@ def _lengths(table: Table, n: int, batch: int, rng: np.random.Generator) -> np.n
 
 
 def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
-    """Spread ranks over the rows as hashing would: a bijection of [0, rows), neighbours falling far apart."""
+    """Spread ranks over the rows as hashing would: a bijection of [0, rows) that parts neighbours."""
+    # The golden ratio spreads multiples evenly. A step coprime to `rows` makes it a bijection.
     step = max(1, int(rows * 0.6180339887498949))
     while math.gcd(step, rows) != 1:
         step += 1
@@ -66,7 +69,7 @@ def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
 
 
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The part of its table's stream that falls into a shard's rows. Ids count from the shard's first row."""
+    """The part of a table's stream in a shard's rows. Ids count from the shard's first row."""
     ids, offsets = stream(shard.table, batch, seed)
     if shard.full_rows:
         return ids, offsets
