@@ -42,7 +42,7 @@ PARTS = {
     "read": [("shardcore.files", "read_problem")],
     "fit": [("shardcore.search.anneal.sharder", "feasible_pieces"), ("shardcore.search.greedy", "feasible_pieces"),
             ("shardcore.search.neuroshard", "feasible_pieces")],
-    "starts": [("shardcore.search.anneal.sharder", "Search.starts")],
+    "starts": [("shardcore.search.anneal.starts", "Starts.make")],
     "anneal": [("shardcore.search.anneal.sharder", "Search.run")],
     "final": [("shardcore.search.anneal.sharder", "priced"), ("shardcore.search.placement_state", "PlacementState.plan"),
               ("shardcore.search.neuroshard", "priced")],

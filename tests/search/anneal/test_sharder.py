@@ -16,8 +16,10 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search import budget as budget_module
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
-from shardcore.search.anneal.search_space import Reshard, exchange_rates
-from shardcore.search.anneal.sharder import Search, anneal
+from shardcore.search.anneal.rates import exchange_rates
+from shardcore.search.anneal.search_space import Reshard
+from shardcore.search.anneal.sharder import anneal
+from shardcore.search.anneal.starts import Starts
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
@@ -326,7 +328,7 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     """A first plan there is, however long it takes; no other one is begun that would end after the budget."""
     clock, begun = Clock(), []
     monkeypatch.setattr(budget_module, "time", clock)
-    state, anneal = Search._state, compiled.anneal
+    state, anneal = Starts._state, compiled.anneal
 
     def slowly(self, space):
         begun.append(clock.now - 1000)
@@ -339,7 +341,7 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
         clock.now += 1.0
         return anneal(*args)
 
-    monkeypatch.setattr(Search, "_state", slowly)
+    monkeypatch.setattr(Starts, "_state", slowly)
     monkeypatch.setattr(compiled, "anneal", annealed_slowly)
     problem = draw_problem(1, 20, [8 * MIB] * 4)
     plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))

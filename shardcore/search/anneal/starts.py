@@ -1,0 +1,328 @@
+"""Plans that annealing starts from: greedy ones of several ways to cut and share tables, or an existing plan.
+
+Shapes: S strips, D devices. Strip, unit and part are defined in shard_cost_cache.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardcore.cost.model import CostModel
+from shardcore.errors import Infeasible
+from shardcore.layouts import shards_on
+from shardcore.memory import free_bytes
+from shardcore.search import greedy
+from shardcore.search.budget import Meter
+from shardcore.search.feasible import pack_or_raise, shown
+from shardcore.search.packing import least_bytes
+from shardcore.search.pieces import placed
+from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.types import Placement, Problem, Shard
+
+if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
+    from shardcore.search.anneal.compiled import SearchProblem, State
+    from shardcore.search.anneal.search_space import Reshard, SearchSpace
+
+_SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Greedy starts cut tables that cost more than this share of a device's mean load."""
+_MISSES = 5
+"""After so many cuts without a cheaper greedy plan, cutting ends."""
+_DIVIDED = (1.0, 0.5, 0.25)
+"""Other starts divide the rows of tables that cost more than these shares."""
+_TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
+"""When memory is tight, further starts cut tables by size.
+
+The first is the share of all memory that counts as tight.
+The others are shares of a device's memory, above which tables are cut.
+"""
+_HOPEFUL = 1.5
+"""Starts that cost more than this multiple of the cheapest are dropped."""
+_LOG = 1 << 20
+"""The most changes since the best plan that are logged."""
+
+
+@dataclass
+class Start:
+    """A plan in its space.
+
+    fixed: the subset of the space in which it is improved at first.
+    ms: cost by the model itself.
+    """
+
+    space: SearchSpace
+    state: State
+    fixed: SearchProblem
+    ms: float = np.inf
+
+    @property
+    def placements(self) -> list[Placement]:
+        """The plan as placements."""
+        return self.space.placements(self.state.held, self.state.group)
+
+
+class Starts:
+    """Makes starts in the spaces of a problem. What is encoded for one is kept for the next."""
+
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+        # The clock stands still while numba compiles or reads from disk.
+        before_s = meter.seconds()
+        from shardcore.search.anneal import compiled
+        from shardcore.search.anneal import search_space as spaces
+
+        meter.started_s += meter.seconds() - before_s
+        self.compiled, self.spaces, self.meter = compiled, spaces, meter
+        self.problem, self.model, self.seed = problem, model, seed
+        self.head = model.compiled().head
+        self._cache: ShardCostCache | None = None
+        self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
+
+    def make(self, kind: str, pieces: Sequence[Shard], columns: Sequence[Placement] = ()) -> list[Start]:
+        """Plans to start from in a space, one of SPACES.
+
+        columns: a plan by columns. It replaces the start without shared tables.
+        """
+        space = self._space(pieces, kind)
+        found = [self._of(columns, kind)] if columns else self._by_columns(space)
+        layouts = space.layouts if space.fixed.may_share.any() else ()
+        # Layouts without divided rows come last: they may be the only ones that fit.
+        for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
+            found += self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, any(found))
+        on_host = Counter(d.host for d in self.problem.topology.devices)
+        if len(set(on_host.values())) > 1 and self._has_time():  # exchanges are then far from linear
+            with suppress(Infeasible):
+                plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
+                found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
+        fit = [start for start in found if start] or [self._packed(kind)]
+        # Improving a hopeless start would waste its share of the budget.
+        least = min(start.state.value[self.compiled.BEST] for start in fit)
+        return [start for start in fit if start.state.value[self.compiled.BEST] <= _HOPEFUL * least]
+
+    def _divided(self, space: SearchSpace, y: int) -> list[Start | None]:
+        """Starts with large tables shared by the groups of a layout, and with all tables shared.
+
+        With all tables shared there is no op of whole rows, and no exchange for it.
+        """
+        whole = np.flatnonzero(space.fixed.may_share[y])
+        single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
+        all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
+        mean_ms = all_ms.sum() / space.fixed.speed.sum()
+        large = [whole[single > share * mean_ms] for share in _DIVIDED]
+        return [self._cheapest(space, [self._with(space, s, y) for s in large if len(s)]),
+                self._cheapest(space, [self._with(space, whole, y)])]
+
+    def _replicated(self, space: SearchSpace, y: int, fits: bool) -> list[Start | None]:
+        """Starts with tables on all devices where that pays.
+
+        If nothing fits yet, a start replicates the tables that take less memory so.
+        """
+        worth = self.spaces.worth_copying(space, self.model, y)
+        some = {len(worth) // k for k in (1, 2, 4)} - {0}
+        found = [self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])]
+        if not fits and not any(found):
+            whole_bytes = space.fixed.part_bytes[space.fixed.part[np.arange(len(space.fixed.size)), space.fixed.size]]
+            saving = space.fixed.may_share[y] & (space.fixed.shared_bytes[y] < whole_bytes / 2)
+            found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)]))
+        return found
+
+    def _by_columns(self, space: SearchSpace) -> list[Start | None]:
+        """Starts with tables cut by columns.
+
+        With tight memory, cuts chosen for cost may leave gaps that no part fits. So some starts cut by size.
+        """
+        found = [self._cheapest(space, [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
+        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.cache):
+            found.append(self._cheapest(space, [(self._small(space, share), _pairs()) for share in _SMALL]))
+        return found
+
+    def _shares(self, space: SearchSpace) -> Sequence[float]:
+        """Shares to cut at. Large problems try only two."""
+        return _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
+
+    def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
+        """The cheapest of some greedy plans. None if none fits.
+
+        ways: number of parts of each strip [S], and the pairs of shared strips.
+
+        The best plan is then refined, as EMBark's planner does.
+        The costliest strip on the slowest device is cut once more, as long as that helps.
+        """
+        best, least, begin = None, np.inf, None
+        for n, shared in ways:
+            shared = np.concatenate([shared, _pairs(space.divided, space.dividing)])
+            state = self._greedy(space, n, shared)
+            if state is not None and state.value[self.compiled.BEST] < least:
+                best, least, begin = state, state.value[self.compiled.BEST], (n, shared)
+        state, misses = best, 0
+        while state is not None and misses < _MISSES and not self.spaces.is_large(space.cache):
+            n, shared = begin
+            worst = state.number[self.compiled.WORST]
+            last = state.items[worst, :state.count[worst]]
+            if not len(last):
+                break
+            hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
+            if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free), space.fixed.size[hottest]):
+                break
+            # `begin` keeps this array: further cuts add to it.
+            n[hottest] += 1
+            state = self._greedy(space, n, shared)
+            misses += 1
+            if state is not None and state.value[self.compiled.BEST] < least:
+                best, least, misses = state, state.value[self.compiled.BEST], 0
+        return None if best is None else Start(space, best, space.as_it_is)
+
+    def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
+        """Place strips in n [S] parts by falling cost; if that fails, by falling size. 0 leaves a strip out.
+
+        None if neither fits, or if the budget has no time for another plan.
+        """
+        if not self._has_time():
+            return None
+        fixed, parts, before_s = space.fixed, self._parts(space, n), self.meter.seconds()
+        size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
+        for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
+            state = self._state(space)
+            self.compiled.share(self.head, fixed, state, shared)
+            fits = (state.used <= np.maximum(0, fixed.free)).all()
+            if fits and self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
+                self.compiled.refresh(self.head, fixed, state)
+                self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
+                return state
+        return None
+
+    def _has_time(self) -> bool:
+        """Whether there is time for one more greedy plan. There always is for the first."""
+        return self._greedy_s is None or self.meter.has_time(self._greedy_s)
+
+    def _state(self, space: SearchSpace) -> State:
+        """A State with nothing placed."""
+        return self.compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
+
+    def _with(self, space: SearchSpace, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
+        """A way to start: some strips shared by groups of a layout, all others cut.
+
+        The costliest strips go first, each to the group with least load.
+        Other strips are cut if they cost more than a device's mean load.
+        """
+        groups = np.flatnonzero(space.fixed.group_layout == y)
+        cost = self._single_ms(space.fixed, strips, space.fixed.size[strips])
+        load, of = np.zeros(len(groups)), np.zeros(len(strips), dtype=np.int64)
+        for i in np.argsort(-cost, kind="stable") if len(groups) > 1 else ():
+            of[i] = load.argmin()
+            load[of[i]] += cost[i]
+        return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
+
+    def _small(self, space: SearchSpace, share: float) -> np.ndarray:
+        """[S] number of parts of each strip, so that none takes more than a share of a device's mean memory.
+
+        0 for strips that are always shared.
+        """
+        fixed = space.fixed
+        size = fixed.part_bytes[fixed.part[np.arange(len(fixed.size)), fixed.size]]
+        n = np.where(fixed.may_split, np.clip(-(-size // max(1, int(share * fixed.free.mean()))), 1, fixed.size), 1)
+        n[space.divided] = 0
+        return n
+
+    def _cuts(self, space: SearchSpace, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
+        """[S] number of parts by columns, so that none costs more than a share of a device's mean load.
+
+        0 for strips that groups share.
+        """
+        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
+        n = np.ones(len(single), dtype=np.int64)
+        n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
+        limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
+        most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
+        return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
+
+    def _parts(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
+        """[N, 2] strips and units of n [S] equal parts, in the order of placing.
+
+        Strips with fewest devices go first, then the costliest parts.
+        """
+        fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
+        i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
+        units = fixed.size[strip] * (i + 1) // of - fixed.size[strip] * i // of
+        order = np.lexsort((-self._single_ms(fixed, strip, units), _choice(fixed, strip)))
+        return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
+
+    def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[N] ms of ops with one part each, at speed 1."""
+        return np.asarray(self.model.head(fixed.codes[fixed.part[strips, units]]))
+
+    def _packed(self, kind: str) -> Start:
+        """A start from a packing, for problems where no greedy plan fits."""
+        packing = pack_or_raise(self.problem)
+        placements = placed([(shard,) for shard in packing.pieces], packing.devices, self.problem)
+        return self._of(placements, "all" if kind == "all" else "columns")
+
+    def _of(self, placements: Sequence[Placement], kind: str) -> Start:
+        """A plan without data-parallel tables, as a start in its own space. Divided rows stay divided."""
+        parts = [(shard, d) for p in placements for d, shard in shards_on(p)]
+        space = self._space([shard for shard, _ in parts], kind)
+        divided = {space.cache.table(s).name for s in space.divided}
+        left = [(shard, d) for shard, d in parts if shard.table.name not in divided]
+        return self._placed(space, left, _pairs(space.divided, space.dividing))
+
+    def _space(self, pieces: Sequence[Shard], kind: str) -> SearchSpace:
+        """The space of pieces. Row ranges become whole tables, shared by all devices, where possible."""
+        whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
+        return self.spaces.space(self._of_strips(whole), whole, kind == "all", kind == "halves", by_rows)
+
+    def _of_strips(self, pieces: Sequence[Shard]) -> ShardCostCache:
+        """A cache for the strips of these pieces: the last one if it covers them.
+
+        Encoding its parts again would take longer than anything else.
+        """
+        if self._cache is None or not self._cache.covers(pieces):
+            self._cache = ShardCostCache(self.problem, self.model, pieces)
+        return self._cache
+
+    def _placed(self, space: SearchSpace, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
+        """A start with pieces on their devices, and strips shared by groups. Bundles are placed as one."""
+        state = self._state(space)
+        self.compiled.share(self.head, space.fixed, state, shared)
+        by_device: dict[int, list[Shard]] = {}
+        for piece, device in pieces:
+            by_device.setdefault(device, []).append(piece)
+        for device, on_it in by_device.items():
+            found = space.strips(on_it)
+            self.compiled.place(space.fixed, state, np.insert(found, 1, device, axis=1))
+        self.compiled.refresh(self.head, space.fixed, state)
+        return Start(space, state, space.fixed)
+
+    def resharded(self, reshard: Reshard, kind: str) -> Start:
+        """A start from an existing plan. Tables that the plan lacks are placed greedily."""
+        old = reshard.sorted(self.problem)
+        whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
+        all_pieces = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
+        space = self.spaces.space(self._of_strips(all_pieces), all_pieces, True, kind == "halves")
+        shared = [_pairs(space.numbers(tables), space.number(*group)) for group, tables in old.shared.items()]
+        start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
+        held = start.state.held.copy()
+        todo = space.strips([Shard.whole(t) for t in old.new])
+        if not self.compiled.greedy(self.head, space.fixed, start.state, todo):
+            raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for tables that it "
+                             f"lacks, or has where they may not be ({shown(t.name for t in old.new)}), uncut; plan afresh, or "
+                             "with more memory")
+        self.compiled.refresh(self.head, space.fixed, start.state)
+        start.space = self.spaces.keeping(space, held, reshard, old.new)
+        if kind != "all":
+            start.space = replace(start.space, fixed=start.space.as_it_is)
+        start.fixed = start.space.as_it_is
+        return start
+
+
+def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
+    """[N, 2] strips, and the group that shares them, for compiled.share."""
+    return np.array([(s, group) for s in strips], dtype=np.int64).reshape(-1, 2)
+
+
+def _choice(fixed: SearchProblem, strips: np.ndarray) -> np.ndarray:
+    """[N] number of devices to choose from. 0 for all if nothing is pinned."""
+    return fixed.allowed[strips].sum(1) if len(fixed.allowed) else np.zeros(len(strips))
