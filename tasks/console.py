@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 class Screen:
-    """Lines for a person. On a terminal, progress is one changing line. Elsewhere it is an occasional line."""
+    """Lines for a person. On a terminal, progress is one changing line. Elsewhere an occasional line."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock, self._began, self._said = out, clock, clock(), clock()

@@ -3,8 +3,8 @@
 ShardCore itself reads the model's files.
 
 Input: groups of shards, each run as one fused op. A group is {"shards": [...], "batch": samples of the op}.
-  The default batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high],
-  "columns": [low, high]}. The default is all rows and columns.
+The default batch is the setting's. A shard is {"table": as in problem files, "rows": [low, high],
+"columns": [low, high]}. The default is all rows and columns.
 
 Output, per group: "ms" of forward + backward, "forward_ms" of it, "low_ms" to "high_ms", which hold 90% of
 measurements, and "extrapolated", sentences on what exceeds the measured range.

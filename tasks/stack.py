@@ -218,10 +218,7 @@ def logging_config(lines: Path) -> str:
 
 
 def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
-    """Start all services that do not run, and wait until they are healthy.
-
-    Raises ShardCoreError if a port is taken or a service ends.
-    """
+    """Start all services and wait for them. Raises ShardCoreError if a port is taken or a service ends."""
     folder = Path(config.folder).resolve()
     require_usable(config, folder)
     with _alone(folder):
@@ -290,10 +287,7 @@ def _forget_sessions(ray: Path) -> None:
 
 
 def _make_way(service: Service, config: StackConfig) -> None:
-    """End what a killed server left, and require its ports to be free.
-
-    Flow runs that a worker left go on.
-    """
+    """End what a killed server left, and require its ports to be free. A worker's flow runs go on."""
     if service.ports:
         daemons.end_leftovers(service.daemon, 5.0)
     for name, port in service.ports.items():

@@ -41,22 +41,21 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
                    "shard measured")
     p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
     p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
-    p.add_argument("--tolerance", type=positive(float), help="to which a median needs to be known; default: "
-                   "0.02 on cpu, 0.01 on cuda")
+    p.add_argument("--tolerance", type=positive(float), help="relative confidence interval to reach for a "
+                   "median; default: 0.02 on cpu, 0.01 on cuda")
     p.add_argument("--max-repeats", type=positive(int), default=24)
     p.add_argument("--interleave", type=positive(int), default=16, help="groups that run in turn")
-    p.add_argument("--chunk", type=positive(int), default=64, help="samples written at once; a kill loses no "
-                   "more, and those that run")
-    p.add_argument("--hang-s", type=positive(float), default=60.0, help="the measuring process has hung "
-                   "where no op ended for so long; it is replaced, and the group that does it recorded as "
-                   "failed")
+    p.add_argument("--chunk", type=positive(int), default=64, help="samples written at once; a kill loses at "
+                   "most these and those that run")
+    p.add_argument("--hang-s", type=positive(float), default=60.0, help="after so many seconds without "
+                   "a finished op the measuring process is replaced, and its group recorded as failed")
     p.add_argument("--ranks", type=positive(int), default=2, help="processes (GPUs) of an exchange or a step")
     p.add_argument("--exchanges", type=natural, default=0, metavar="M", help="afterwards measure the first M "
                    "exchanges among --ranks of this machine, into the same dataset")
     p.add_argument("--steps", type=natural, default=0, metavar="P", help="afterwards replay a step of each "
                    "of the first P plans among --ranks: what exchanges take in steps")
-    p.add_argument("--held-out", action="store_true", help="draw groups from the twentieth of the tables "
-                   "alone on which models are tested")
+    p.add_argument("--held-out", action="store_true", help="draw groups only from the tables that "
+                   "are kept for testing, a twentieth of all")
     p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, "
                    "from some seconds of measuring; write nothing")
     p.add_argument("--seed", type=natural, default=0)
@@ -74,7 +73,7 @@ def measure(args: argparse.Namespace) -> None:
 def _add_train(commands: argparse._SubParsersAction) -> None:
     p = command(commands, train, "Train cost models on the samples of one setting in dataset folders.")
     p.add_argument("datasets", type=Path, nargs="+", metavar="DIR")
-    p.add_argument("--hardware", help="which of the dataset's settings, where it holds several; so the next "
+    p.add_argument("--hardware", help="choose one of the datasets' settings, together with the next "
                    "three")
     p.add_argument("--batch", type=positive(int))
     p.add_argument("--precision", choices=["fp32", "fp16"])

@@ -51,10 +51,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "afresh (annealing)")
     p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, "
                    "where it has changed since: tables new, gone, or with other statistics")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: so many tables may "
-                   "move (any)")
-    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: so many GiB of weights "
-                   "may move (any)")
+    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
+                   "move; default: any number")
+    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "
+                   "that may move; default: any number")
     p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
                    "(also rows divided over all devices, and copies on all), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "

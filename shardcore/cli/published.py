@@ -25,16 +25,16 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: "
                    "problem.json beside each, as in the folders of published versions")
 
-    p = command(commands, drift, "Say how far a published plan is from the best, now that its tables are "
-                "looked up otherwise, and what a re-plan would bring.")
+    p = command(commands, drift, "Say how far a published plan is from the best, now that its tables' "
+                "statistics changed, and what a re-plan would save.")
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
                    "tables with the pooling and access statistics of now")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="so many tables may move for the "
-                   "re-plan (any)")
-    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays that is cheaper by this "
+    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="most tables that the re-plan may "
+                   "move; default: any number")
+    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays if it is cheaper by this "
                    "share")
     p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
     p.add_argument("--seed", type=natural, default=0)
