@@ -10,13 +10,13 @@ import numpy as np
 from shardcore.draws.placements import deal_columns
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WHOLE_ROWS, even_share, ways
+from shardcore.layouts import WHOLE_ROWS, Layout, even_share, ways
 from shardcore.memory import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 
-STEP_KINDS = ("columns", "rows", "copies", "columns", "rows", "rows and copies")
-"""The plans of a problem. All have tables whole or cut by columns. Some have divided rows or replicas too."""
+_SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
+"""The plans of a problem: whether it has tables with divided rows, and replicas. All have others by columns."""
 _STEP_SEED = 2**32 - 3
 _STEP_TABLES = (8, 24)
 _STEP_DIMS = (16, 32, 64, 128)
@@ -26,7 +26,7 @@ _DIVIDED = 0.4
 """Share of a step's tables that are divided by rows, in plans with divided rows."""
 
 Plans = list[tuple[str, Plan]]
-"""Plans of a problem, with their names of STEP_KINDS."""
+"""Plans of a problem, each with the names of the kinds of its tables."""
 
 
 def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int,
@@ -64,8 +64,16 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     room = Device(2 * sum(table_bytes(t, setting.batch, setting.optimizer) for t in drawn.tables))
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
-    kinds = [kind for kind in STEP_KINDS if small or "copies" not in kind]
-    return drawn, [(kind, _step_plan(drawn, kind, small, rng)) for kind in kinds]
+    kinds = [[k for k, wanted in zip(_sharing(drawn.topology), shared, strict=True) if wanted]
+             for shared in _SHARED if small or not shared[1]]
+    return drawn, [(", ".join(k.name for k in (WHOLE_ROWS, *some)), _step_plan(drawn, some, small, rng)) for some in kinds]
+
+
+def _sharing(topology: Topology) -> tuple[Layout, Layout]:
+    """The first kind that divides rows over the topology, and the first that replicates."""
+    dividing, replicating = (next((k for k in ways(topology) if k.divides_rows == divides), WHOLE_ROWS)
+                             for divides in (True, False))
+    return dividing, replicating
 
 
 def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
@@ -75,17 +83,17 @@ def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
             if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
 
 
-def _step_plan(drawn: Problem, kind: str, small: Sequence[Table], rng: np.random.Generator) -> Plan:
+def _step_plan(drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator) -> Plan:
+    """A random plan with tables of these kinds, the others by columns. Of `small`, some are replicated."""
     everywhere = drawn.topology.ranks
-    chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if "copies" in kind else ()
+    dividing, replicating = _sharing(drawn.topology)
+    chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if replicating in sharing else ()
     copied = {small[i].name for i in chosen}
-    dividing, replicating = (next((k for k in ways(drawn.topology) if k.divides_rows == divides), WHOLE_ROWS)
-                             for divides in (True, False))
     found: list[Placement] = []
     for table in drawn.tables:
         if table.name in copied:
             found.append(Placement(replicating.name, Shard.whole(table), everywhere))
-        elif "rows" in kind and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
+        elif dividing in sharing and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
             found.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
             found += [Placement(WHOLE_ROWS.name, shard, (d,))

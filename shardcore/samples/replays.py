@@ -2,7 +2,7 @@
 
   problem.json    as files.write_problem
   <plan>.json     as files.write_plan; named by the digest of what it places
-  replays.json    schema shardcore/replays, version 1, sealed by a digest:
+  replays.json    schema shardcore/replays, version 2, sealed by a digest:
                     the setting, the ReplayConfig and MEASUREMENT_VERSION (without one: 2)
                     replays: algorithm (or kind of plan), plan, total_ms and the parts of each
 

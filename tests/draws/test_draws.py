@@ -50,7 +50,9 @@ def test_draws_are_those_of_earlier_versions(tables):
     problem = draw_problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
     assert files.digest(files.problem_to_json(problem)) == "a26d8f5977a8fca7"
     problem, plans = step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
-    placed = [[kind, as_in_version_1(plan)] for kind, plan in plans]
+    before = {"column": "columns", "column, row": "rows", "column, data_parallel": "copies",
+              "column, row, data_parallel": "rows and copies"}
+    placed = [[before[kinds], as_in_version_1(plan)] for kinds, plan in plans]
     assert files.digest([files.problem_to_json(problem), placed]) == "2c3ae033afead68f"
 
 
@@ -124,12 +126,12 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
         assert len(problem.topology) == 2 and all(t.bytes <= 32 << 20 for t in problem.tables)
         for kind, plan in made:
             entered = set(entering(lower(plan, problem).traffic))
-            assert entered == {"all_to_all"} | ({"reduce_scatter"} if "rows" in kind else set()) | (
-                {"all_reduce"} if "copies" in kind else set())
+            assert entered == {"all_to_all"} | ({"reduce_scatter"} if "row" in kind else set()) | (
+                {"all_reduce"} if "data_parallel" in kind else set())
     more = first_step_plans(pool, 30, SETTING, 2, 32 << 20, seed=3)
     assert more[:2] == steps[:2] and more[2][1][:3] == steps[2][1]
     large = [dataclasses.replace(t, rows=2_000_000) for t in pool]
-    assert {kind for kind, _ in step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"columns", "rows"}
+    assert {kind for kind, _ in step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {"column", "column, row"}
     few = {step_plans(tables[:4], i, SETTING, 2, 1 << 29)[0].tables for i in range(5)}
     assert max(t.dim for some in few for t in some) >= 32
     said = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
