@@ -10,6 +10,7 @@ from shardcore.measure.kernels import KernelConfig
 from shardcore.samples import dataset
 from shardcore.types import Setting, ShardCoreError
 from tasks.measure import (
+    PART_S,
     MeasureConfig,
     actor_count,
     cluster_device,
@@ -20,7 +21,6 @@ from tasks.measure import (
     with_room,
 )
 from tasks.replay import devices_of_a_host, step_devices
-from tasks.workers import PART_S
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
