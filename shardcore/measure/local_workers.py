@@ -85,18 +85,12 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
     """The process: answers calls in turn, and says every beat_s what its kernels have run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
     local_ranks.end_with_parent()
-    try:
-        bench = DeviceBench(spec, reference_ms)
-    except ShardCoreError as error:
-        return pipe.send(("refused", str(error), (0.0, 0.0)))
-    except Exception as error:
-        return pipe.send(("ended", _line(error), (0.0, 0.0)))
-    sending = threading.Lock()
+    bench, sending = None, threading.Lock()
 
     def say(kind: str, value: object = None) -> None:
         try:
             with sending:
-                pipe.send((kind, value, bench.counts()))
+                pipe.send((kind, value, bench.counts() if bench else (0.0, 0.0)))
         except OSError:  # the parent is gone
             os._exit(1)
 
@@ -105,15 +99,13 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
             time.sleep(beat_s)
             say("beat")
 
-    threading.Thread(target=beat, daemon=True).start()
     try:
+        bench = DeviceBench(spec, reference_ms)
+        threading.Thread(target=beat, daemon=True).start()
         while True:
             say("answer", bench.call(*pipe.recv())[0])
     except EOFError:  # the parent is gone
         return
     except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
-        say("ended", _line(error))
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        refused = bench is None and isinstance(error, ShardCoreError)
+        say("refused" if refused else "ended", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")

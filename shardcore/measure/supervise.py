@@ -1,10 +1,10 @@
 """Supervised measuring: one worker a device, sharing out the requests; what ends or hangs a worker costs one request.
 
 The policy stands here once, over a small Transport: local processes (local_workers.py) or Ray actors (tasks/workers.py).
-A worker's ops run in turn in a window that is carried over from call to call. So no time is lost at the ends of chunks.
-What was handed to a worker is outstanding until its sample is back. A worker that dies or hangs is replaced. Its
-outstanding requests are suspects: each is measured again, alone in a worker that has nothing else. That finds the request
-that kills, which is recorded with its reason. Where no replacement starts (its host is gone), the others do the rest.
+A worker's window of ops is carried over from call to call, so no time is lost at the ends of chunks. What was handed
+to a worker is outstanding until its sample is back. A worker that dies or hangs is replaced. Its outstanding requests
+are suspects: each is measured again, alone. That finds the one that kills, which is recorded with its reason.
+Where no replacement starts (its host is gone), the others do the rest.
 """
 
 from __future__ import annotations
@@ -91,37 +91,25 @@ class DeviceBench:
 
 
 class Worker(Protocol):
-    """A DeviceBench elsewhere, which starts when this is made. It has one call at a time.
-
-    counts: DeviceBench.counts as last heard.
-    """
+    """A DeviceBench elsewhere, with one call at a time. Its methods raise Ended where it is gone."""
 
     counts: tuple[float, float]
+    """DeviceBench.counts as last heard."""
 
-    def call(self, method: str, *arguments: Any) -> None:
-        """Begin a call of DeviceBench.call."""
-
-    def answer(self) -> Any:
-        """What the call that ended answers. Raises Ended."""
-
-    def look(self) -> None:
-        """Have counts as they are now, while it works. Raises Ended where it does not answer."""
-
+    def call(self, method: str, *arguments: Any) -> None: ...
+    def answer(self) -> Any: ...
+    def look(self) -> None: ...  # for counts as they are now, while it works
     def end(self) -> None: ...
 
 
 class Transport(Protocol):
-    """Where workers run and how they are heard."""
+    """Where workers run. wait: those whose call has ended, once one has or time is up; room: what there is, for errors."""
 
     spec: BenchSpec
 
     def start(self, name: str, reference_ms: float | None) -> Worker: ...
-
-    def wait(self, workers: Sequence[Worker], timeout_s: float) -> Sequence[Worker]:
-        """Those whose call has ended, as soon as one has or time is up."""
-
-    def room(self) -> str:
-        """What there is for workers to run on, for an error."""
+    def wait(self, workers: Sequence[Worker], timeout_s: float) -> Sequence[Worker]: ...
+    def room(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -239,10 +227,11 @@ class Supervisor:
         Raises ShardCoreError where no worker is left.
         """
         feed, finished = iter(requests), []
+        ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
         while True:
             for device in self._devices:
                 if not device.busy:
-                    self._fill(feed)
+                    self._waiting.extend(itertools.islice(feed, max(0, ahead - len(self._waiting))))
                     self._hand_out(device)
             if finished:  # only now, so that the devices have work meanwhile
                 yield finished
@@ -251,22 +240,16 @@ class Supervisor:
             finished = self._collect()
 
     def samples(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """As measure, one by one."""
         return (sample for some in self.measure(requests) for finished in some for sample in finished.samples)
-
-    def _fill(self, feed: Iterator[ComputeRequest]) -> None:
-        ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
-        self._waiting.extend(itertools.islice(feed, max(0, ahead - len(self._waiting))))
 
     def _hand_out(self, device: _Device) -> None:
         """Give an idle device its next call: a suspect alone, a chunk, or the word that there is no more."""
-        device.chunk = []
         if not device.handed:
             device.alone = bool(self._suspects)
-            if device.alone:
-                device.chunk = [self._suspects.popleft()]
-        if not device.alone:
-            n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
+        n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
+        if device.alone:
+            device.chunk = [] if device.handed else [self._suspects.popleft()]
+        else:
             device.chunk = [self._waiting.popleft() for _ in range(n)]
         device.handed.update((self._id(r), r) for r in device.chunk)
         if device.handed:
@@ -293,11 +276,9 @@ class Supervisor:
     def _ask(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device, Ended]]:
         """What a call to every idle device answers, and the devices that it ended. Where none is idle, waits a while for
         one that starts."""
-        asked = [d for d in self._devices if not d.busy]
+        asked, answers, ended = [d for d in self._devices if not d.busy], [], {}
         for device in asked:
             self._call(device, method, *arguments)
-        answers: list[Any] = []
-        ended: dict[_Device, Ended] = {}
         while True:
             for device, answer, error in self._heard():
                 if device.starts:
@@ -333,11 +314,10 @@ class Supervisor:
 
     def _look(self, device: _Device) -> None:
         """Raises Ended where a device starts for too long, or did no more kernels since it was last looked at."""
-        now = time.monotonic()
-        if now < device.due:
+        if (now := time.monotonic()) < device.due:
             return
         if device.starts:
-            late = sum(d.starts > 0 and d.busy and now >= d.due for d in self._devices)
+            late = sum(d.starts > 0 and now >= d.due for d in self._devices)
             raise Refused(f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}")
         hung = Ended(f"it hung: no op ended for {self.hang_s:g} s")
         try:
@@ -355,12 +335,14 @@ class Supervisor:
 
     def _replace(self, device: _Device, reason: Ended) -> list[Finished]:
         """A fresh worker for one that ended; what it had in hand is suspect, or found."""
-        failed, finished = list(device.handed.values()), []
+        failed, finished = device.handed, []
         if device.alone:
-            finished = [Finished(device.name, [self._failed(r, reason) for r in failed], len(failed), 0.0)]
+            finished = [Finished(device.name, [ComputeSample(key, self.spec.setting, r, None, None, time.time(),
+                                                             f"ended its worker: {reason}")], 1, device.kernel_s)
+                        for key, r in failed.items()]
         else:
             self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
-            self._suspects.extend(failed)
+            self._suspects.extend(failed.values())
         self._start(device)
         return finished
 
@@ -393,7 +375,3 @@ class Supervisor:
 
     def _id(self, request: ComputeRequest) -> str:
         return dataset.compute_id(self.spec.setting, request)
-
-    def _failed(self, request: ComputeRequest, reason: Ended) -> ComputeSample:
-        return ComputeSample(self._id(request), self.spec.setting, request, None, None, time.time(),
-                             f"ended its worker: {reason}")

@@ -8,8 +8,8 @@ import pytest
 from ray_fixtures import raylet
 
 from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.measure.kernels import KernelConfig
 from shardcore.measure import supervise
+from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.supervise import BenchSpec, Supervisor
 from shardcore.samples import dataset
 from shardcore.types import ComputeRequest, Setting, ShardCoreError
