@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -59,10 +60,8 @@ class RayWorker:
             raise (Refused if "ShardCoreError: " in str(error) else Ended)(actors.reason(error)) from None
 
     def look(self) -> None:
-        try:
+        with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
             self.counts = ray.get(self._actor.look.remote(), timeout=_PROBE_S)
-        except ray.exceptions.RayError as error:
-            raise Ended(actors.reason(error)) from None
 
     def end(self) -> None:
         ray.kill(self._actor)

@@ -51,12 +51,12 @@ class BenchSpec:
     reference: ComputeRequest | None = None
 
 
-class DeviceBench:
-    """A worker's end of the calls: a KernelBench on one device."""
+class DeviceBench(KernelBench):
+    """A worker's end of the calls."""
 
     def __init__(self, spec: BenchSpec, reference_ms: float | None):
         torch.set_num_threads(1)  # a device of a CPU is one core
-        self._bench = KernelBench(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
+        super().__init__(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, tuple[float, float]]:
         """What a method answers, and the counts after it."""
@@ -64,41 +64,36 @@ class DeviceBench:
 
     def counts(self) -> tuple[float, float]:
         """Seconds inside timed kernels so far, and in runs that entered a median."""
-        return self._bench.kernel_s, self._bench.kept_s
+        return self.kernel_s, self.kept_s
 
     def hardware(self) -> str:
-        return hardware.hardware_name(self._bench.device)
-
-    def calibrate(self, requests: Sequence[ComputeRequest], seconds: float) -> float:
-        return self._bench.calibrate(requests, seconds)
-
+        return hardware.hardware_name(self.device)
     def use_reference(self, reference_ms: float) -> None:
-        self._bench.reference_ms = reference_ms
+        self.reference_ms = reference_ms
 
-    def measure(self, requests: Sequence[ComputeRequest], last: bool,
-                seconds: float) -> tuple[list[ComputeSample], int]:
+    def take(self, requests: Sequence[ComputeRequest], last: bool, seconds: float) -> tuple[list[ComputeSample], int]:
         """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples that
         finished meanwhile, the reference's among them, and how many requests were taken in."""
         began, samples, taken = time.monotonic(), [], 0
         for request in requests:
             if taken and time.monotonic() > began + seconds:
                 break
-            samples += self._bench.add(request)
+            samples += self.add(request)
             taken += 1
         if last and taken == len(requests):
-            samples += self._bench.finish(seconds)
+            samples += self.finish(seconds)
         return samples, taken
 
 
 class Worker(Protocol):
-    """A DeviceBench elsewhere, with one call at a time. Its methods raise Ended where it is gone."""
+    """A DeviceBench elsewhere, with one call at a time. answer raises Ended where it is gone."""
 
     counts: tuple[float, float]
     """DeviceBench.counts as last heard."""
 
     def call(self, method: str, *arguments: Any) -> None: ...
     def answer(self) -> Any: ...
-    def look(self) -> None: ...  # for counts as they are now, while it works
+    def look(self) -> None: ...  # has counts as they are now, if it still tells them
     def end(self) -> None: ...
 
 
@@ -178,11 +173,11 @@ class Supervisor:
             found = set()
             while any(d.starts for d in self._devices):
                 for device, name, error in self._heard():
-                    if not error:
+                    if error:
+                        self._start(device, error)
+                    else:
                         device.starts = 0
                         found.add(name)
-                    elif not self._started_again(device, error):
-                        raise ShardCoreError(f"a measuring worker cannot start: {error}")
             if len(found) > 1:  # a setting may carry a name of its own for one kind of hardware
                 raise ShardCoreError(f"the cluster's devices are of different hardware, {sorted(found)}; measure "
                                      f"({self.spec.setting}) on one kind at a time")
@@ -253,7 +248,7 @@ class Supervisor:
             device.chunk = [self._waiting.popleft() for _ in range(n)]
         device.handed.update((self._id(r), r) for r in device.chunk)
         if device.handed:
-            self._call(device, "measure", device.chunk, device.alone or not self._waiting, PART_S)
+            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S)
 
     def _collect(self) -> list[Finished]:
         """Wait for calls to end; what they brought."""
@@ -319,13 +314,9 @@ class Supervisor:
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
             raise Refused(f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}")
-        hung = Ended(f"it hung: no op ended for {self.hang_s:g} s")
-        try:
-            device.worker.look()
-        except Ended:  # dead, which its call would tell, or stuck
-            raise hung from None
+        device.worker.look()
         if device.worker.counts == device.seen:
-            raise hung
+            raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _count(self, device: _Device) -> None:
@@ -346,32 +337,31 @@ class Supervisor:
         self._start(device)
         return finished
 
-    def _start(self, device: _Device) -> None:
-        """A fresh worker; whether it starts, the others need not wait to see."""
+    def _start(self, device: _Device, error: Ended | None = None) -> None:
+        """A fresh worker, whose start the others need not wait to see. error: what ended the last one while it started."""
         if device.worker:
             device.worker.end()
+        if error and (isinstance(error, Refused) or device.starts == _STARTS):
+            raise ShardCoreError(f"a measuring worker cannot start: {error}")
         device.handed, device.counted, device.starts = {}, (0.0, 0.0), device.starts + 1
         device.worker = self._transport.start(device.name, self.reference_ms)
         self._call(device, "hardware")
 
-    def _started_again(self, device: _Device, error: Ended | None) -> bool:
-        """Whether a worker that ended while it started has another try."""
-        if again := error and not isinstance(error, Refused) and device.starts < _STARTS:
-            self._start(device)
-        return bool(again)
-
     def _began(self, device: _Device, found: str | None, error: Ended | None) -> None:
-        """A fresh worker has started, or not; a device without one is left out."""
-        if not error and found == self._hardware:
-            device.starts = 0
-        elif not self._started_again(device, error):
-            reason = error or f"it is {found}, the others {self._hardware}"
+        """A replacement has started, or not; a device without one is left out."""
+        try:
+            if error:
+                self._start(device, error)
+            elif found != self._hardware:
+                raise ShardCoreError(f"it is {found}, the others {self._hardware}")
+            else:
+                device.starts = 0
+        except ShardCoreError as reason:
             device.worker.end()
             self._devices.remove(device)
             if not self._devices:
-                raise ShardCoreError(f"no measuring worker is left, the last cannot start again: {reason}; what was "
-                                     "done is kept")
-            self._logger.warning("%s does not start again and is left out: %s", device.name, reason)
+                raise ShardCoreError(f"no measuring worker is left: {reason}; what was done is kept") from None
+            self._logger.warning("%s is left out: %s", device.name, reason)
 
     def _id(self, request: ComputeRequest) -> str:
         return dataset.compute_id(self.spec.setting, request)
