@@ -14,9 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
+from shardcore.measure.supervise import START_S
 
-START_S = 300.0
-"""Seconds that a new actor may take to start and to touch its arena."""
 _PLACE_S = 60.0
 """Seconds that a gang may wait for room."""
 _LOOK_EVERY_S = 5.0
@@ -30,10 +29,13 @@ def when_started(calls: Sequence[Any]) -> list[Any]:
     try:
         return ray.get(list(calls), timeout=START_S)
     except ray.exceptions.GetTimeoutError:
-        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {START_S:g} s; the cluster has "
-                             f"{ray.cluster_resources()}; ask for fewer (measure.actors, measure.ranks)") from None
+        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {START_S:g} s; {room()}") from None
     except ray.exceptions.RayError as error:
         raise ShardCoreError(f"a measuring actor cannot start: {reason(error)}") from None
+
+
+def room() -> str:
+    return f"the cluster has {ray.cluster_resources()}; ask for fewer (measure.actors, measure.ranks)"
 
 
 def reason(error: Exception) -> str:

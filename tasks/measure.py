@@ -26,13 +26,14 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels, local_ranks
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
+from shardcore.measure.supervise import PART_S, BenchSpec, Supervisor
 from shardcore.measurements import CommRequest, ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting, Table
 from tasks import actors, services
 from tasks.progress import Progress
 from tasks.setting import SettingConfig
-from tasks.workers import PART_S, Workers
+from tasks.workers import RayTransport
 
 _WORKER_BYTES = 1 << 30
 """Memory of a measuring process beside its arena: torch, FBGEMM, the pool's index streams."""
@@ -189,7 +190,8 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     pool_name = dataset.write_pool(folder, pool)
     reference = reference_request(tables_with_lookups(pool), setting, config.groups())
     count, usual_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, reference)
-    with Workers(count, device, setting, config.kernels(), reference, usual_ms, config.chunk, config.hang_s, logger) as workers:
+    transport = RayTransport(BenchSpec(setting, device, config.kernels(), reference))
+    with Supervisor(transport, count, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
         logger.info("%d devices; the reference op takes %.3f ms", count, workers.reference_ms)
         _measure(workers, missing, folder, pool_name, logger)
@@ -199,7 +201,7 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     return len(missing)
 
 
-def _measure(workers: Workers, requests: Sequence[ComputeRequest], folder: Path, pool_name: str, logger: Any,
+def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Path, pool_name: str, logger: Any,
              again: bool = False) -> None:
     """Measure requests and keep what comes back at once."""
     progress, failed = Progress("compute", len(requests), again), 0

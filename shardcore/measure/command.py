@@ -21,8 +21,9 @@ from shardcore.draws.steps import first_step_plans
 from shardcore.errors import ShardCoreError
 from shardcore.limits import WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels
+from shardcore.measure.local_workers import LocalTransport
 from shardcore.measure.replay import of_samples, replay_all
-from shardcore.measure.supervise import SupervisedBench
+from shardcore.measure.supervise import BenchSpec, Supervisor
 from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample
 from shardcore.samples import dataset, replays
 from shardcore.tables.generate import PoolConfig, generate_pool
@@ -69,7 +70,8 @@ def measure(args: argparse.Namespace) -> None:
     if first:
         reference = reference_request(live, setting, groups)
         reference_ms = dataset.usual_ms(args.out, setting, reference)
-        with SupervisedBench(setting, device, config, reference, reference_ms, args.hang_s) as bench:
+        transport = LocalTransport(BenchSpec(setting, device, config, reference), args.hang_s)
+        with Supervisor(transport, reference_ms=reference_ms, hang_s=args.hang_s) as bench:
             missing = itertools.chain([first], missing)
             if args.dry_run:
                 _estimate(args, bench, missing)
@@ -91,7 +93,7 @@ def measure(args: argparse.Namespace) -> None:
         dataset.merge_parts(args.out)
 
 
-def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest],
+def _measure_compute(args: argparse.Namespace, bench: Supervisor, missing: Iterable[ComputeRequest],
                      beside: Sequence[ComputeRequest], pool: str) -> None:
     done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
     if bench.reference_ms is None:
@@ -100,7 +102,7 @@ def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: 
     def tell(sample: ComputeSample | None = None) -> None:
         nonlocal done, failed, said
         now = time.monotonic()
-        if sample and sample.request != bench.reference:
+        if sample and sample.request != bench.spec.reference:
             done, failed = done + 1, failed + (sample.error is not None)
             if sample.error:
                 print(f"failed: {sample.error}", file=sys.stderr)
@@ -111,16 +113,16 @@ def _measure_compute(args: argparse.Namespace, bench: SupervisedBench, missing: 
                   f"median, {max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
 
     in_time = itertools.takewhile(lambda _: time.monotonic() - began < args.minutes * 60, missing)
-    _keep(bench.measure(in_time), args.chunk, lambda samples: dataset.write_compute(args.out, samples, pool), tell)
+    _keep(bench.samples(in_time), args.chunk, lambda samples: dataset.write_compute(args.out, samples, pool), tell)
     tell()
 
 
-def _estimate(args: argparse.Namespace, bench: SupervisedBench, missing: Iterable[ComputeRequest]) -> None:
+def _estimate(args: argparse.Namespace, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:
     """Say how long measuring will take, from some seconds of it."""
     missing = list(missing) if args.samples else missing
     began = time.monotonic()
     some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, missing)
-    rate = sum(s.request != bench.reference for s in bench.measure(some)) / (time.monotonic() - began)
+    rate = sum(s.request != bench.spec.reference for s in bench.samples(some)) / (time.monotonic() - began)
     if args.samples:
         print(f"{len(missing)} of the first {args.samples} samples are missing in {args.out}: about "
               f"{len(missing) / rate / 60:.1f} min at {rate:.1f} a second")

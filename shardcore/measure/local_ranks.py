@@ -108,7 +108,7 @@ def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any], tim
             try:
                 kind, value = pipe.recv()
             except (EOFError, OSError):  # at once, or in the middle of a message
-                kind, value = "failed", _end_of(processes[rank])
+                kind, value = "failed", end_of(processes[rank])
             if kind == "said":
                 yield rank, value
             elif kind == "done":
@@ -129,7 +129,8 @@ def _why(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: floa
     return f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); rank {rank}: {said}"
 
 
-def _end_of(process: Any) -> str:
+def end_of(process: Any) -> str:
+    """Why a process that ended did."""
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:

@@ -1,238 +1,370 @@
-"""A KernelBench in a process of its own, so that what ends or hangs that process costs one request and never the run.
+"""Supervised measuring: one worker a device, sharing out the requests; what ends or hangs a worker costs one request.
 
-The process is fed over a pipe: while it works on one request the next one lies ready. Every second, or more
-often, it says how many seconds its kernels have run; where that stands still too long it has hung. A process
-that ended or hung is replaced; what it had not finished is tried again one by one, which finds the request
-that does it.
+The policy stands here once, over a small Transport: local processes (local_workers.py) or Ray actors (tasks/workers.py).
+A worker's window of ops is carried over from call to call, so no time is lost at the ends of chunks. What was handed
+to a worker is outstanding until its sample is back. A worker that dies or hangs is replaced. Its outstanding requests
+are suspects: each is measured again, alone. That finds the one that kills, which is recorded with its reason.
+Where no replacement starts (its host is gone), the others do the rest.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
+import itertools
+import logging
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import WAITS_S, require_within
-from shardcore.measure import local_ranks
+from shardcore.measure import hardware
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.types import Setting
 
-_START_S = 300.0
-"""Seconds that a process may take to start and to touch its arena."""
+_logger = logging.getLogger(__name__)
+START_S = 300.0
+"""Seconds that a worker may take to start and to touch its arena."""
+PART_S = 5.0
+"""A call brings back what has finished after so many seconds, whatever the chunk: at most so much is lost at a kill."""
 _STARTS = 3
-"""Processes that may be killed while they start (memory was short, say) before measuring gives up."""
-_BEAT_S = 1.0
-_BEATS = 4
-"""Times that a process speaks before it counts as hung, at least."""
+"""Workers of one device that may die while they start (memory was short, say) before it is given up."""
 
 
-class _Ended(Exception):
-    """The measuring process is gone, or hangs; the message says why."""
+class Ended(Exception):
+    """A worker is gone, hangs, or its device is spoilt; the message says why."""
 
 
-class SupervisedBench:
-    """A KernelBench behind a process boundary: a context manager, whose process starts at its begin and has ended after it.
+class Refused(Ended):
+    """A worker cannot measure at all: FBGEMM is missing, the arena does not fit."""
 
-    hang_s: the process has hung where no run of an op ended for so long. The rest as in KernelBench; give reference_ms, or call
-    calibrate before measuring. Raises ShardCoreError where no process can start: FBGEMM is missing, there is no such device,
-    the arena does not fit.
+
+@dataclass(frozen=True)
+class BenchSpec:
+    """What a worker makes its KernelBench of; the fields are as there."""
+
+    setting: Setting
+    device: str = "cpu"
+    config: KernelConfig = field(default_factory=KernelConfig)
+    reference: ComputeRequest | None = None
+
+
+class DeviceBench(KernelBench):
+    """A worker's end of the calls."""
+
+    def __init__(self, spec: BenchSpec, reference_ms: float | None):
+        torch.set_num_threads(1)  # a device of a CPU is one core
+        super().__init__(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
+
+    def call(self, method: str, *arguments: Any) -> tuple[Any, tuple[float, float]]:
+        """What a method answers, and the counts after it."""
+        return getattr(self, method)(*arguments), self.counts()
+
+    def counts(self) -> tuple[float, float]:
+        """Seconds inside timed kernels so far, and in runs that entered a median."""
+        return self.kernel_s, self.kept_s
+
+    def hardware(self) -> str:
+        return hardware.hardware_name(self.device)
+    def use_reference(self, reference_ms: float) -> None:
+        self.reference_ms = reference_ms
+
+    def take(self, requests: Sequence[ComputeRequest], last: bool, seconds: float) -> tuple[list[ComputeSample], int]:
+        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples that
+        finished meanwhile, the reference's among them, and how many requests were taken in."""
+        began, samples, taken = time.monotonic(), [], 0
+        for request in requests:
+            if taken and time.monotonic() > began + seconds:
+                break
+            samples += self.add(request)
+            taken += 1
+        if last and taken == len(requests):
+            samples += self.finish(seconds)
+        return samples, taken
+
+
+class Worker(Protocol):
+    """A DeviceBench elsewhere, with one call at a time. answer raises Ended where it is gone."""
+
+    counts: tuple[float, float]
+    """DeviceBench.counts as last heard."""
+
+    def call(self, method: str, *arguments: Any) -> None: ...
+    def answer(self) -> Any: ...
+    def look(self) -> None: ...  # has counts as they are now, if it still tells them
+    def end(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Where workers run. wait: those whose call has ended, once one has or time is up; room: what there is, for errors."""
+
+    spec: BenchSpec
+
+    def start(self, name: str, reference_ms: float | None) -> Worker: ...
+    def wait(self, workers: Sequence[Worker], timeout_s: float) -> Sequence[Worker]: ...
+    def room(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What came back from one device: samples (the reference's too), how many of the requests they settle, and the
+    call's seconds in kernels."""
+
+    device: str
+    samples: list[ComputeSample]
+    settled: int
+    kernel_s: float
+
+
+@dataclass(eq=False)
+class _Device:
+    """A place in the fleet.
+
+    starts: tries to start its worker; 0 once that runs.
+    busy, chunk, kernel_s: of the call under way: whether there is one, its requests, its seconds in kernels.
+    due, seen: when to look whether it hangs, and its counts when last looked at in this call.
+    counted: those of its worker's counts that are in the totals.
+    handed, alone: what is outstanding, by id, and whether that is a suspect.
     """
 
-    def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
-                 reference: ComputeRequest | None = None, reference_ms: float | None = None, hang_s: float = 60.0):
-        self.setting, self.device, self.config, self.hang_s = setting, device, config or KernelConfig(), hang_s
+    name: str
+    worker: Worker | None = None
+    starts: int = 0
+    busy: bool = False
+    chunk: list[ComputeRequest] = field(default_factory=list)
+    due: float = 0.0
+    seen: tuple[float, float] | None = None
+    counted: tuple[float, float] = (0.0, 0.0)
+    kernel_s: float = 0.0
+    alone: bool = False
+    handed: dict[str, ComputeRequest] = field(default_factory=dict)
+
+
+def chunk_size(waiting: int, devices: int, most: int) -> int:
+    """Requests of the next call: ever fewer towards the end, so that all devices end together."""
+    return min(most, -(-waiting // (2 * devices)))
+
+
+class Supervisor:
+    """`count` workers of a transport; a context manager, which starts and ends them.
+
+    reference_ms: the reference op's ms at the devices' usual speed; without it, calibrate first. chunk: requests a call
+    at most; hang_s: a device has hung where no op ended for so long. Raises ShardCoreError where a worker cannot start
+    or the devices are of different hardware.
+    """
+
+    def __init__(self, transport: Transport, count: int = 1, reference_ms: float | None = None, chunk: int = 1,
+                 hang_s: float = 60.0, logger: logging.Logger | logging.LoggerAdapter = _logger):
+        self.hang_s, self.reference_ms = hang_s, reference_ms
         require_within(self, "a measuring process", hang_s=WAITS_S)
-        self.reference, self.reference_ms = reference, reference_ms
-        self._process = None
-        self._counts, self._ended_counts = (0.0, 0.0), (0.0, 0.0)
+        self._transport, self.spec, self._chunk, self._logger = transport, transport.spec, chunk, logger
+        self._waiting: deque[ComputeRequest] = deque()
+        self._suspects: deque[ComputeRequest] = deque()
+        self._devices = [_Device(f"device {i}") for i in range(count)]
+        self.kernel_s, self.kept_s = 0.0, 0.0
+        """Of all workers so far: seconds inside timed kernels, and in runs that entered a median."""
 
-    @property
-    def kernel_s(self) -> float:
-        """Seconds inside timed kernels so far, warm-ups included."""
-        return self._counts[0] + self._ended_counts[0]
-
-    @property
-    def kept_s(self) -> float:
-        """Seconds in runs that entered a median so far."""
-        return self._counts[1] + self._ended_counts[1]
-
-    def __enter__(self) -> SupervisedBench:
-        self._start()
+    def __enter__(self) -> Supervisor:
+        try:
+            for device in self._devices:
+                self._start(device)
+            found = set()
+            while any(d.starts for d in self._devices):
+                for device, name, error in self._heard():
+                    if error:
+                        self._start(device, error)
+                    else:
+                        device.starts = 0
+                        found.add(name)
+            if len(found) > 1:  # a setting may carry a name of its own for one kind of hardware
+                raise ShardCoreError(f"the cluster's devices are of different hardware, {sorted(found)}; measure "
+                                     f"({self.spec.setting}) on one kind at a time")
+            [self._hardware] = found
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        for device in self._devices:
+            if device.worker:
+                device.worker.end()
 
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> float:
-        """Find and keep the reference op's ms on this machine, as KernelBench.calibrate. A process that ends meanwhile is
-        replaced and tries half of the requests; raises ShardCoreError where the reference op alone ends it."""
+        """The reference op's ms, found in so many seconds where it is not known. One figure for all, so that their
+        timings are at one slowdown: the mean of what each finds, all running at once.
+
+        Where every worker ends, fresh ones try half of the requests. Raises ShardCoreError where the reference op
+        alone ends them.
+        """
+        few = list(requests[: self.spec.config.interleave])
+        while self.reference_ms is None:
+            found, ended = self._ask("calibrate", few, seconds)
+            if found:
+                self.reference_ms = sum(found) / len(found)
+            elif ended and not few:
+                raise ShardCoreError(f"the reference op cannot be measured on {self.spec.device}: {ended.popitem()[1]}")
+            elif ended:
+                few = few[: len(few) // 2]
+            for device in ended:
+                self._start(device)
+            if found:
+                for device in self._ask("use_reference", self.reference_ms)[1]:
+                    self._start(device)
+        return self.reference_ms
+
+    def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[Finished]]:
+        """Measure requests (of different ids), all devices at once; yields what came back, until all is. They are taken
+        as there is work for them. One that ends or hangs its worker again when alone is among the samples with its reason.
+
+        Raises ShardCoreError where no worker is left.
+        """
+        feed, finished = iter(requests), []
+        ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
         while True:
-            try:
-                self._start()
-                self._send((list(requests), seconds))
-                self.reference_ms = self._hear(self.hang_s)
-                return self.reference_ms
-            except _Ended as error:
-                self._end()
-                if not requests:
-                    raise ShardCoreError(f"the reference op cannot be measured on {self.device}: {error}") from None
-                requests = requests[: len(requests) // 2]
-
-    def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request as they finish, and the reference op's among them; a request that fails, or that ends or
-        hangs the process, yields its error. Requests are taken from the iterable as there is room for them."""
-        feed = iter(requests)
-        while (unfinished := (yield from self._run(feed))) is not None:
-            for request in unfinished:
-                if (yield from self._run(iter([request]))):
-                    key = dataset.compute_id(self.setting, request)
-                    yield ComputeSample(key, self.setting, request, None, None, time.time(), self._reason)
-
-    def _run(self, feed: Iterator[ComputeRequest]) -> Generator[ComputeSample, None, list[ComputeRequest] | None]:
-        """Measure until the feed is at its end, or the process at its: the requests that it left unfinished."""
-        unfinished, unanswered, more = [], 0, True
-        try:
-            self._start()
-            while more or unanswered:
-                while more and unanswered < 2:  # few, so that sending never waits for a process that hangs
-                    request = next(feed, None)
-                    more = request is not None
-                    unfinished += [request] if more else []
-                    self._send(request)
-                    unanswered += 1
-                samples = self._hear(self.hang_s)
-                unanswered -= 1
-                for sample in samples:
-                    if sample.request in unfinished:
-                        unfinished.remove(sample.request)
-                    yield sample
-                if not (more or unanswered) and unfinished:
-                    self._send(None)
-                    unanswered += 1
-        except _Ended as error:
-            self._reason = str(error)
-            self._end()
-            return unfinished
-        except BaseException:  # given up in the middle: what the process still does is nobody's
-            self._end()
-            raise
-        return None
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for attempt in range(_STARTS):
-            if self._process:
+            for device in self._devices:
+                if not device.busy:
+                    self._waiting.extend(itertools.islice(feed, max(0, ahead - len(self._waiting))))
+                    self._hand_out(device)
+            if finished:  # only now, so that the devices have work meanwhile
+                yield finished
+            if not (self._waiting or self._suspects or any(d.handed for d in self._devices)):
                 return
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, name=f"measure-{self.device}", daemon=True, args=(
-                theirs, self.setting, self.device, self.config, self.reference, self.reference_ms,
-                min(_BEAT_S, self.hang_s / _BEATS)))
-            self._process.start()
-            theirs.close()  # so that the pipe ends when the process does
-            try:
-                self._hear(_START_S)
-            except _Ended as error:
-                self._end()
-                if attempt + 1 == _STARTS:
-                    raise ShardCoreError(f"the measuring process cannot start on {self.device}: {error}") from None
+            finished = self._collect()
 
-    def _send(self, command: object) -> None:
-        try:
-            self._pipe.send(command)
-        except OSError:
-            raise _Ended(self._exit()) from None
+    def samples(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
+        return (sample for some in self.measure(requests) for finished in some for sample in finished.samples)
 
-    def _hear(self, patience_s: float) -> object:
-        """The process's next answer. Raises _Ended, or ShardCoreError where it cannot measure at all."""
-        due = time.monotonic() + patience_s
-        while True:
-            if not self._pipe.poll(max(0.0, due - time.monotonic())):
-                raise _Ended(f"it hung: nothing was run for {patience_s:g} s")
-            try:
-                kind, value, counts = self._pipe.recv()
-            except (EOFError, OSError):
-                raise _Ended(self._exit()) from None
-            if counts != self._counts:
-                self._counts, due = counts, time.monotonic() + patience_s
-            if kind == "refused":
-                self._end()
-                raise ShardCoreError(value)
-            if kind == "fault":
-                raise _Ended(value)
-            if kind == "answer":
-                return value
+    def _hand_out(self, device: _Device) -> None:
+        """Give an idle device its next call: a suspect alone, a chunk, or the word that there is no more."""
+        if not device.handed:
+            device.alone = bool(self._suspects)
+        n = chunk_size(len(self._waiting), len(self._devices), self._chunk)
+        if device.alone:
+            device.chunk = [] if device.handed else [self._suspects.popleft()]
+        else:
+            device.chunk = [self._waiting.popleft() for _ in range(n)]
+        device.handed.update((self._id(r), r) for r in device.chunk)
+        if device.handed:
+            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S)
 
-    def _exit(self) -> str:
-        self._process.join(1)
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            memory = " (out of memory?)" if -code == signal.SIGKILL else ""
-            return f"it ended the process by {signal.Signals(-code).name}{memory}"
-        return f"it ended the process with exit code {code}"
-
-    def _end(self) -> None:
-        if self._process:
-            self._process.kill()
-            self._process.join(10)  # one that is stuck in a driver cannot end
-            self._pipe.close()
-            self._process = None
-            self._ended_counts, self._counts = (self.kernel_s, self.kept_s), (0.0, 0.0)
-
-
-def _serve(pipe: Connection, setting: Setting, device: str, config: KernelConfig, reference: ComputeRequest | None,
-           reference_ms: float | None, beat_s: float) -> None:
-    """The process: answers a request with the samples that finished meanwhile, None (no more requests come) with
-    those that finish within beat_s, requests and seconds to calibrate by with reference_ms. Between answers it says every beat_s
-    that it lives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
-    local_ranks.end_with_parent()
-    torch.set_num_threads(1)  # a device of a CPU is one core
-    try:
-        bench = KernelBench(setting, device, config, reference, reference_ms)
-    except ShardCoreError as error:
-        return pipe.send(("refused", str(error), (0.0, 0.0)))
-    except Exception as error:
-        return pipe.send(("fault", _line(error), (0.0, 0.0)))
-    sending = threading.Lock()
-
-    def say(kind: str, value: object = None) -> None:
-        try:
-            with sending:
-                pipe.send((kind, value, (bench.kernel_s, bench.kept_s)))
-        except OSError:  # the parent is gone
-            os._exit(1)
-
-    def beat() -> None:
-        while True:
-            time.sleep(beat_s)
-            say("beat")
-
-    say("answer")
-    threading.Thread(target=beat, daemon=True).start()
-    try:
-        while True:
-            command = pipe.recv()
-            if command is None:
-                say("answer", bench.finish(beat_s))
-            elif isinstance(command, tuple):
-                bench.reference_ms = bench.calibrate(*command)
-                say("answer", bench.reference_ms)
+    def _collect(self) -> list[Finished]:
+        """Wait for calls to end; what they brought."""
+        finished = []
+        for device, answer, error in self._heard():
+            if device.starts:
+                self._began(device, answer, error)
+            elif error:
+                finished += self._replace(device, error)
             else:
-                say("answer", bench.add(command))
-    except EOFError:  # the parent is gone
-        return
-    except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
-        say("fault", _line(error))
+                samples, taken = answer
+                left = device.chunk[taken:]
+                self._waiting.extendleft(reversed(left))
+                for request in left:
+                    del device.handed[self._id(request)]
+                settled = sum(device.handed.pop(s.id, None) is not None for s in samples)
+                finished.append(Finished(device.name, samples, settled, device.kernel_s))
+        return finished
 
+    def _ask(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device, Ended]]:
+        """What a call to every idle device answers, and the devices that it ended. Where none is idle, waits a while for
+        one that starts."""
+        asked, answers, ended = [d for d in self._devices if not d.busy], [], {}
+        for device in asked:
+            self._call(device, method, *arguments)
+        while True:
+            for device, answer, error in self._heard():
+                if device.starts:
+                    self._began(device, answer, error)
+                elif error:
+                    ended[device] = error
+                else:
+                    answers.append(answer)
+            if len(answers) + len(ended) == len(asked):
+                return answers, ended
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    def _call(self, device: _Device, method: str, *arguments: Any) -> None:
+        device.busy, device.seen, device.kernel_s = True, None, 0.0
+        device.due = time.monotonic() + (START_S if device.starts else self.hang_s)
+        device.worker.call(method, *arguments)
+
+    def _heard(self) -> list[tuple[_Device, Any, Ended | None]]:
+        """Wait for calls to end, one at least or a second: each device's answer, or why it has none."""
+        working = {d.worker: d for d in self._devices if d.busy}
+        ended, heard = self._transport.wait(list(working), 1.0), []
+        for worker, device in working.items():
+            try:
+                if worker in ended:
+                    device.busy = False
+                    heard.append((device, worker.answer(), None))
+                else:
+                    self._look(device)
+            except Ended as error:
+                device.busy = False
+                heard.append((device, None, error))
+            self._count(device)
+        return heard
+
+    def _look(self, device: _Device) -> None:
+        """Raises Ended where a device starts for too long, or did no more kernels since it was last looked at."""
+        if (now := time.monotonic()) < device.due:
+            return
+        if device.starts:
+            late = sum(d.starts > 0 and now >= d.due for d in self._devices)
+            raise Refused(f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}")
+        device.worker.look()
+        if device.worker.counts == device.seen:
+            raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
+        device.seen, device.due = device.worker.counts, now + self.hang_s
+
+    def _count(self, device: _Device) -> None:
+        kernel_s, kept_s = (now - before for now, before in zip(device.worker.counts, device.counted, strict=True))
+        self.kernel_s, self.kept_s = self.kernel_s + kernel_s, self.kept_s + kept_s
+        device.counted, device.kernel_s = device.worker.counts, device.kernel_s + kernel_s
+
+    def _replace(self, device: _Device, reason: Ended) -> list[Finished]:
+        """A fresh worker for one that ended; what it had in hand is suspect, or found."""
+        failed, finished = device.handed, []
+        if device.alone:
+            finished = [Finished(device.name, [ComputeSample(key, self.spec.setting, r, None, None, time.time(),
+                                                             f"ended its worker: {reason}")], 1, device.kernel_s)
+                        for key, r in failed.items()]
+        else:
+            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
+            self._suspects.extend(failed.values())
+        self._start(device)
+        return finished
+
+    def _start(self, device: _Device, error: Ended | None = None) -> None:
+        """A fresh worker, whose start the others need not wait to see. error: what ended the last one while it started."""
+        if device.worker:
+            device.worker.end()
+        if error and (isinstance(error, Refused) or device.starts == _STARTS):
+            raise ShardCoreError(f"a measuring worker cannot start: {error}")
+        device.handed, device.counted, device.starts = {}, (0.0, 0.0), device.starts + 1
+        device.worker = self._transport.start(device.name, self.reference_ms)
+        self._call(device, "hardware")
+
+    def _began(self, device: _Device, found: str | None, error: Ended | None) -> None:
+        """A replacement has started, or not; a device without one is left out."""
+        try:
+            if error:
+                self._start(device, error)
+            elif found != self._hardware:
+                raise ShardCoreError(f"it is {found}, the others {self._hardware}")
+            else:
+                device.starts = 0
+        except ShardCoreError as reason:
+            device.worker.end()
+            self._devices.remove(device)
+            if not self._devices:
+                raise ShardCoreError(f"no measuring worker is left: {reason}; what was done is kept") from None
+            self._logger.warning("%s is left out: %s", device.name, reason)
+
+    def _id(self, request: ComputeRequest) -> str:
+        return dataset.compute_id(self.spec.setting, request)

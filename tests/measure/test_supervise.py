@@ -4,18 +4,25 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure.kernels import KernelConfig
-from shardcore.measure.supervise import SupervisedBench, _Ended
+from shardcore.measure.local_workers import LocalTransport
+from shardcore.measure.supervise import BenchSpec, Ended, Supervisor, chunk_size
 from shardcore.measurements import ComputeRequest
 from shardcore.types import Setting, Shard, Table, Zipf
 
 SETTING = Setting("test", 256)
 HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))),), 256)
+
+
+def supervised(config=None, reference=None, reference_ms=None, hang_s=60.0):
+    transport = LocalTransport(BenchSpec(SETTING, "cpu", config or KernelConfig(arena_bytes=8 << 20), reference), hang_s)
+    return Supervisor(transport, reference_ms=reference_ms, hang_s=hang_s)
 
 
 def children():
@@ -32,7 +39,7 @@ def signalled(bench, *numbers):
     def strike():
         for number in numbers:
             while (
-                not (running := [p.pid for p in children() if p.pid not in struck]) or bench._counts[0] == 0
+                not (running := [p.pid for p in children() if p.pid not in struck]) or bench._devices[0].counted[0] == 0
             ):
                 if ended.wait(0.02):
                     return
@@ -57,16 +64,16 @@ def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_o
     )
     reference = ComputeRequest((Shard.whole(tables[3]),), 64)
     config = KernelConfig(arena_bytes=8 << 20, tolerance=1e-9, min_repeats=200, max_repeats=200, interleave=2)
-    with SupervisedBench(SETTING, "cpu", config, reference, reference_ms=1e3, hang_s=2) as bench:
+    with supervised(config, reference, reference_ms=1e3, hang_s=2) as bench:
         os.kill(children()[0].pid, signal.SIGINT)  # Ctrl-C is for the parent to answer, though all get it
         with signalled(bench, signal.SIGSTOP, signal.SIGKILL) as struck:
-            found = list(bench.measure([HUGE, slow, quick]))
+            found = list(bench.samples([HUGE, slow, quick]))
         assert len(struck) == 2 and not set(struck) & {p.pid for p in children()}
         assert 0 < bench.kept_s < bench.kernel_s > list(struck.values())[1] > list(struck.values())[0] > 0
         samples = {s.request: s for s in found}
     assert set(samples) == {HUGE, slow, quick, reference} and sum(s.request != reference for s in found) == 3
     assert (
-        samples[slow].error == "it ended the process by SIGKILL (out of memory?)"
+        samples[slow].error == "ended its worker: it was killed by SIGKILL (out of memory?)"
         and samples[slow].forward is None
     )
     assert "huge" in samples[HUGE].error and "arena" in samples[HUGE].error and samples[quick].error is None
@@ -74,60 +81,73 @@ def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_o
     assert not children()
 
 
-def test_a_process_that_lives_and_runs_no_op_hangs():
-    """It says so every 0.02 s, and answers in the end, when nobody waits for it any more."""
-    bench, given_up = SupervisedBench(SETTING), threading.Event()
-    bench._pipe, theirs = multiprocessing.Pipe()
+class Sleep(ComputeRequest):
+    """A request that holds up whatever process receives it; that goes on saying that it lives."""
 
-    def live():
-        for _ in range(500):
-            theirs.send(("beat", None, (1.0, 0.5)))
-            if given_up.wait(0.02):
-                return
-        theirs.send(("answer", "late", (1.0, 0.5)))
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        with pytest.raises(_Ended, match="it hung: nothing was run for 0.3 s"):
-            bench._hear(0.3)
-    finally:
-        given_up.set()
-        thread.join()
-    assert (bench.kernel_s, bench.kept_s) == (1.0, 0.5)
+    def __reduce__(self):
+        return time.sleep, (10_000,)
 
 
-class Struck(SupervisedBench):
-    """Its process ends whenever it calibrates by so many requests; says by how many it was told to."""
+def test_a_process_that_lives_and_runs_no_op_hangs(tables):
+    sleep = Sleep((Shard.whole(tables[4]),), 8)
+    with supervised(hang_s=0.3) as bench:
+        [sample] = bench.samples([sleep])
+    assert sample.request == sleep and sample.error == "ended its worker: it hung: no op ended for 0.3 s"
+    assert not children()
+
+
+class Struck:
+    """A transport whose workers end whenever they calibrate by so many requests; keeps by how many they were told to."""
+
+    spec, counts = BenchSpec(SETTING), (0.0, 0.0)
 
     def __init__(self, fewest: int):
-        super().__init__(SETTING)
-        self.fewest, self.told = fewest, []
+        self.fewest, self.told, self.ongoing = fewest, [], ()
 
-    def _start(self) -> None:
-        pass
+    def start(self, name, reference_ms):
+        return self
 
-    def _send(self, command) -> None:
-        requests, seconds = command
-        assert seconds == 2.0
-        self.told.append(len(requests))
+    def wait(self, workers, timeout_s):
+        return workers
 
-    def _hear(self, patience_s: float) -> float:
+    def call(self, *call) -> None:
+        self.ongoing = call
+
+    def answer(self):
+        method, *arguments = self.ongoing
+        if method != "calibrate":
+            return "it"
+        assert arguments[1] == 2.0
+        self.told.append(len(arguments[0]))
         if self.told[-1] >= self.fewest:
-            raise _Ended("it hung")
+            raise Ended("it hung")
         return 7.0
+
+    def end(self) -> None:
+        pass
 
 
 def test_calibrating_leaves_out_what_ends_the_process():
-    bench = Struck(fewest=2)
-    assert bench.calibrate([HUGE] * 9, 2.0) == bench.reference_ms == 7.0 and bench.told == [9, 4, 2, 1]
-    with pytest.raises(ShardCoreError, match="the reference op cannot be measured on cpu: it hung"):
-        (bench := Struck(fewest=0)).calibrate([HUGE] * 3, 2.0)
-    assert bench.told == [3, 1, 0]
+    with Supervisor(struck := Struck(fewest=2)) as bench:
+        assert bench.calibrate([HUGE] * 9, 2.0) == bench.reference_ms == 7.0 and struck.told == [9, 4, 2, 1]
+    with (pytest.raises(ShardCoreError, match="the reference op cannot be measured on cpu: it hung"),
+          Supervisor(struck := Struck(fewest=0)) as bench):
+        bench.calibrate([HUGE] * 3, 2.0)
+    assert struck.told == [3, 1, 0]
 
 
 def test_what_cannot_start_is_one_clear_error():
     with pytest.raises(ShardCoreError, match="arena.*does not fit cpu"):
-        with SupervisedBench(SETTING, "cpu", KernelConfig(arena_bytes=1 << 50)):
+        with supervised(KernelConfig(arena_bytes=1 << 50)):
             pass
     assert not children()
+
+
+@pytest.mark.parametrize("waiting, devices, most, sizes", [
+    (40, 2, 8, [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]), (5, 1, 16, [3, 1, 1]), (3, 4, 16, [1, 1, 1]), (0, 1, 4, [])])
+def test_calls_get_smaller_towards_the_end(waiting, devices, most, sizes):
+    found = []
+    while left := waiting - sum(found):
+        found.append(chunk_size(left, devices, most))
+        assert found[-1] > 0
+    assert found == sizes and chunk_size(0, devices, most) == 0

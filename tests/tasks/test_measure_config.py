@@ -11,6 +11,7 @@ from shardcore.measure.kernels import KernelConfig
 from shardcore.samples import dataset
 from shardcore.types import Setting
 from tasks.measure import (
+    PART_S,
     MeasureConfig,
     actor_count,
     cluster_device,
@@ -21,7 +22,6 @@ from tasks.measure import (
     with_room,
 )
 from tasks.replay import devices_of_a_host, step_devices
-from tasks.workers import PART_S
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -9,12 +9,13 @@ from ray_fixtures import raylet
 
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.errors import ShardCoreError
+from shardcore.measure import supervise
 from shardcore.measure.kernels import KernelConfig
+from shardcore.measure.supervise import BenchSpec, Supervisor
 from shardcore.measurements import ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting
-from tasks import actors
-from tasks.workers import Workers, chunk_size
+from tasks.workers import RayTransport
 
 SETTING = Setting("test", 64)
 CONFIG = KernelConfig(arena_bytes=1 << 24, min_repeats=2, max_repeats=2, interleave=3)
@@ -44,7 +45,8 @@ class Sleep(Poison):
 
 
 def workers(requests, hang_s=60.0, count=2, chunk=4):
-    return Workers(count, "cpu", SETTING, CONFIG, requests[0], reference_ms=1.0, chunk=chunk, hang_s=hang_s)
+    transport = RayTransport(BenchSpec(SETTING, "cpu", CONFIG, requests[0]))
+    return Supervisor(transport, count, reference_ms=1.0, chunk=chunk, hang_s=hang_s)
 
 
 def measure(fleet, requests, disturb=lambda: None):
@@ -111,7 +113,7 @@ def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(re
 
 
 def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(requests, monkeypatch):
-    monkeypatch.setattr("tasks.workers.PART_S", 0.0)
+    monkeypatch.setattr("shardcore.measure.supervise.PART_S", 0.0)
     with workers(requests, count=1, chunk=100) as fleet:
         finished, samples = measure(fleet, requests)
     assert not any(s.error for s in samples.values())
@@ -120,17 +122,7 @@ def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(request
 
 def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
     """None starts: no device of this cluster is a GPU."""
-    monkeypatch.setattr(actors, "START_S", 0.1)
-    with (pytest.raises(ShardCoreError, match="1 measuring actors found no free device in 0.1 s"),
-          Workers(1, "cuda", SETTING, CONFIG, requests[0], reference_ms=1.0)):
+    monkeypatch.setattr(supervise, "START_S", 0.1)
+    with (pytest.raises(ShardCoreError, match="1 measuring workers found no free device in 0.1 s"),
+          Supervisor(RayTransport(BenchSpec(SETTING, "cuda", CONFIG, requests[0])))):
         pass
-
-
-@pytest.mark.parametrize("waiting, devices, most, sizes", [
-    (40, 2, 8, [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]), (5, 1, 16, [3, 1, 1]), (3, 4, 16, [1, 1, 1]), (0, 1, 4, [])])
-def test_calls_get_smaller_towards_the_end(waiting, devices, most, sizes):
-    found = []
-    while left := waiting - sum(found):
-        found.append(chunk_size(left, devices, most))
-        assert found[-1] > 0
-    assert found == sizes and chunk_size(0, devices, most) == 0

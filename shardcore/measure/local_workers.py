@@ -1,0 +1,111 @@
+"""Measuring workers as local processes, each fed and heard over a pipe. Between answers it says that it lives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shardcore.errors import ShardCoreError
+from shardcore.measure import local_ranks
+from shardcore.measure.supervise import BenchSpec, DeviceBench, Ended, Refused
+
+_BEAT_S, _BEATS = 1.0, 4
+"""Between two words of a process, at most; and how many it has at least before it counts as hung."""
+
+
+class LocalTransport:
+    """Processes of this machine, for a Supervisor."""
+
+    def __init__(self, spec: BenchSpec, hang_s: float = 60.0):
+        self.spec, self._beat_s = spec, min(_BEAT_S, hang_s / _BEATS)
+
+    def start(self, name: str, reference_ms: float | None) -> LocalWorker:
+        return LocalWorker(self.spec, reference_ms, self._beat_s)
+
+    def wait(self, workers: Sequence[LocalWorker], timeout_s: float) -> list[LocalWorker]:
+        pipes = {w.pipe: w for w in workers}
+        for pipe in wait(list(pipes), timeout_s):
+            pipes[pipe].hear()
+        return [w for w in workers if w.said]
+
+    def room(self) -> str:
+        return f"this machine has {os.cpu_count()} cores"
+
+
+class LocalWorker:
+    """said: the kind and the value of its answer, once it is there."""
+
+    def __init__(self, spec: BenchSpec, reference_ms: float | None, beat_s: float):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.said: tuple[str, Any] | None = None
+        self.counts = (0.0, 0.0)
+        self._process = context.Process(target=_serve, name=f"measure-{spec.device}", daemon=True,
+                                        args=(theirs, spec, reference_ms, beat_s))
+        self._process.start()
+        theirs.close()  # so that the pipe ends when the process does
+
+    def call(self, method: str, *arguments: Any) -> None:
+        self.said = None
+        try:
+            self.pipe.send((method, *arguments))
+        except OSError:  # it is gone, which its pipe's end will tell
+            pass
+
+    def hear(self) -> None:
+        try:
+            kind, value, self.counts = self.pipe.recv()
+        except (EOFError, OSError):
+            kind, value = "ended", local_ranks.end_of(self._process)
+        if kind != "beat":
+            self.said = kind, value
+
+    def answer(self) -> Any:
+        kind, value = self.said
+        if kind != "answer":
+            raise (Refused if kind == "refused" else Ended)(value)
+        return value
+
+    def look(self) -> None:
+        """Its beats have told."""
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(10)  # one that is stuck in a driver cannot end
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s: float) -> None:
+    """The process: answers calls in turn, and says every beat_s what its kernels have run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
+    local_ranks.end_with_parent()
+    bench, sending = None, threading.Lock()
+
+    def say(kind: str, value: object = None) -> None:
+        try:
+            with sending:
+                pipe.send((kind, value, bench.counts() if bench else (0.0, 0.0)))
+        except OSError:  # the parent is gone
+            os._exit(1)
+
+    def beat() -> None:
+        while True:
+            time.sleep(beat_s)
+            say("beat")
+
+    try:
+        bench = DeviceBench(spec, reference_ms)
+        threading.Thread(target=beat, daemon=True).start()
+        while True:
+            say("answer", bench.call(*pipe.recv())[0])
+    except EOFError:  # the parent is gone
+        return
+    except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
+        refused = bench is None and isinstance(error, ShardCoreError)
+        say("refused" if refused else "ended", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
