@@ -281,6 +281,14 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_part_that_is_sound_but_not_the_one_of_its_name_is_refused(tables, tmp_path):
+    pool = dataset.write_pool(tmp_path, tables)
+    first, second = (dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool) for i in range(2))
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(ShardCoreError, match=f"{first.name} does not match the digest in its name; it was cut short or edited"):
+        dataset.read_compute(tmp_path)
+
+
 def test_a_part_of_a_version_before_has_the_columns_of_today(tables, tmp_path):
     samples = [dataclasses.replace(compute_sample(tables, i), slowdown=1.5, relative_ci=0.25) for i in range(2)]
     path = dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))

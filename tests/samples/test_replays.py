@@ -79,6 +79,17 @@ def test_replays_of_version_1_have_the_names_of_today(problem, made, clock, tmp_
     assert replays.read(tmp_path / "kept") == kept and replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
 
 
+@pytest.mark.parametrize("slowdown", [0.0, -1.0, 1e4, 1e-4])
+def test_a_replay_at_a_slowdown_that_no_machine_has_is_refused(slowdown, problem, made, clock, tmp_path):
+    replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
+    path = tmp_path / "kept/replays.json"
+    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
+    body["replays"][0]["slowdown"] = slowdown
+    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 2, **body, "digest": files.digest(body)}))
+    with pytest.raises(ShardCoreError, match=f"has slowdown {slowdown}; it needs 0.001 to 1000"):
+        replays.read(tmp_path / "kept")
+
+
 def test_plans_that_were_damaged_are_replayed_again(problem, made, clock, tmp_path):
     folder = tmp_path / problem.name
     kept = replays.keep(folder, problem, made, SETTING, CONFIG, clock)
