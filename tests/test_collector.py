@@ -21,7 +21,7 @@ def test_every_search_asks_for_it():
     class Asked(Exception):
         pass
 
-    def setting(self):
+    def setting(self, _):
         found.append(gc.get_threshold())
         raise Asked
 
