@@ -49,8 +49,9 @@ class RayWorker:
         self._actor = DeviceWorker.options(name=name, num_gpus=int(spec.device == "cuda"), num_cpus=1).remote(
             spec, reference_ms)
 
-    def call(self, method: str, *arguments: Any) -> None:
-        self.ongoing = self._actor.call.options(name=f"{self._name}: {method}").remote(method, *arguments)
+    def call(self, method: str, *arguments: Any, label: str = "") -> None:
+        name = f"{self._name}, {label or method}"
+        self.ongoing = self._actor.call.options(name=name).remote(method, *arguments)
 
     def answer(self) -> Any:
         try:

@@ -51,7 +51,7 @@ class LocalWorker:
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, *arguments: Any, label: str = "") -> None:
         self.said = None
         try:
             self.pipe.send((method, *arguments))

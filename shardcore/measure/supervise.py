@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,7 +94,7 @@ class Worker(Protocol):
     counts: tuple[float, float]
     """DeviceBench.counts as last heard."""
 
-    def call(self, method: str, *arguments: Any) -> None: ...
+    def call(self, method: str, *arguments: Any, label: str = "") -> None: ...  # label: for people who watch calls
     def answer(self) -> Any: ...
     def look(self) -> None: ...  # has counts as they are now, if it still tells them
     def end(self) -> None: ...
@@ -165,6 +165,7 @@ class Supervisor:
         self._transport, self.spec, self._chunk, self._logger = transport, transport.spec, chunk, logger
         self._waiting: deque[ComputeRequest] = deque()
         self._suspects: deque[ComputeRequest] = deque()
+        self._unfed = 0
         self._devices = [_Device(f"device {i}") for i in range(count)]
         self.kernel_s, self.kept_s = 0.0, 0.0
         """Of all workers so far: seconds inside timed kernels, and in runs that entered a median."""
@@ -225,11 +226,14 @@ class Supervisor:
         Raises ShardCoreError where no worker is left.
         """
         feed, finished = iter(requests), []
+        self._unfed = len(requests) if isinstance(requests, Sized) else 0  # what draws endlessly has no length
         ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
         while True:
             for device in self._devices:
                 if not device.busy:
-                    self._waiting.extend(itertools.islice(feed, max(0, ahead - len(self._waiting))))
+                    fed = list(itertools.islice(feed, max(0, ahead - len(self._waiting))))
+                    self._waiting.extend(fed)
+                    self._unfed = max(0, self._unfed - len(fed))
                     self._hand_out(device)
             if finished:  # only now, so that the devices have work meanwhile
                 yield finished
@@ -251,7 +255,8 @@ class Supervisor:
             device.chunk = [self._waiting.popleft() for _ in range(n)]
         device.handed.update((self._id(r), r) for r in device.chunk)
         if device.handed:
-            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S)
+            waiting = self._unfed + len(self._waiting) + len(self._suspects)
+            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S, label=f"{waiting} waiting")
 
     def _collect(self) -> list[Finished]:
         """Wait for calls to end; what they brought."""
@@ -288,10 +293,10 @@ class Supervisor:
             if len(answers) + len(ended) == len(asked):
                 return answers, ended
 
-    def _call(self, device: _Device, method: str, *arguments: Any) -> None:
+    def _call(self, device: _Device, method: str, *arguments: Any, label: str = "") -> None:
         device.busy, device.seen, device.kernel_s = True, None, 0.0
         device.due = time.monotonic() + (START_S if device.starts else self.hang_s)
-        device.worker.call(method, *arguments)
+        device.worker.call(method, *arguments, label=label)
 
     def _heard(self) -> list[tuple[_Device, Any, Ended | None]]:
         """Wait for calls to end, one at least or a second: each device's answer, or why it has none."""

@@ -11,7 +11,7 @@ import pytest
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure.kernels import KernelConfig
-from shardcore.measure.local_workers import LocalTransport
+from shardcore.measure.local_workers import LocalTransport, LocalWorker
 from shardcore.measure.supervise import BenchSpec, Ended, Supervisor, chunk_size
 from shardcore.measurements import ComputeRequest
 from shardcore.types import Setting, Shard, Table, Zipf
@@ -110,7 +110,7 @@ class Struck:
     def wait(self, workers, timeout_s):
         return workers
 
-    def call(self, *call) -> None:
+    def call(self, *call, label="") -> None:
         self.ongoing = call
 
     def answer(self):
@@ -134,6 +134,20 @@ def test_calibrating_leaves_out_what_ends_the_process():
           Supervisor(struck := Struck(fewest=0)) as bench):
         bench.calibrate([HUGE] * 3, 2.0)
     assert struck.told == [3, 1, 0]
+
+
+def test_calls_tell_who_watches_how_many_requests_wait(tables, monkeypatch):
+    labels, call = [], LocalWorker.call
+
+    def labelled(self, *arguments, label=""):
+        labels.append(label)
+        call(self, *arguments, label=label)
+
+    monkeypatch.setattr(LocalWorker, "call", labelled)
+    requests = [ComputeRequest((Shard.whole(tables[i]),), 64) for i in range(5)]
+    with supervised(reference_ms=1.0) as bench:
+        assert len(list(bench.samples(requests))) == 5
+    assert [label for label in labels if label][:5] == [f"{n} waiting" for n in (4, 3, 2, 1, 0)]
 
 
 def test_what_cannot_start_is_one_clear_error():
