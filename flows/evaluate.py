@@ -17,20 +17,20 @@ def evaluate() -> None:
     sharders = compare_sharders(paths.MODEL, paths.POOL, config, paths.EVALUATION)
     # Only replays need devices.
     with ray_cluster() if config.replay_problems else nullcontext():
-        reality = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
-    write_metrics(paths.EVALUATION, accuracy, sharders, reality)
-    get_run_logger().info("%s", result(accuracy, reality), extra=console.RESULT)
-    if reality:
-        get_run_logger().info("replayed plans: %s", ", ".join(f"{k} {reality[k]:.3g}" for k in (
-            "mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost") if k in reality))
+        replayed = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
+    write_metrics(paths.EVALUATION, accuracy, sharders, replayed)
+    get_run_logger().info("%s", result(accuracy, replayed), extra=console.RESULT)
+    if replayed:
+        get_run_logger().info("replayed plans: %s", ", ".join(f"{k} {replayed[k]:.3g}" for k in (
+            "mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost") if k in replayed))
 
 
-def result(accuracy: dict[str, float], reality: dict[str, float]) -> str:
+def result(accuracy: dict[str, float], replayed: dict[str, float]) -> str:
     """The result in one line: errors of predicted ms in percent, and rank correlations."""
     said = (f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
             f"{accuracy['compute_kendall_tau']:.2f}")
-    if reality:
-        said += f"; replayed plans: error {reality['mape']:.1f}%, Kendall tau {reality['kendall_tau']:.2f}"
+    if replayed:
+        said += f"; replayed plans: error {replayed['mape']:.1f}%, Kendall tau {replayed['kendall_tau']:.2f}"
     return said
 
 

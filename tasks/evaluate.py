@@ -235,9 +235,9 @@ def _remove(out: Path, but: Sequence[str]) -> None:
 
 @task
 def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float],
-                  reality: dict[str, float]) -> None:
-    """Write metrics.json. Without replays it has no section "reality"."""
-    sections = {"accuracy": accuracy, "sharders": sharders} | ({"reality": reality} if reality else {})
+                  replayed: dict[str, float]) -> None:
+    """Write metrics.json. Without replays it has no section "replays"."""
+    sections = {"accuracy": accuracy, "sharders": sharders} | ({"replays": replayed} if replayed else {})
     files.write_json(out / "metrics.json", sections)
 
 

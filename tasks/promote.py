@@ -86,7 +86,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     champion = None if before is None else str(before.version)
     kept = replays.read_all(replayed, model.setting)
     if kept:
-        _log_reality(client, challenger, replay_records.judge(kept, model))
+        _log_replay_metrics(client, challenger, replay_records.judge(kept, model))
 
     def end(champion: str | None, reason: str) -> Promotion:
         logger.info("%s: %s", name, reason, extra=console.RESULT)
@@ -107,15 +107,15 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     return end(version, f"version {version} is champion, {reason}")
 
 
-def _log_reality(client: mlflow.MlflowClient, version: ModelVersion,
+def _log_replay_metrics(client: mlflow.MlflowClient, version: ModelVersion,
                  rows: Sequence[replay_metrics.ReplayRecord]) -> None:
-    """Log a model's replay metrics (reality_*) and a plot to its run. Once per set of replays."""
+    """Log a model's replay metrics (replay_*) and a plot to its run. Once per set of replays."""
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
     client.log_batch(version.run_id,
-                     [Metric(f"reality_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
+                     [Metric(f"replay_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
     client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"),
                       "replays.png")
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)

@@ -101,7 +101,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
         assert len(costs) >= plans and {cost.slowdown != 1 for cost in costs} == {reference is not None}
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["anneal_solved"] == 1
-    assert metrics["reality"]["mape"] > 0 and metrics["reality"]["random_relative_cost"] > 0
+    assert metrics["replays"]["mape"] > 0 and metrics["replays"]["random_relative_cost"] > 0
     assert "problem 1 of 1 replayed" in log
     for name in ("predictions.csv", "predictions.png", "sharders.csv", "replays/replays.csv", "replays/replays.png"):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100

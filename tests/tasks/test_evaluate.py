@@ -50,7 +50,7 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
     assert found == {} and not list(out.iterdir())
     assert re.search(f"no plans are replayed: {said}", caplog.text), caplog.text
     write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)
-    assert "reality" not in json.loads((tmp_path / "metrics.json").read_text())
+    assert "replays" not in json.loads((tmp_path / "metrics.json").read_text())
 
 
 SMALL = EvaluateConfig(replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32, replay_repeats=2)
