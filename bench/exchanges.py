@@ -3,7 +3,7 @@
     python -m bench.exchanges
 
 Each is measured at every one of --busy-ms, all in turn, --rounds times over, between processes of this machine
-(collectives.measure_all; CommRequest.busy_ms). A figure is one way's transfer of the slowest rank, the mean of forward and
+(collectives.measure_all; CollectiveRequest.busy_ms). A figure is one way's transfer of the slowest rank, the mean of forward and
 backward, the median of the rounds; a ratio is to the first of --busy-ms. Ranks start together, so none waits for another. Other
 work on the machine ruins the ratios (at a load of 6 on 2 cores they were 0.7 to 22).
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from shardcore import report
 from shardcore.errors import ShardCoreError
 from shardcore.measure import collectives, hardware
-from shardcore.measurements import CommRequest
+from shardcore.measurements import CollectiveRequest
 from shardcore.types import OUTPUT_BYTES, Setting
 
 COLUMNS = (8, 32, 150, 300)
@@ -28,25 +28,25 @@ DENSE = (1 << 12, 1 << 16, 1 << 19)
 """Elements of an all-reduce's gradient."""
 
 
-def requests(ranks: int, batch: int) -> list[CommRequest]:
+def requests(ranks: int, batch: int) -> list[CollectiveRequest]:
     start = (0.0,) * ranks
     pooled = [(kind, columns, batch) for kind in ("all_to_all", "reduce_scatter") for columns in COLUMNS]
     dense = [("all_reduce", elements // 64, 64) for elements in DENSE]
-    return [CommRequest((width,) * ranks, rows, start, kind) for kind, width, rows in pooled + dense]
+    return [CollectiveRequest((width,) * ranks, rows, start, kind) for kind, width, rows in pooled + dense]
 
 
-def measured(asked: Sequence[CommRequest], busy_ms: Sequence[float], ranks: int, setting: Setting, rounds: int,
-             repeats: int) -> dict[CommRequest, list[float]]:
+def measured(asked: Sequence[CollectiveRequest], busy_ms: Sequence[float], ranks: int, setting: Setting, rounds: int,
+             repeats: int) -> dict[CollectiveRequest, list[float]]:
     """ms one way of each request at each busy_ms, of each round."""
-    found: dict[CommRequest, list[float]] = {dataclasses.replace(r, busy_ms=ms): [] for r in asked for ms in busy_ms}
-    config = collectives.CommConfig(repeats=repeats)
+    found: dict[CollectiveRequest, list[float]] = {dataclasses.replace(r, busy_ms=ms): [] for r in asked for ms in busy_ms}
+    config = collectives.CollectiveConfig(repeats=repeats)
     for sample in collectives.measure_all(list(found) * rounds, ranks, setting, config):
         ways = [way for way in (sample.forward, sample.backward) if way]
         found[sample.request].append(statistics.mean(max(spread.median_ms for spread in way) for way in ways))
     return found
 
 
-def text(asked: Sequence[CommRequest], busy_ms: Sequence[float], found: dict[CommRequest, list[float]]) -> str:
+def text(asked: Sequence[CollectiveRequest], busy_ms: Sequence[float], found: dict[CollectiveRequest, list[float]]) -> str:
     rows, ratios = [], []
     for request in asked:
         ms = [statistics.median(found[dataclasses.replace(request, busy_ms=busy)]) for busy in busy_ms]

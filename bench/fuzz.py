@@ -55,7 +55,7 @@ from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import MOST_CHARACTERS, ShardCoreError
 from shardcore.export import fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Replayed, Spread
+from shardcore.measurements import Spread, StepSample
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
@@ -123,7 +123,7 @@ def make(folder: Path) -> None:
         problem.name, "first", "nothing was published", version, version, files.problem_digest(problem),
         cost.total_ms,
         provenance={"model": "m", "model_version": "1"}))
-    took = Replayed(**vars(cost), step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
+    took = StepSample(**vars(cost), step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
                     oversubscribed=False)
     replays.keep(folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took])
 

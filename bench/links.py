@@ -36,7 +36,7 @@ from shardcore.cost import accuracy, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CommRequest, CommSample, Spread
+from shardcore.measurements import CollectiveRequest, CollectiveSample, Spread
 from shardcore.samples import dataset
 from shardcore.types import OUTPUT_BYTES, Setting
 
@@ -45,7 +45,7 @@ from shardcore.types import OUTPUT_BYTES, Setting
 NEIGHBOURS, FOLDS = 8, 5
 
 
-def measured_rows(comm: Sequence[CommSample], repeats: Sequence[Sequence[CommSample]]) -> list[tuple[str, ...]]:
+def measured_rows(comm: Sequence[CollectiveSample], repeats: Sequence[Sequence[CollectiveSample]]) -> list[tuple[str, ...]]:
     """One row a collective and way."""
     comm = [s for s in collective_model.priced(comm) if s.error is None]
     train, validation, test = ([s for s in comm if accuracy.split_of(s.id) == side] for side in ("train", "validation", "test"))
@@ -67,7 +67,7 @@ def measured_rows(comm: Sequence[CommSample], repeats: Sequence[Sequence[CommSam
     return rows
 
 
-def _fold_errors(comm: Sequence[CommSample]) -> dict[tuple[str, str], str]:
+def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]:
     """Of each collective and way."""
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
@@ -79,9 +79,9 @@ def _fold_errors(comm: Sequence[CommSample]) -> dict[tuple[str, str], str]:
     return {kind: f"{mape(*map(np.concatenate, zip(*parts, strict=True))):.1f}" for kind, parts in both.items()}
 
 
-def _slowdown(train: Sequence[CommSample], rates: Mapping[str, np.ndarray]) -> Callable[[CommSample], float]:
+def _slowdown(train: Sequence[CollectiveSample], rates: Mapping[str, np.ndarray]) -> Callable[[CollectiveSample], float]:
     """A function: how many times as long as usual the training exchanges took that were measured nearest to a sample."""
-    def slower(sample: CommSample) -> float:
+    def slower(sample: CollectiveSample) -> float:
         ratios = [math.log(b / a) for way in collective_model.WAYS[sample.request.collective]
                   for a, b in zip(*collective_model.predicted(rates, [sample], way), strict=True)]
         return float(np.mean(ratios))
@@ -90,7 +90,7 @@ def _slowdown(train: Sequence[CommSample], rates: Mapping[str, np.ndarray]) -> C
     return lambda sample: math.exp(float(np.median(by[np.argsort(abs(at - sample.measured_at))[:NEIGHBOURS]])))
 
 
-def _repeatability(repeats: Sequence[Sequence[CommSample]], way: str) -> str:
+def _repeatability(repeats: Sequence[Sequence[CollectiveSample]], way: str) -> str:
     pairs = [(a.median_ms, b.median_ms) for first, second, *_ in repeats
              for a, b in zip(getattr(first, way), getattr(second, way), strict=True)]
     return f"{100 * np.mean([abs(b / a - 1) for a, b in pairs]) / math.sqrt(2):.1f}" if pairs else "none measured twice"
@@ -124,7 +124,7 @@ class Cluster:
     noise: float = 0.03
 
 
-def simulate(cluster: Cluster, request: CommRequest, rng: np.random.Generator) -> CommSample:
+def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Generator) -> CollectiveSample:
     """One exchange as a cluster would do it."""
     n, per_host = len(request.widths), len(request.widths) // request.hosts
     owned = np.array(request.widths, dtype=float) * request.batch * OUTPUT_BYTES
@@ -142,7 +142,7 @@ def simulate(cluster: Cluster, request: CommRequest, rng: np.random.Generator) -
     def spreads(ms: np.ndarray) -> tuple[Spread, ...]:
         return tuple(Spread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist())
 
-    return CommSample(dataset.comm_id(SIMULATED, request), SIMULATED, request, None if forward is None else spreads(forward),
+    return CollectiveSample(dataset.comm_id(SIMULATED, request), SIMULATED, request, None if forward is None else spreads(forward),
                       spreads(backward), (0.0,) * n, 0.0)
 
 
@@ -203,7 +203,7 @@ def _max_min(uses: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 
 
 def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed: int,
-              collectives: Sequence[str] = tuple(collective_model.WAYS)) -> list[CommSample]:
+              collectives: Sequence[str] = tuple(collective_model.WAYS)) -> list[CollectiveSample]:
     """n exchanges of each (ranks, hosts), of the collectives in turn, at batches of different sizes."""
     found = []
     for ranks, hosts in shapes:

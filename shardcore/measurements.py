@@ -37,7 +37,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Replayed(StepCost):
+class StepSample(StepCost):
     """A measured StepCost: each part the median over the repeats, per device. Times are as the clock showed.
 
     step: the slowest device's total, over the repeats. On a busy machine it lies above total_ms, whose parts
@@ -51,7 +51,7 @@ class Replayed(StepCost):
     oversubscribed: bool
     slowdown: float = 1.0
 
-    def at_usual_speed(self) -> Replayed:
+    def at_usual_speed(self) -> StepSample:
         """The same step, had the machine been as fast as usual."""
         parts = {f.name: tuple(ms / self.slowdown for ms in getattr(self, f.name)) for f in fields(StepCost)}
         step = replace(self.step, median_ms=self.step.median_ms / self.slowdown,
@@ -72,7 +72,7 @@ class ComputeRequest:
 
 
 @dataclass(frozen=True)
-class CommRequest:
+class CollectiveRequest:
     """One collective among D ranks, as workload.Workload has them and a replay runs them.
 
     widths: [D] columns that each rank owns.
@@ -164,7 +164,7 @@ class ComputeSample:
 
 
 @dataclass(frozen=True)
-class CommSample:
+class CollectiveSample:
     """One measured exchange among D ranks. A cast to and from BF16 is part of it.
 
     id: hash of its setting, its request and the version of what a timing means.
@@ -178,7 +178,7 @@ class CommSample:
 
     id: str
     setting: Setting
-    request: CommRequest
+    request: CollectiveRequest
     forward: tuple[Spread, ...] | None
     backward: tuple[Spread, ...] | None
     waiting_ms: tuple[float, ...] | None
@@ -199,7 +199,7 @@ class CommSample:
                 f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more")
 
 
-def _require_sample(sample: ComputeSample | CommSample, is_timed: bool) -> None:
+def _require_sample(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
     require(is_timed or sample.error is not None, f"sample {sample.id} has no timing, and no error for "
             "which there is none")
     require(0 <= sample.measured_at < math.inf and sample.order >= 0,

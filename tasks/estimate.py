@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore import files
-from shardcore.measurements import CommRequest, ComputeRequest
+from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset, replays
 from shardcore.tables.access import access_share, lookups
 from shardcore.types import OUTPUT_BYTES
@@ -113,7 +113,7 @@ def _compute_ms(requests: Sequence[ComputeRequest], device: str) -> float:
     return _OVERHEAD_MS + float(np.mean(gathered or [0])) / (_COMPUTE_GBPS[device] * 1e6)
 
 
-def _comm_ms(requests: Sequence[CommRequest], device: str) -> float:
+def _comm_ms(requests: Sequence[CollectiveRequest], device: str) -> float:
     """Mean ms of one exchange, forward and backward."""
     sent = [max(r.widths) * r.batch * OUTPUT_BYTES for r in requests]
     starts = [max(r.start_ms) for r in requests]

@@ -27,7 +27,7 @@ from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, requi
 from shardcore.measure import collectives, hardware, kernels, local_ranks
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
 from shardcore.measure.supervise import PART_S, BenchSpec, Supervisor
-from shardcore.measurements import CommRequest, ComputeRequest
+from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting, Table
 from tasks import actors, services
@@ -45,7 +45,7 @@ class MeasureConfig:
     where there is none, as far as memory goes; all cores at once disturb no medians); ranks: processes of an exchange (0: the
     most devices of `hosts` hosts that divide the batch); hosts: how many the ranks are on, evenly; chunk: samples an actor
     call; hang_s: a device on which no op ends for so long has hung. The rest as in KernelConfig, GroupConfig,
-    CommConfig and, of the steps of step_samples plans, ReplayConfig."""
+    CollectiveConfig and, of the steps of step_samples plans, ReplayConfig."""
 
     compute_samples: int = 400
     comm_samples: int = 150
@@ -80,8 +80,8 @@ class MeasureConfig:
     def groups(self) -> GroupConfig:
         return GroupConfig(max_shards=self.max_shards, max_shard_bytes=self.arena_bytes)
 
-    def comm(self) -> collectives.CommConfig:
-        return collectives.CommConfig(repeats=self.comm_repeats)
+    def comm(self) -> collectives.CollectiveConfig:
+        return collectives.CollectiveConfig(repeats=self.comm_repeats)
 
     def steps(self) -> ReplayConfig:
         return of_samples(self.arena_bytes, self.hang_s, self.step_repeats)
@@ -95,12 +95,12 @@ class Exchange:
         self._held = services.reserve_port("")  # for as long as this rank lives, or another process may get it first
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
-    def join(self, rank: int, ranks: int, address: str, device: str, config: collectives.CommConfig) -> None:
+    def join(self, rank: int, ranks: int, address: str, device: str, config: collectives.CollectiveConfig) -> None:
         torch.set_num_threads(1)
         with local_ranks.exchanging():
             self._rank = collectives.Rank(rank, ranks, address, device, config)
 
-    def measure(self, requests: Sequence[CommRequest]) -> list[collectives.RankTimes]:
+    def measure(self, requests: Sequence[CollectiveRequest]) -> list[collectives.RankTimes]:
         return self._rank.measure(requests)
 
 
@@ -118,7 +118,7 @@ def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
     return live
 
 
-def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CommRequest]:
+def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CollectiveRequest]:
     """The first comm_samples different exchanges of the seed's draws, by id."""
     return dict(different(lambda i: comm_request(i, ranks, setting.batch, config.seed, hosts=config.hosts),
                                    lambda r: dataset.comm_id(setting, r), config.comm_samples))

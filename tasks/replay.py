@@ -18,7 +18,7 @@ from shardcore import files
 from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
-from shardcore.measurements import Replayed
+from shardcore.measurements import StepSample
 from shardcore.samples import dataset, replays
 from shardcore.types import MIN_WIDTH, Plan, Problem, Setting, Table
 from shardcore.workload import Workload
@@ -27,7 +27,7 @@ from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress
 
 _PROBE_S = 5.0
-Run = Callable[[Sequence[Workload]], list[Replayed]]
+Run = Callable[[Sequence[Workload]], list[StepSample]]
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
@@ -62,7 +62,7 @@ def replaying(ranks: int, setting: Setting, config: ReplayConfig,
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
     with actors.gang(ReplayRank, "replay", ranks, device) as members:
-        def run(workloads: Sequence[Workload]) -> list[Replayed]:
+        def run(workloads: Sequence[Workload]) -> list[StepSample]:
             for workload in workloads:
                 require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
             found = combine_all(_marks(members, workloads, setting, config, device, reference), reference)
@@ -125,7 +125,7 @@ class EachProblem:
 
 
 @task(task_run_name="replay")
-def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None) -> list[Replayed]:
+def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None) -> list[StepSample]:
     """Replay plans of one problem, as shardcore.measure.replay.replay_all, on one host of the connected cluster: its GPUs where
     it has some, else its CPU cores. (Gloo; NCCL is written for the same interface and has not been run here.)
 

@@ -14,9 +14,9 @@ import numpy as np
 from shardcore.cost import collective_model, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.measurements import CommSample, ComputeSample
+from shardcore.measurements import CollectiveSample, ComputeSample
 
-Sample = TypeVar("Sample", ComputeSample, CommSample)
+Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 COVERAGES = (50, 80, 90, 95)
 """Nominal coverages in percent. `evaluate` reports the real share inside each interval."""
 
@@ -53,7 +53,7 @@ def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
 
-def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CommSample]) -> dict[str, float]:
+def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]) -> dict[str, float]:
     """Accuracy on measurements, as flat metrics. Errors are in percent.
 
     compute_*: errors of forward + backward of fused ops.

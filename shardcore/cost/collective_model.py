@@ -30,7 +30,7 @@ import numpy as np
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
-from shardcore.measurements import CommSample
+from shardcore.measurements import CollectiveSample
 from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES
 
@@ -288,7 +288,7 @@ def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
 # --- fit ---------------------------------------------------------------------------------------------------------------
 
 
-def fit(train_side: Sequence[CommSample], validation: Sequence[CommSample],
+def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
     """[E] rates of each measured collective and direction, named by `weight`."""
     rates = {}
@@ -329,7 +329,7 @@ def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return (fit_law(different.T, measured) / times)[which.ravel()]
 
 
-def priced(samples: Sequence[CommSample]) -> list[CommSample]:
+def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     """The samples that the model prices: exchanges in FP32.
 
     An exchange that ended before the last rank started has no transfer time, and is left out.
@@ -338,13 +338,13 @@ def priced(samples: Sequence[CommSample]) -> list[CommSample]:
             and (s.error or min(x.median_ms for way in WAYS[s.request.collective] for x in getattr(s, way)) > 0)]
 
 
-def observed(samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
+def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Terms [E, sum of D] and measured transfer ms [sum of D], over all samples' ranks."""
     terms = [_sample_terms(s, way) for s in samples]
     return np.concatenate(terms, axis=1), np.array([x.median_ms for s in samples for x in getattr(s, way)])
 
 
-def _sample_terms(sample: CommSample, way: str) -> np.ndarray:
+def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
@@ -354,7 +354,7 @@ def _sample_terms(sample: CommSample, way: str) -> np.ndarray:
     return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
 
 
-def owned_bytes(sample: CommSample) -> np.ndarray:
+def owned_bytes(sample: CollectiveSample) -> np.ndarray:
     """[D] bytes that each rank of a sample owns."""
     return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
 
@@ -362,13 +362,13 @@ def owned_bytes(sample: CommSample) -> np.ndarray:
 # --- accuracy ----------------------------------------------------------------------------------------------------------
 
 
-def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CommSample], way: str) -> tuple[np.ndarray, np.ndarray]:
+def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [sum of D]. All samples have to be of one collective."""
     terms, measured = observed(samples, way)
     return transfer_ms(terms, rates_of(w, Channel(samples[0].request.collective), way)), measured
 
 
-def errors(w: Mapping[str, np.ndarray], samples: Sequence[CommSample]) -> dict[str, float]:
+def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
     """Mean absolute error of one rank's transfer, in percent, as flat metrics.
 
     "<way>_comm_mape": of all-to-alls.

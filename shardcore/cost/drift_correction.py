@@ -24,7 +24,7 @@ from shardcore.cost import collective_model, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CommSample, ComputeSample, Spread
+from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, Setting
 
@@ -47,7 +47,7 @@ class Measurements:
     """
 
     compute: list[ComputeSample]
-    comm: list[CommSample]
+    comm: list[CollectiveSample]
     repeats: list[list[ComputeSample]]
 
 
@@ -72,12 +72,12 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
                         comm=as_in_a_step(dataset.best_known(comm.values())))
 
 
-def as_in_a_step(comm: Sequence[CommSample]) -> list[CommSample]:
+def as_in_a_step(comm: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     """Prefer collectives timed between busy ranks, which is how training steps run them.
 
     They are taken where there are FEWEST_BUSY, or no others. Otherwise those between idle ranks are taken.
     """
-    def chosen(collective: str) -> list[CommSample]:
+    def chosen(collective: str) -> list[CollectiveSample]:
         mine = [s for s in comm if s.request.collective == collective]
         busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
         timed = [s for s in collective_model.priced(busy) if s.error is None]

@@ -27,7 +27,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
-from shardcore.measurements import CommSample, ComputeSample
+from shardcore.measurements import CollectiveSample, ComputeSample
 from shardcore.types import Setting
 
 Progress = Callable[[str, int, dict[str, float]], None]
@@ -91,7 +91,7 @@ class TrainedModel:
 # --- training ----------------------------------------------------------------------------------------------------------
 
 
-def train(compute: Sequence[ComputeSample], comm: Sequence[CommSample], setting: Setting, config: FitConfig | None = None,
+def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], setting: Setting, config: FitConfig | None = None,
           progress: Progress | None = None, start: NeuralModel | None = None) -> TrainedModel:
     """Train a model for `setting` on the train and validation splits. The test split is not used.
 
@@ -166,7 +166,7 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     return train_side or validation or list(samples), validation or train_side or list(samples)
 
 
-def measured_ranges(compute: Sequence[ComputeSample], comm: Sequence[CommSample]) -> dict[str, list[float]]:
+def measured_ranges(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]) -> dict[str, list[float]]:
     """The smallest and largest value of each of neural.QUANTITIES among samples."""
     values: dict[str, list[float]] = {name: [] for name in neural.QUANTITIES}
     for sample in compute:

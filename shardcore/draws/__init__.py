@@ -16,9 +16,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from shardcore.measurements import CommRequest, ComputeRequest
+from shardcore.measurements import CollectiveRequest, ComputeRequest
 
-Request = TypeVar("Request", ComputeRequest, CommRequest)
+Request = TypeVar("Request", ComputeRequest, CollectiveRequest)
 MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
 """MOST_DRAWS: of groups, collectives, steps or problems. All are drawn before the first is used. MOST_RANKS:
 of one collective, which must be drawn within a second."""

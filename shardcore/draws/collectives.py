@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardcore.draws.problems import DIMS
-from shardcore.measurements import CommRequest
+from shardcore.measurements import CollectiveRequest
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls in FP32 at the full batch."""
@@ -19,7 +19,7 @@ _FP32 = 0.75
 
 
 def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0,
-                 hosts: int = 1) -> CommRequest:
+                 hosts: int = 1) -> CollectiveRequest:
     """Collective `index` among ranks on `hosts` hosts.
 
     Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
@@ -50,4 +50,4 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     if collective == "all_reduce":
         # An all-reduce sums the same tensor on every rank.
         widths = [max(widths)] * ranks
-    return CommRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
+    return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)

@@ -1,6 +1,6 @@
 """Collectives among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
 
-Each rank runs one Rank; all are given the same requests (measurements.CommRequest defines the collectives). An exchange's waiting
+Each rank runs one Rank; all are given the same requests (measurements.CollectiveRequest defines the collectives). An exchange's waiting
 lasts until the last rank starts, its transfer from there to a rank's own end.
 
 BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and decoded after the
@@ -39,7 +39,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import local_ranks
 from shardcore.measure.timing import spread
-from shardcore.measurements import CommRequest, CommSample
+from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
 from shardcore.types import Setting
 
@@ -50,7 +50,7 @@ _PINGS = 20
 
 
 @dataclass(frozen=True)
-class CommConfig:
+class CollectiveConfig:
     """repeats of each exchange after warmups; timeout_s: a rank that waits longer for another gives up."""
 
     repeats: int = 7
@@ -74,15 +74,15 @@ class RankTimes:
 # --- a gang ------------------------------------------------------------------------------------------------------------
 
 
-def measure_all(requests: Sequence[CommRequest], ranks: int, setting: Setting, config: CommConfig | None = None,
-                device: str = "cpu") -> Iterator[CommSample]:
+def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, config: CollectiveConfig | None = None,
+                device: str = "cpu") -> Iterator[CollectiveSample]:
     """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a sample is yielded
     as soon as all ranks have it.
 
     Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the GPUs, and while
     it runs where a rank dies or hangs: it names rank and reason, no process stays behind, and samples yielded before are good.
     """
-    config = config or CommConfig()
+    config = config or CollectiveConfig()
     for request in requests:
         _require_fits(request, ranks, hosts=1)
     if device == "cuda" and torch.cuda.device_count() < ranks:
@@ -90,8 +90,8 @@ def measure_all(requests: Sequence[CommRequest], ranks: int, setting: Setting, c
     return _measured(list(requests), ranks, setting, config, device)
 
 
-def _measured(requests: Sequence[CommRequest], ranks: int, setting: Setting, config: CommConfig,
-              device: str) -> Iterator[CommSample]:
+def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, config: CollectiveConfig,
+              device: str) -> Iterator[CollectiveSample]:
     if not requests:
         return
     seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
@@ -104,8 +104,8 @@ def _measured(requests: Sequence[CommRequest], ranks: int, setting: Setting, con
                 order += 1
 
 
-def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: int, requests: Sequence[CommRequest],
-          config: CommConfig, device: str) -> None:
+def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: int, requests: Sequence[CollectiveRequest],
+          config: CollectiveConfig, device: str) -> None:
     """One process of measure_all's gang: it says its times of one request after the other."""
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -119,7 +119,7 @@ def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: 
     member.close()
 
 
-def combine(setting: Setting, request: CommRequest, ranks: Sequence[RankTimes], order: int = 0) -> CommSample:
+def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTimes], order: int = 0) -> CollectiveSample:
     """One sample from what all ranks saw of a request."""
     def parts_ms(way: str) -> tuple[np.ndarray, np.ndarray]:
         start, end = (np.array([getattr(r, way)[k] for r in ranks]) for k in (0, 1))
@@ -128,7 +128,7 @@ def combine(setting: Setting, request: CommRequest, ranks: Sequence[RankTimes], 
     ways = {way: parts_ms(way) for way in ("forward", "backward") if getattr(ranks[0], way)}
     transfer = {way: tuple(map(spread, ms)) for way, (_, ms) in ways.items()}
     first_waiting, _ = next(iter(ways.values()))
-    return CommSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"), transfer["backward"],
+    return CollectiveSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"), transfer["backward"],
                       tuple(map(float, np.median(first_waiting, axis=1))), time.time(), order=order,
                       oversubscribed=any(r.oversubscribed for r in ranks))
 
@@ -139,7 +139,7 @@ def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, n
     return last - start, end - last
 
 
-def _require_fits(request: CommRequest, ranks: int, hosts: int) -> None:
+def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
     if len(request.widths) != ranks or request.hosts != hosts:
         raise ShardCoreError(f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not fit a gang of "
                              f"{ranks} ranks with hosts {hosts}: it needs one width a rank, and as many hosts as there are")
@@ -176,8 +176,8 @@ class Rank:
     hosts: how many the ranks are on, as host_id tells. Raises ShardCoreError where they are not spread over them evenly.
     """
 
-    def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu", config: CommConfig | None = None):
-        self.rank, self.ranks, self.config = rank, ranks, config or CommConfig()
+    def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu", config: CollectiveConfig | None = None):
+        self.rank, self.ranks, self.config = rank, ranks, config or CollectiveConfig()
         self.device = torch.device(device)
         timeout = timedelta(seconds=self.config.timeout_s)
         where = _address(init_method)
@@ -191,7 +191,7 @@ class Rank:
         self._offset_s = self._clock_offset_s()
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
-    def measure(self, requests: Sequence[CommRequest]) -> list[RankTimes]:
+    def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
         """Times of each request; all ranks must be given the same ones. Raises local_ranks.Lost where another rank breaks one."""
         if self.hosts > 1:  # their clocks drift apart
             self._offset_s = self._clock_offset_s()
@@ -200,7 +200,7 @@ class Rank:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _measure(self, request: CommRequest) -> RankTimes:
+    def _measure(self, request: CollectiveRequest) -> RankTimes:
         _require_fits(request, self.ranks, self.hosts)
         forward, backward = transfers(request, self.rank, self.device)
         times: tuple[list, list] = [], []
@@ -304,7 +304,7 @@ class Transfer:
             self.into.copy_(self._arrived)
 
 
-def transfers(request: CommRequest, rank: int, device: torch.device | str = "cpu") -> tuple[Transfer | None, Transfer]:
+def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu") -> tuple[Transfer | None, Transfer]:
     """What `rank` does of a request forward (None: nothing) and backward, over buffers of its own that hold zeros."""
     def both(outputs: int, arrived: int, forward: Collective, backward: Collective) -> tuple[Transfer, Transfer]:
         there, here = _filled(outputs, device), _filled(arrived, device)

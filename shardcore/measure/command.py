@@ -24,7 +24,7 @@ from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.local_workers import LocalTransport
 from shardcore.measure.replay import of_samples, replay_all
 from shardcore.measure.supervise import BenchSpec, Supervisor
-from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.samples import dataset, replays
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.held_out import kept_for_testing
@@ -138,23 +138,23 @@ def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> N
         raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
 
 
-def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[CommRequest]:
+def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[CollectiveRequest]:
     known = dataset.read_ids(args.out, "comm")
     draws = different(lambda i: comm_request(i, args.ranks, setting.batch, args.seed),
                        lambda r: dataset.comm_id(setting, r), args.exchanges)
     return [r for key, r in draws if key not in known]
 
 
-def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CommRequest], setting: Setting, device: str) -> None:
+def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveRequest], setting: Setting, device: str) -> None:
     began, done = time.monotonic(), 0
 
-    def tell(_: CommSample) -> None:
+    def tell(_: CollectiveSample) -> None:
         nonlocal done
         done += 1
         if done % args.chunk == 0 or done == len(missing):
             print(f"{done} of {len(missing)} exchanges, {done / (time.monotonic() - began):.1f} a second", flush=True)
 
-    samples = collectives.measure_all(missing, args.ranks, setting, collectives.CommConfig(), device)
+    samples = collectives.measure_all(missing, args.ranks, setting, collectives.CollectiveConfig(), device)
     _keep(samples, args.chunk, lambda some: dataset.write_comm(args.out, some), tell)
 
 

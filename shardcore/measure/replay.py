@@ -32,10 +32,10 @@ import torch.distributed as dist
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import exchanges, local_ranks
-from shardcore.measure.collectives import CommConfig, Rank, wait_and_transfer
+from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
-from shardcore.measurements import ComputeRequest, Replayed
+from shardcore.measurements import ComputeRequest, StepSample
 from shardcore.samples.dataset import ReferenceOp
 from shardcore.types import PRECISION_BYTES, Setting
 from shardcore.workload import Workload
@@ -79,7 +79,7 @@ def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> 
 
 
 def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None,
-           device: str = "cpu") -> Replayed:
+           device: str = "cpu") -> StepSample:
     """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one
     GPU a device).
 
@@ -90,7 +90,7 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
 
 def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
                device: str = "cpu",
-               reference: ReferenceOp | None = None) -> list[Replayed]:
+               reference: ReferenceOp | None = None) -> list[StepSample]:
     """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets
     them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
     slowdown.
@@ -111,7 +111,7 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
 
 
 def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]],
-                reference: ReferenceOp | None) -> list[Replayed]:
+                reference: ReferenceOp | None) -> list[StepSample]:
     """The workloads' costs from what replay_rank gives of each rank of one host."""
     slowdown = float(np.median([reference_ms for _, reference_ms in ranks],
                                axis=1).mean()) / reference[1] if reference else 1.0
@@ -119,14 +119,14 @@ def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]],
                                                                         strict=True)]
 
 
-def combine(marks_s: Sequence[np.ndarray]) -> Replayed:
+def combine(marks_s: Sequence[np.ndarray]) -> StepSample:
     """One workload's cost from what each rank of one host saw of it: D arrays [R, 5] of replay_rank."""
     begin, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R] each, ms
     _, backward_comm = wait_and_transfer(begin, received)
     waiting, forward_comm = wait_and_transfer(pooled, end)
     parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting)
     medians = (tuple(map(float, np.median(part, axis=1))) for part in parts)
-    return Replayed(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s)
+    return StepSample(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s)
                     > len(os.sched_getaffinity(0)))
 
 
@@ -180,7 +180,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     caches = Caches(config.evict_bytes, device)
     with local_ranks.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device,
-                      CommConfig(timeout_s=config.timeout_s))
+                      CollectiveConfig(timeout_s=config.timeout_s))
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.measurements import CommSample, ComputeSample
+from shardcore.measurements import CollectiveSample, ComputeSample
 from shardcore.memory import gib
 from shardcore.samples.dataset import has_reference_op
 
@@ -67,7 +67,7 @@ def dataset_summary(samples: Sequence[ComputeSample],
     return rows
 
 
-def exchange_summary(samples: Sequence[CommSample]) -> list[tuple[str, str]]:
+def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str]]:
     """What a dataset of collectives covers and how noisy it is: rows of name and value."""
     timed = [s for s in samples if s.error is None]
     kinds = Counter(f"{s.request.collective} {s.request.payload}" for s in timed)

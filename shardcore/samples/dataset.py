@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from shardcore import files
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample, Spread
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import parts
 from shardcore.samples.parts import Row
 from shardcore.schema import show
@@ -30,7 +30,7 @@ REPLAYS = "replays"
 _FEWEST_OF_REFERENCE = 4
 ReferenceOp = tuple[ComputeRequest, float]
 """The op that runs throughout, to show the machine's slowdown, and its usual ms."""
-Sample = TypeVar("Sample", ComputeSample, CommSample)
+Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 
 
 # --- ids ----------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def compute_id(setting: Setting, request: ComputeRequest) -> str:
     return files.digest(["compute", parts.MEASUREMENT_VERSION, _setting_json(setting), request.batch, shards])
 
 
-def comm_id(setting: Setting, request: CommRequest) -> str:
+def comm_id(setting: Setting, request: CollectiveRequest) -> str:
     # A request without busy_ms has the id that it had before there was one.
     described = {name: value for name, value in vars(request).items() if name != "busy_ms" or value}
     return files.digest(["comm", parts.MEASUREMENT_VERSION, _setting_json(setting), described])
@@ -77,7 +77,7 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
     return parts.write_part(folder, "compute", rows)
 
 
-def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
+def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
     """Write samples of collectives as one part."""
     rows = [{**_common(s, s.request.batch),
              **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms")},
@@ -89,7 +89,7 @@ def write_comm(folder: str | Path, samples: Sequence[CommSample]) -> Path:
     return parts.write_part(folder, "comm", rows)
 
 
-def _common(sample: ComputeSample | CommSample, batch: int) -> Row:
+def _common(sample: ComputeSample | CollectiveSample, batch: int) -> Row:
     s = sample.setting
     return {"id": sample.id, "hardware": s.hardware, "setting_batch": s.batch, "precision": s.precision,
             "optimizer": s.optimizer, "measurement_version": parts.MEASUREMENT_VERSION,
@@ -118,12 +118,12 @@ def read_repeats(folder: str | Path, setting: Setting | None = None) -> list[lis
     return repeated(read_timings(folder, setting))
 
 
-def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CommSample]:
+def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CollectiveSample]:
     """The samples of collectives in a folder (of one setting), as read_compute."""
     return best_known(_comm(folder, setting))
 
 
-def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[CommSample]]:
+def read_comm_repeats(folder: str | Path, setting: Setting | None = None) -> list[list[CollectiveSample]]:
     """The collectives in a folder (of one setting) with several timings, as read_repeats."""
     return repeated(_comm(folder, setting))
 
@@ -139,7 +139,7 @@ def best_known(samples: Iterable[Sample]) -> list[Sample]:
     return [best[k] for k in sorted(best)]
 
 
-def _worth(sample: ComputeSample | CommSample) -> float:
+def _worth(sample: ComputeSample | CollectiveSample) -> float:
     relative_ci = getattr(sample, "relative_ci", None)
     return -math.inf if relative_ci is None else -relative_ci
 
@@ -186,13 +186,13 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
     return _samples(folder, "compute", setting, sample)
 
 
-def _comm(folder: str | Path, setting: Setting | None) -> list[CommSample]:
-    def sample(row: Row) -> CommSample:
-        request = CommRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"],
+def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
+    def sample(row: Row) -> CollectiveSample:
+        request = CollectiveRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"],
                               row["payload"], row["hosts"], row["busy_ms"])
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
-        made = CommSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,
+        made = CollectiveSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,
                           row["measured_at"], row["error"], row["order"], row["oversubscribed"])
         _require_own_id(made.id, comm_id(made.setting, made.request))
         return made

@@ -21,7 +21,7 @@ from typing import Any
 from shardcore import files, plans_v1, renamed, schema
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_SPEED
-from shardcore.measurements import Replayed, Spread
+from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset, parts
 from shardcore.types import Plan, Problem, Setting, StepCost
 from shardcore.workload import Workload, lower
@@ -30,7 +30,7 @@ SCHEMA, VERSION = "shardcore/replays", 2
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 MOST_SLOWDOWN = 1.5
 """A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""
-Replay = Callable[[Sequence[Workload]], Sequence[Replayed]]
+Replay = Callable[[Sequence[Workload]], Sequence[StepSample]]
 Config = Any
 """A measure.replay.ReplayConfig. It is not imported, because training reads replays: an edit of measuring
 must not make training stale."""
@@ -53,10 +53,10 @@ class ReplaySet:
     setting: Setting
     made: tuple[tuple[str, str], ...]
     plans: Mapping[str, Plan]
-    costs: Mapping[str, Replayed]
+    costs: Mapping[str, StepSample]
 
 
-def _is_disturbed(cost: Replayed) -> bool:
+def _is_disturbed(cost: StepSample) -> bool:
     return max(cost.slowdown, 1 / cost.slowdown) > MOST_SLOWDOWN
 
 
@@ -170,12 +170,12 @@ def missing(folder: Path, made: Sequence[tuple[Problem, Made]],
     return [(problem, plans) for problem, plans in lacks if plans]
 
 
-def _missing(made: Made, problem: Problem, known: Mapping[str, Replayed]) -> list[tuple[str, Plan]]:
+def _missing(made: Made, problem: Problem, known: Mapping[str, StepSample]) -> list[tuple[str, Plan]]:
     return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan) not in known]
 
 
 def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
-           replay: Replay) -> dict[str, Replayed]:
+           replay: Replay) -> dict[str, StepSample]:
     """Replays of these plans by digest: from a dataset's folder, or run now and added to it.
 
     Replays in the folder count whatever their config. Raises as `keep` does.
@@ -191,13 +191,13 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
     return known
 
 
-def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, Replayed]:
+def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
     kept = read_all(folder / dataset.REPLAYS, setting)
     return {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()
             if not _is_disturbed(cost)}
 
 
-def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Replayed]]:
+def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, StepSample]]:
     """Replays of a setting in datasets' folders, at a slowdown of 1: pairs of workload and times.
 
     Each plan of a problem appears once. Disturbed replays are left out, and those with more processes than
@@ -206,7 +206,7 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Rep
     Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no
     samples of this one.
     """
-    found: dict[tuple[str, str], tuple[Workload, Replayed]] = {}
+    found: dict[tuple[str, str], tuple[Workload, StepSample]] = {}
     for folder in folders:
         kept = _read_current(folder / dataset.REPLAYS)
         others = sorted({str(one.setting) for one in kept if one.setting != setting})
@@ -231,7 +231,7 @@ def digests(folder: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json: the algorithm, the plan's digest, and the fields of Replayed."""
+    """A replay in replays.json: the algorithm, the plan's digest, and the fields of StepSample."""
 
     algorithm: str
     plan: str
@@ -261,8 +261,8 @@ class _Row:
         if not (usual.total_ms > 0 and usual.step.median_ms > 0):
             raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
 
-    def cost(self) -> Replayed:
-        return Replayed(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Replayed)})
+    def cost(self) -> StepSample:
+        return StepSample(**{f.name: getattr(self, f.name) for f in dataclasses.fields(StepSample)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from shardcore.cost import features
 from shardcore.cost.neural import NeuralModel
-from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample, Spread
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.tables import access
 from shardcore.types import Reuse, Setting, Shard, Table, Zipf
@@ -81,7 +81,7 @@ def ring_law(collective: str, widths, batch: int) -> tuple[np.ndarray, np.ndarra
 
 
 def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, collective: str = "all_to_all",
-                 **request) -> list[CommSample]:
+                 **request) -> list[CollectiveSample]:
     """request: further fields of the CommRequests."""
     rng, samples = np.random.default_rng(2), []
     for i in range(n):
@@ -91,10 +91,10 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
             widths = (max(widths),) * d
         if sum(widths):
             start_ms = (0.0,) * (d - 1) + (float(2 * (i % 8)),)
-            asked = CommRequest(widths, 252, start_ms, collective, **request)
+            asked = CollectiveRequest(widths, 252, start_ms, collective, **request)
             law = exchange_law(widths, 252, max(start_ms)) if collective == "all_to_all" else ring_law(collective, widths, 252)
             forward, backward = (tuple(map(spread, ms)) for ms in law)
-            samples.append(CommSample(dataset.comm_id(setting, asked), setting, asked,
+            samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked,
                                       None if collective == "all_reduce" else forward, backward, (0.0,) * d, 0.0))
     return samples
 

@@ -10,7 +10,7 @@ from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 from bench import links
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.layouts import CHANNELS, LAYOUTS, Channel
-from shardcore.measurements import CommRequest, CommSample
+from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
@@ -106,9 +106,9 @@ def test_terms_of_rings_by_hand():
 def test_a_late_start_is_that_of_the_first_exchange_measured():
     at = collective_model.EXCHANGE_TERMS.index("skew_ms")
     for collective, ways in collective_model.WAYS.items():
-        request = CommRequest((8, 8), 16, (2.0, 5.0), collective)
+        request = CollectiveRequest((8, 8), 16, (2.0, 5.0), collective)
         forward = (spread(1.0),) * 2 if "forward" in ways else None
-        sample = CommSample("id", SETTING, request, forward, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
+        sample = CollectiveSample("id", SETTING, request, forward, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
         for way in ways:
             found, measured = collective_model.observed([sample] * 2, way)
             assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4

@@ -11,7 +11,7 @@ from shapes import sends
 from shardcore import schema
 from shardcore.cost import accuracy, fit, quantiles
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.tables.access import access_share
 from shardcore.topology import Device, Topology
 from shardcore.types import Setting, Shard, Table
@@ -69,8 +69,8 @@ def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
     ]
     compute = [ComputeSample("id", SETTING, r, spread(1.0), spread(1.0), 0.0) for r in requests]
     comm = [
-        CommSample(
-            "id", SETTING, CommRequest(w, 252, (0.0,) * len(w)), *((spread(1.0),) * len(w),) * 2, (0.0,) * len(w), 0.0
+        CollectiveSample(
+            "id", SETTING, CollectiveRequest(w, 252, (0.0,) * len(w)), *((spread(1.0),) * len(w),) * 2, (0.0,) * len(w), 0.0
         )
         for w in ((4, 8), (12, 0, 4))
     ]

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
 from shardcore.measure import collectives, local_ranks
-from shardcore.measurements import CommRequest
+from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, Setting
 
 SETTING = Setting("test", 48)
-CONFIG = collectives.CommConfig(repeats=3, warmups=1, timeout_s=60)
+CONFIG = collectives.CollectiveConfig(repeats=3, warmups=1, timeout_s=60)
 STILL = (0.0, 0.0)
 
 
@@ -31,12 +31,12 @@ def children():
 
 
 def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
-    late = CommRequest((8, 8), 96, (0.0, 50.0))
-    each = [CommRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")]
+    late = CollectiveRequest((8, 8), 96, (0.0, 50.0))
+    each = [CollectiveRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")]
     requests, found = [late, *each, comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
         for sample in collectives.measure_all(
-            [*requests, *[CommRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG
+            [*requests, *[CollectiveRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG
         ):
             found.append(sample)
             if len(found) == len(requests) + 2:  # in the middle of those that follow
@@ -58,9 +58,9 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
 
 def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
     with pytest.raises(ShardCoreError, match="3 widths.*2 ranks"):
-        collectives.measure_all([CommRequest((8, 8, 8), 24, (0.0,) * 3)], 2, SETTING)
+        collectives.measure_all([CollectiveRequest((8, 8, 8), 24, (0.0,) * 3)], 2, SETTING)
     with pytest.raises(ShardCoreError, match="hosts 2.*hosts 1"):
-        collectives.measure_all([CommRequest((8, 8), 24, STILL, hosts=2)], 2, SETTING)
+        collectives.measure_all([CollectiveRequest((8, 8), 24, STILL, hosts=2)], 2, SETTING)
     assert list(collectives.measure_all([], 2, SETTING)) == []
 
 
@@ -68,7 +68,7 @@ def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
 
 
 WIDTHS = (8, 12, 4)
-THREE = [CommRequest((WIDTHS, WIDTHS, (8,) * 3)[i], 6, (0.0,) * 3, c, p) for p in ("fp32", "bf16")
+THREE = [CollectiveRequest((WIDTHS, WIDTHS, (8,) * 3)[i], 6, (0.0,) * 3, c, p) for p in ("fp32", "bf16")
          for i, c in enumerate(COLLECTIVES)]
 PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
 """When a rank that is not the first sends, and how long the answer takes."""
@@ -153,7 +153,7 @@ def test_ranks_of_one_host_listen_at_its_loopback_only(three):
 
 
 def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
-    request = CommRequest((8, 4), 16, (0.0, 5.0))
+    request = CollectiveRequest((8, 4), 16, (0.0, 5.0))
     early = collectives.RankTimes(((1.000, 2.000), (1.009, 2.009)), ((3.000, 4.000), (3.004, 4.004)))
     late = collectives.RankTimes(((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)), oversubscribed=True)
     sample = collectives.combine(Setting("test", 16), request, [early, late], order=7)
@@ -162,7 +162,7 @@ def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
     assert [s.median_ms for s in sample.backward] == pytest.approx([3.0, 3.0])
     assert sample.id == dataset.comm_id(Setting("test", 16), request)
     assert sample.order == 7 and sample.oversubscribed
-    reduce = CommRequest((8, 8), 16, (0.0, 1.0), "all_reduce")
+    reduce = CollectiveRequest((8, 8), 16, (0.0, 1.0), "all_reduce")
     backward = [collectives.RankTimes(None, r.backward) for r in (early, late)]
     sample = collectives.combine(Setting("test", 16), reduce, backward)
     assert sample.forward is None and sample.waiting_ms == pytest.approx((1.0, 0.0)) and not sample.oversubscribed

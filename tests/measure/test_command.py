@@ -21,7 +21,7 @@ from shardcore.draws import different
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import command as measuring
-from shardcore.measurements import CommSample, ComputeSample, Spread
+from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset, replays
 from shardcore.types import Setting
 
@@ -162,7 +162,7 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
     dataset.write_comm(
         folder,
-        [CommSample(dataset.comm_id(SETTING, r), SETTING, r, None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
+        [CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r, None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
          for r in exchanges],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0

@@ -17,7 +17,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure import exchanges, local_ranks
-from shardcore.measure.collectives import CommConfig, Rank
+from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
@@ -182,7 +182,7 @@ def _over_hosts(rank, init_method, say, workload):
         return torch.zeros(tuple(shape))
 
     with local_ranks.exchanging():
-        member = Rank(rank, 4, init_method, "cpu", CommConfig(timeout_s=30.0))
+        member = Rank(rank, 4, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
         own = exchanges.groups(rank, workload.topology, exchanges.used_channels(workload))
         chain = exchanges.chains(workload, rank, full, own)["host_row"]
         op, = workload.ops[rank]

@@ -3,7 +3,7 @@ import dataclasses
 from shardcore import report
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
-from shardcore.measurements import CommSample, ComputeSample, Spread
+from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.report import dataset_report
 from shardcore.samples import dataset
 from shardcore.types import Setting
@@ -39,7 +39,7 @@ def test_a_dataset_report_says_coverage_noise_drift_and_repeatability(tables, tm
 def test_exchanges_are_summed_up_by_kind():
     spread = Spread(2.0, 1.9, 2.1, 5)
     requests = [comm_request(i, 2, 256) for i in range(20)]
-    samples = [CommSample(str(i), SETTING, r, None if r.collective == "all_reduce" else (spread,) * 2,
+    samples = [CollectiveSample(str(i), SETTING, r, None if r.collective == "all_reduce" else (spread,) * 2,
                           (spread,) * 2, (0.0, 0.0),
                           1.0, None, i, False) for i, r in enumerate(requests)]
     rows = dict(dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0],

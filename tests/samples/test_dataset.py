@@ -12,7 +12,7 @@ import pytest
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CommRequest, CommSample, ComputeRequest, ComputeSample, Spread
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset, parts
 from shardcore.types import Setting, Shard
 
@@ -29,7 +29,7 @@ def compute_sample(tables, i, error=None, at=1.0):
 def comm_sample(i):
     request = comm_request(i, 2, 256)
     forward = None if request.collective == "all_reduce" else (SPREAD,) * 2
-    return CommSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2,
+    return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2,
                       (0.0, 1.5), time.time(), None,
                       order=i, oversubscribed=i == 1)
 
@@ -106,7 +106,7 @@ def test_an_id_is_the_setting_and_the_request(tables):
 
 
 def test_an_exchanges_id_is_all_of_its_request():
-    request = CommRequest((8, 8), 256, (0.0, 0.0))
+    request = CollectiveRequest((8, 8), 256, (0.0, 0.0))
     others = [
         dataclasses.replace(request, **change)
         for change in (
@@ -126,8 +126,8 @@ def test_an_exchanges_id_is_all_of_its_request():
 def test_ids_are_those_of_earlier_versions(tables):
     """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there
     was busy_ms."""
-    assert dataset.comm_id(SETTING, CommRequest((8, 8), 256, (0.0, 0.0))) == "1f99f03964c300ac"
-    assert dataset.comm_id(SETTING, CommRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0)) == "9dba9200df52b98a"
+    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "1f99f03964c300ac"
+    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0)) == "9dba9200df52b98a"
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
     assert dataset.compute_id(SETTING, ComputeRequest(shards, 128)) == "2ee5092bbac3ae03"
 
@@ -160,9 +160,9 @@ def test_the_better_known_timing_counts(tables, tmp_path):
 
 
 def test_exchanges_timed_several_times_are_told(tmp_path):
-    request = CommRequest((8, 8), 256, (0.0, 0.0))
+    request = CollectiveRequest((8, 8), 256, (0.0, 0.0))
     ms = (SPREAD,) * 2
-    first = CommSample(dataset.comm_id(SETTING, request), SETTING, request, ms, ms, (0.0, 0.0), 1.0)
+    first = CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, ms, ms, (0.0, 0.0), 1.0)
     again = dataclasses.replace(first, measured_at=2.0)
     failed = dataclasses.replace(first, measured_at=3.0, error="a rank died")
     for part in ([first], [again, first], [failed]):  # `first` in two parts, as while parts are merged

@@ -11,7 +11,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Replayed, Spread
+from shardcore.measurements import Spread, StepSample
 from shardcore.samples import parts, replays
 from shardcore.search import Budget, compare
 from shardcore.topology import Device, Topology
@@ -42,7 +42,7 @@ def clock():
     def replay(workloads):
         ran.append(len(workloads))
         costs = [price(w, MODEL) for w in workloads]
-        return [Replayed(*(tuple(1.875 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
+        return [StepSample(*(tuple(1.875 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
                          Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4), oversubscribed=False, slowdown=1.25)
                 for c in costs]
 

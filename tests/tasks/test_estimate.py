@@ -5,7 +5,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore import files
-from shardcore.measurements import CommRequest, ComputeRequest
+from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
@@ -33,7 +33,7 @@ def test_a_group_takes_its_bytes_at_the_rate_of_the_hardware():
 
 
 def test_an_exchange_takes_its_start_and_the_largest_ranks_bytes_twice():
-    exchange = CommRequest((1000, 500), 1000, (0.0, 5.0))  # 4 MB at 1 GB/s
+    exchange = CollectiveRequest((1000, 500), 1000, (0.0, 5.0))  # 4 MB at 1 GB/s
     assert estimate._comm_ms([exchange], "cpu") == pytest.approx(0.6 + 5 + 2 * 4)
     assert estimate._comm_ms([exchange, dataclasses.replace(exchange, start_ms=(0.0, 1.0))], "cpu") == pytest.approx(11.6)
     assert estimate._comm_ms([exchange], "cuda") == pytest.approx(0.6 + 5 + 2 * 4 / 50)

@@ -15,7 +15,7 @@ from shardcore.cost.model import price
 from shardcore.errors import ShardCoreError
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Replayed, Spread
+from shardcore.measurements import Spread, StepSample
 from shardcore.samples import replays
 from shardcore.search import compare
 from shardcore.search.budget import Budget
@@ -74,7 +74,7 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
 
     def run(workloads):
         costs = [dataclasses.asdict(price(w, model)) for w in workloads]
-        return [Replayed(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
+        return [StepSample(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
 
     for problem in problems:
         made = [(o.algorithm, o.plan) for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))]

@@ -6,7 +6,7 @@ from laws import pool
 
 from shardcore.draws.groups import GroupConfig
 from shardcore.errors import ShardCoreError
-from shardcore.measure.collectives import CommConfig
+from shardcore.measure.collectives import CollectiveConfig
 from shardcore.measure.kernels import KernelConfig
 from shardcore.samples import dataset
 from shardcore.types import Setting
@@ -113,7 +113,7 @@ def test_each_part_of_the_config_goes_where_it_belongs():
                            comm_repeats=4, step_repeats=6, hang_s=11.0)
     assert config.kernels() == KernelConfig(1 << 25, 0.2, 3, 5, 7)
     assert config.groups() == GroupConfig(max_shards=9, max_shard_bytes=1 << 25)
-    assert config.comm() == CommConfig(repeats=4)
+    assert config.comm() == CollectiveConfig(repeats=4)
     steps = config.steps()
     assert (steps.arena_bytes, steps.timeout_s, steps.repeats) == (1 << 25, 22.0, 6)
 

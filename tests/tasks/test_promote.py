@@ -16,7 +16,7 @@ from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Replayed, Spread
+from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from tasks import publish_claim, registry
@@ -93,7 +93,7 @@ def replay_as_priced_by(model, store, problems):
 
         def run(workloads):
             costs = [dataclasses.asdict(price(w, model)) for w in workloads]
-            return [Replayed(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
+            return [StepSample(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
 
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 

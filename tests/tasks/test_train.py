@@ -17,7 +17,7 @@ from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
 from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Replayed, Spread
+from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.topology import Device, Topology
@@ -111,7 +111,7 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
         """Where exchanges take 1.4 times as long as alone."""
         costs = [price(w, model) for w in workloads]
         longer = [[tuple(1.4 * ms for ms in part) for part in (c.forward_comm_ms, c.backward_comm_ms)] for c in costs]
-        return [Replayed(c.forward_compute_ms, c.backward_compute_ms, *comm, c.waiting_ms, Spread(1, 1, 1, 3), False)
+        return [StepSample(c.forward_compute_ms, c.backward_compute_ms, *comm, c.waiting_ms, Spread(1, 1, 1, 3), False)
                 for c, comm in zip(costs, longer, strict=True)]
 
     replays.append(Path("datasets/steps"), problem, made, SETTING, ReplayConfig(), replay)
