@@ -40,8 +40,9 @@ ALLOWED = (0.2, 2.0)
 """What a search may take more than its budget: a share of it, and seconds."""
 PARTS = {
     "read": [("shardcore.files", "read_problem")],
-    "fit": [("shardcore.search.anneal.sharder", "feasible_pieces"), ("shardcore.search.greedy", "feasible_pieces"),
-            ("shardcore.search.neuroshard", "feasible_pieces")],
+    "fit": [("shardcore.search.anneal.sharder", "feasible_shards"),
+            ("shardcore.search.greedy", "feasible_shards"),
+            ("shardcore.search.neuroshard", "feasible_shards")],
     "starts": [("shardcore.search.anneal.starts", "Starts.make")],
     "anneal": [("shardcore.search.anneal.sharder", "Search.run")],
     "final": [("shardcore.search.anneal.sharder", "priced"), ("shardcore.search.placement_state", "PlacementState.plan"),

@@ -57,7 +57,7 @@ from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.neuroshard import neuroshard
-from shardcore.search.pieces import to_plan
+from shardcore.search.shards import to_plan
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Setting, Shard
 from shardcore.workload import lower

@@ -68,7 +68,7 @@ def placements(file: PlanFile, problem: Problem) -> tuple[Placement, ...]:
             found.append(Placement(WHOLE_ROWS.name, shard, p.devices))
         else:
             ranges[shard.table, shard.col_lo, shard.col_hi] += [(shard, d) for d in p.devices]
-    found += [_divided(parts, problem) for parts in ranges.values()]
+    found += [_divided(shards, problem) for shards in ranges.values()]
     return tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.col_lo, p.shard.col_hi, p.devices)))
 
 
@@ -89,21 +89,21 @@ def placed_shards(plan: Plan) -> list[dict[str, Any]]:
             for s, devices in found]
 
 
-def _divided(parts: Sequence[tuple[Shard, int]], problem: Problem) -> Placement:
+def _divided(shards: Sequence[tuple[Shard, int]], problem: Problem) -> Placement:
     """Row ranges as one placement. In a table that is not ordered, it does not matter which device had which
     range."""
-    first, devices = parts[0][0], {d for _, d in parts}
-    table, sizes = first.table, sorted(s.rows for s, _ in parts)
+    first, devices = shards[0][0], {d for _, d in shards}
+    table, sizes = first.table, sorted(s.rows for s, _ in shards)
     for layout in LAYOUTS.values():
         for group in layout.groups(problem.topology) if layout.divides_rows else ():
             even = (even_rows(table.rows, len(group))
-                    if set(group) == devices and len(parts) == len(group) else None)
+                    if set(group) == devices and len(shards) == len(group) else None)
             if even is None:
                 continue
             found = Placement(layout.name, Shard(table, 0, table.rows, first.col_lo, first.col_hi), group)
             same_sizes = sizes == sorted(hi - lo for lo, hi in even) and sum(sizes) == table.rows
-            if same_sizes and not table.ordered or set(parts) == {(s, d) for d, s in shards_on(found)}:
+            if same_sizes and not table.ordered or set(shards) == {(s, d) for d, s in shards_on(found)}:
                 return found
-    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(parts)} ranges of {sizes[:4]} on "
+    raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(shards)} ranges of {sizes[:4]} on "
                          f"{len(devices)} devices; TorchRec divides them evenly, over all devices or those "
                          "of a host: plan again")

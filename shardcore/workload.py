@@ -155,8 +155,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
         shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
         divided = layout_of(placement.kind).divides_rows and len(devices) > 1
         if name in problem.whole and (divided or shard != Shard.whole(shard.table)):
-            part = next(s for _, s in shards_on(placement))
-            raise ShardCoreError(f"plan cuts table {name!r}, one part being {part.label}; it must stay whole "
+            one = next(s for _, s in shards_on(placement))
+            raise ShardCoreError(f"plan cuts table {name!r}, one shard being {one.label}; it must stay whole "
                                  f"({problem.kept_whole_by(name)})")
         allowed = problem.pinned.get(name, devices)
         for wrong in (d for d in devices if d not in allowed):

@@ -81,7 +81,8 @@ def test_rows_over_a_host_respect_pins_and_tables_that_stay_whole():
     plan = place(column(A, 0), host_row(B, (1, 2)), column(C, 3))
     lower(plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=Constraints(pinned=(("b", ("x",)),))))
     for constraints, said in ((Constraints(pinned=(("b", ("a", 1)),)), "on device 2; table 'b' may only live on devices 0, 1, 3"),
-                              (Constraints(unsplit=("b",)), r"cuts table 'b', one part being b\[0:30, 0:4\]")):
+                              (Constraints(unsplit=("b",)),
+                               r"cuts table 'b', one shard being b\[0:30, 0:4\]")):
         with pytest.raises(ShardCoreError, match=said):
             lower(plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=constraints))
 

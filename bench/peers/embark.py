@@ -2,14 +2,14 @@
 
 The code followed is NVIDIA HugeCTR's: samples/dlrm/sharding, and the benchmark of its embedding collection.
 
-A table is cut into equal parts by rows, columns or both. A device takes at most one of them.
-The cost of a part is hotness × columns + bw_ratio × columns: what it looks up, and what it exchanges.
+A table is cut into equal shards by rows, columns or both. A device takes at most one of them.
+The cost of a shard is hotness × columns + bw_ratio × columns: what it looks up, and what it exchanges.
 Hotness is the lookups of a sample. A cut by rows divides it.
 
-A pass places parts by falling cost, each on the device that costs least.
-A round then cuts the table with the costliest part further: by rows, or in twice the columns.
+A pass places shards by falling cost, each on the device that costs least.
+A round then cuts the table with the costliest shard further: by rows, or in twice the columns.
 It takes the way whose next pass is cheaper (rows, if equal).
-If a part found no memory, the round cuts its table instead.
+If a shard found no memory, the round cuts its table instead.
 The cheapest pass of 20 rounds stays, or the plan that cuts every table by rows over all devices.
 The smallest tables are data-parallel. They take memory everywhere, but the cost ignores them.
 
@@ -26,8 +26,8 @@ Differences to the public code:
 
 - It once confuses rows with columns, if only one of both ways leads to a pass that fits.
   Here the one that fits is taken.
-- Costs are at a device's speed and include the part. On equal devices this is the published rule.
-- Its row parts are interleaved, on any number of devices. Here they are ranges on all, as TorchRec trains.
+- Costs are at a device's speed and include the shard. On equal devices this is the published rule.
+- Its row shards are interleaved, on any number of devices. Here they are ranges on all, as TorchRec trains.
   So rows are cut once, not doubled, and without columns.
 - Tables ordered by frequency are cut by columns only.
 - Tables that must stay whole, are in bundles or are pinned are never data-parallel.
@@ -50,16 +50,16 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import Layout, even_rows, ways
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_pieces, pack_or_raise
+from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, freedom
 from shardcore.search.greedy import looked_up
-from shardcore.search.pieces import Item, division, items, placed, priced, to_plan
 from shardcore.search.rates import exchange_ms, lookup_ms
+from shardcore.search.shards import Bundle, bundles, division, placed, priced, to_plan
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
-_MOST_PARTS = 1 << 20
+_MOST_SHARDS = 1 << 20
 Grid = tuple[int, int]
-"""Number of parts of a table by rows, and by columns."""
+"""Number of shards of a table by rows, and by columns."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class _Pass:
     """A greedy pass.
 
     cost: of the busiest device; infinite if a table found no memory.
-    chosen, devices: items and their devices.
+    chosen, devices: bundles and their devices.
     stuck: the table that found no memory.
     """
 
     cost: float
-    chosen: tuple[Item, ...] = ()
+    chosen: tuple[Bundle, ...] = ()
     devices: tuple[int, ...] = ()
     stuck: Table | None = None
 
@@ -101,10 +101,10 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
            config: EmbarkConfig = EmbarkConfig()) -> Plan:  # noqa: B008 (frozen)
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
-    One evaluation is one greedy pass. Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    One evaluation is one greedy pass. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
     problem.require_setting(model.setting)
-    feasible_pieces(problem)  # for its refusals
+    feasible_shards(problem)  # for its refusals
     meter = (budget or Budget()).start()
     plans: list[Plan] = []
     for rows, ratio, narrowest in product(config.replicated_rows, config.bw_ratio, config.narrowest):
@@ -119,8 +119,8 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
                                 swept=[rows, search.ratio, narrowest], config=asdict(config)))
     if not plans:
         packing = pack_or_raise(problem)
-        plans = [to_plan(packing.pieces, packing.devices, problem, model, algorithm="embark", seed=seed, packed=True,
-                         config=asdict(config))]
+        plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="embark", seed=seed,
+                         packed=True, config=asdict(config))]
     best_plan = min(plans, key=lambda p: p.provenance["predicted_ms"])
     return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
 
@@ -182,12 +182,12 @@ class _Search:
         return best
 
     def _cost(self, shard: Shard) -> float:
-        """Cost of a part, in elements looked up."""
+        """Cost of a shard, in elements looked up."""
         return looked_up(shard) + self.ratio * shard.width
 
     def _by_heat(self, grids: Mapping[Table, Grid]) -> list[Table]:
-        """Tables by falling cost of a part."""
-        return sorted(grids, key=lambda t: -self._cost(_parts(t, grids[t])[0]))
+        """Tables by falling cost of a shard."""
+        return sorted(grids, key=lambda t: -self._cost(_shards(t, grids[t])[0]))
 
     def _doubled(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
         """The ways to cut a table further: by rows, or in twice the columns."""
@@ -209,44 +209,46 @@ class _Search:
     def _uniform(self) -> dict[Table, Grid] | None:
         """Every table by rows over all devices that may hold it.
 
-        None if one table cannot be, or if the parts would take gigabytes.
+        None if one table cannot be, or if the shards would take gigabytes.
         """
-        # One part for each table and device.
-        if len(self.tables) * len(self.speed) > _MOST_PARTS:
+        # One shard for each table and device.
+        if len(self.tables) * len(self.speed) > _MOST_SHARDS:
             return None
         grids = {t: self._by_rows(t) for t in self.tables}
         return grids if all(grids.values()) else None
 
     def _pass(self, grids: Mapping[Table, Grid]) -> _Pass:
-        """One greedy pass over the parts of all tables."""
+        """One greedy pass over the shards of all tables."""
         self.meter.evals += 1
-        parts = items((part for t, grid in grids.items() for part in _parts(t, grid)), self.problem)
-        costs = np.array([sum(map(self._cost, item)) for item in parts])
-        room, holds = FreeMemory(self.problem, self.free), {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
+        found = bundles((shard for t, grid in grids.items() for shard in _shards(t, grid)), self.problem)
+        costs = np.array([sum(map(self._cost, bundle)) for bundle in found])
+        room = FreeMemory(self.problem, self.free)
+        holds = {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
         looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
         chosen, devices = [], []
         # Least freedom first, then the highest cost.
-        for i in np.lexsort((-costs, [freedom(item, self.problem) for item in parts])):
-            item, table = parts[i], parts[i][0].table
-            # A device takes at most one part of a table.
-            ok = room.fits(item[0]) & ~holds[table]
+        for i in np.lexsort((-costs, [freedom(bundle, self.problem) for bundle in found])):
+            bundle, table = found[i], found[i][0].table
+            # A device takes at most one shard of a table.
+            ok = room.fits(bundle[0]) & ~holds[table]
             if not ok.any():
                 return _Pass(np.inf, stuck=table)
-            item_looked, item_columns = sum(map(looked_up, item)), self.ratio * sum(s.width for s in item)
-            after = (looked + item_looked) / self.speed + columns + item_columns
+            more_looked, more_columns = sum(map(looked_up, bundle)), self.ratio * sum(s.width for s in bundle)
+            after = (looked + more_looked) / self.speed + columns + more_columns
             d = int(np.argmin(np.where(ok, after, np.inf)))
-            for shard in item:
+            for shard in bundle:
                 room.put(shard, d)
             holds[table][d] = True
-            looked[d] += item_looked
-            columns[d] += item_columns
-            chosen.append(item)
+            looked[d] += more_looked
+            columns[d] += more_columns
+            chosen.append(bundle)
             devices.append(d)
         return _Pass(float((looked / self.speed + columns).max()), tuple(chosen), tuple(devices))
 
 
-def _parts(table: Table, grid: Grid) -> list[Shard]:
-    """Equal parts. Row ranges are as even as the number of rows allows."""
+def _shards(table: Table, grid: Grid) -> list[Shard]:
+    """Equal shards. Row ranges are as even as the number of rows allows."""
     n_ranges, columns = grid
     width = table.dim // columns
-    return [Shard(table, *rows, c * width, (c + 1) * width) for rows in even_rows(table.rows, n_ranges) for c in range(columns)]
+    return [Shard(table, *rows, c * width, (c + 1) * width)
+            for rows in even_rows(table.rows, n_ranges) for c in range(columns)]

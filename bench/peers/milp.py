@@ -1,16 +1,16 @@
 """A mixed-integer program on an additive surrogate, solved by HiGHS (Huangfu and Hall 2018; scipy.optimize.milp).
 
-Items i go to devices d, and their bytes have to fit. Minimise the largest load of a device:
+Bundles b go to devices d, and their bytes have to fit. Minimise the largest load of a device:
 
-    load_d = sum over its items of (ms_i / speed_d + columns_i × exchange_ms)
+    load_d = sum over its bundles of (ms_b / speed_d + columns_b × exchange_ms)
 
-The fused cost is not additive. So ms_i is one of two surrogates, tried in turn:
+The fused cost is not additive. So ms_b is one of two surrogates, tried in turn:
 
-- alone: the cost of the item alone, times what fusion saves on a mean device.
+- alone: the cost of the bundle alone, times what fusion saves on a mean device.
 - share: its share in a mean device's op, the derivative of the fused cost if all devices hold the same.
   SurCo (Ferber et al., ICML 2023) learns such a linear surrogate.
 
-Pieces are the tables. A second set halves columns of all that cost more than a device's mean load,
+Shards are whole tables. A second set halves columns of all that cost more than a device's mean load,
 as NeuroShard cuts.
 
 Each program starts from a greedy plan, which bounds it from above.
@@ -19,13 +19,13 @@ If no greedy plan fits, `packing` gives the start.
 The cheapest of all plans and starts stays, under the model.
 
 Equal devices are told apart by order, to avoid equivalent solutions.
-The costliest item may only go to the first of them, the next to the first two, and so on.
+The costliest bundle may only go to the first of them, the next to the first two, and so on.
 
-Above GROUP devices, the items of the greedy plan are dealt to groups of busy and idle devices.
+Above GROUP devices, the bundles of the greedy plan are dealt to groups of busy and idle devices.
 Each group has a program of its own. A single one spends long at its root:
 a second for 16 devices and 200 tables, a minute for 64 and 800.
 
-Shapes: I items, D devices, X pairs of them, one for each binary variable.
+Shapes: B bundles, D devices, X pairs of them, one for each binary variable.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.memory import free_bytes
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
-from shardcore.search.pieces import Item, devices_of, halve_columns, items, placed, priced
+from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
 from shardcore.search.rates import exchange_ms
+from shardcore.search.shards import Bundle, bundles, devices_of, halve_columns, placed, priced
 from shardcore.types import Plan, Problem, Shard
 
 GROUP = 8
 """The most devices of a program."""
 SURROGATES = ("share", "alone")
-"""Ways to give an item a cost of its own."""
+"""Ways to give a bundle a cost of its own."""
 _LARGEST = 0.002
 """Loads are scaled to this maximum.
 
@@ -62,7 +62,7 @@ class MilpConfig:
     """What is tried, and the limits of a program.
 
     surrogates: of SURROGATES.
-    shares: pieces that cost more than this share of a device's mean load are halved.
+    shares: shards that cost more than this share of a device's mean load are halved.
     nodes: the most of a branch and bound, without a budget in seconds.
     gap: relative gap at which it ends.
     """
@@ -108,13 +108,14 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
     Deterministic, unless the budget is in seconds.
     One evaluation is one node of a branch and bound, at least one for each program.
 
-    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
     problem.require_setting(model.setting)
     meter = (budget or Budget()).start()
     n_devices, per_column_ms = len(problem.topology), exchange_ms(problem, model)
-    pieces, plans = feasible_pieces(problem), []
-    cuts = {tuple(_cut(pieces, share, problem, model)): share for share in reversed(config.shares)}  # each once
+    shards, plans = feasible_shards(problem), []
+    # Each cut once.
+    cuts = {tuple(_cut(shards, share, problem, model)): share for share in reversed(config.shares)}
     programs = len(config.surrogates) * len(cuts) * -(-n_devices // GROUP)
     limits = _Limits(programs, max(1, meter.budget.evals // programs) if meter.budget.evals else config.nodes,
                      None if meter.budget.seconds is None else meter.started_s + meter.budget.seconds)
@@ -126,76 +127,81 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             devices = program.start()
             if packed := devices is None:
                 packing = pack_or_raise(problem)
-                program = _Program(problem, model, packing.pieces, surrogate, per_column_ms)
-                where = dict(zip(packing.pieces, packing.devices, strict=True))
-                devices = np.array([where[item[0]] for item in program.items])
+                program = _Program(problem, model, packing.shards, surrogate, per_column_ms)
+                where = dict(zip(packing.shards, packing.devices, strict=True))
+                devices = np.array([where[bundle[0]] for bundle in program.bundles])
             # Both plans are kept: the surrogate may prefer the one that the model does not.
             start = devices
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
-            plans += [priced(placed(program.items, d, problem), problem, model, algorithm="milp", seed=seed, packed=packed,
-                             surrogate=surrogate, share=share if share < np.inf else None) for d in (start, devices)]
+            plans += [priced(placed(program.bundles, d, problem), problem, model, algorithm="milp", seed=seed,
+                             packed=packed, surrogate=surrogate, share=share if share < np.inf else None)
+                      for d in (start, devices)]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config) | {"shares": shares}})
 
 
-def _cut(pieces: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
-    """The pieces, those with all rows halved by columns until none costs more than the limit.
+def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
+    """The shards, those with all rows halved by columns until none costs more than the limit.
 
-    The limit is a share of a device's mean load. A piece counts at its cost alone.
+    The limit is a share of a device's mean load. A shard counts at its cost alone.
     """
-    limit = share * float(model.head(model.encode(pieces)).sum()) / sum(d.speed for d in problem.topology.devices)
-    done, waiting = [], list(pieces)
+    total_speed = sum(d.speed for d in problem.topology.devices)
+    limit = share * float(model.head(model.encode(shards)).sum()) / total_speed
+    done, waiting = [], list(shards)
     while waiting:
         costs = model.head(model.encode(waiting))
         halves = [None if c <= limit or not s.full_rows or s.table.name in problem.whole else halve_columns(s)
                   for s, c in zip(waiting, costs, strict=True)]
         done += [s for s, h in zip(waiting, halves, strict=True) if h is None]
-        waiting = [part for h in halves if h for part in h]
+        waiting = [half for h in halves if h for half in h]
     return done
 
 
 class _Program:
-    """Items to assign, with their loads.
+    """Bundles to assign, with their loads.
 
-    items: [I] to place.
-    load: [I, D] ms of each item on each device.
-    bytes: [I] memory.
-    may: [I, D] where an item may live.
+    bundles: [B] to place.
+    load: [B, D] ms of each bundle on each device.
+    bytes: [B] memory.
+    may: [B, D] where a bundle may live.
     free: [D] bytes.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, pieces: Sequence[Shard], surrogate: str, per_column_ms: float) -> None:
-        self.problem, self.items = problem, items(pieces, problem)
+    def __init__(self, problem: Problem, model: CostModel, shards: Sequence[Shard], surrogate: str,
+                 per_column_ms: float) -> None:
+        self.problem, self.bundles = problem, bundles(shards, problem)
         self.free = np.array(free_bytes(problem), dtype=np.int64)
-        self.bytes = np.array([item_bytes(item, problem) for item in self.items], dtype=np.int64)
+        self.bytes = np.array([bundle_bytes(bundle, problem) for bundle in self.bundles], dtype=np.int64)
         speed = np.array([d.speed for d in problem.topology.devices])
-        compute_ms, columns = _surrogate_ms(self.items, model, surrogate, len(speed)), np.array([_width(i) for i in self.items])
+        compute_ms = _surrogate_ms(self.bundles, model, surrogate, len(speed))
+        columns = np.array([_width(bundle) for bundle in self.bundles])
         self.load = np.maximum(compute_ms, 0)[:, None] / speed + (columns * per_column_ms)[:, None]
         self.may = np.zeros(self.load.shape, dtype=bool)
-        for i, item in enumerate(self.items):
-            self.may[i, list(devices_of(item[0], problem))] = True
+        for i, bundle in enumerate(self.bundles):
+            self.may[i, list(devices_of(bundle[0], problem))] = True
 
     def start(self) -> np.ndarray | None:
-        """[I] devices of a greedy plan. None if an item finds no memory.
+        """[B] devices of a greedy plan. None if a bundle finds no memory.
 
-        Items go by falling load, each to the device that is then done first.
+        Bundles go by falling load, each to the device that is then done first.
         """
-        room, busy, devices = FreeMemory(self.problem), np.zeros(len(self.free)), np.zeros(len(self.items), dtype=int)
-        for i in np.lexsort((-self.load.min(1), [freedom(item, self.problem) for item in self.items])):
-            fits = room.fits(self.items[i][0])
+        room, busy = FreeMemory(self.problem), np.zeros(len(self.free))
+        devices = np.zeros(len(self.bundles), dtype=int)
+        for i in np.lexsort((-self.load.min(1), [freedom(bundle, self.problem) for bundle in self.bundles])):
+            fits = room.fits(self.bundles[i][0])
             if not fits.any():
                 return None
             d = devices[i] = int(np.argmin(np.where(fits, busy + self.load[i], np.inf)))
             busy[d] += self.load[i, d]
-            for shard in self.items[i]:
+            for shard in self.bundles[i]:
                 room.put(shard, d)
         return devices
 
     def improve(self, devices: np.ndarray, group: np.ndarray, options: dict[str, float]) -> tuple[np.ndarray, int]:
-        """devices [I], with the items of one group of devices reassigned if HiGHS finds that cheaper.
+        """devices [B], with the bundles of one group of devices reassigned if HiGHS finds that cheaper.
 
         Also returns the number of nodes.
         """
@@ -216,25 +222,25 @@ class _Program:
         return (result if after < before and self._fits(result) else devices), nodes
 
     def _fits(self, devices: np.ndarray) -> bool:
-        """Whether the items fit, to the byte. HiGHS keeps constraints only to a tolerance."""
+        """Whether the bundles fit, to the byte. HiGHS keeps constraints only to a tolerance."""
         room = FreeMemory(self.problem)
         for i, d in enumerate(devices):
-            for shard in self.items[i]:
+            for shard in self.bundles[i]:
                 room.put(shard, int(d))
         return bool((room.left >= np.minimum(self.free, 0)).all())
 
 
-def _width(item: Item) -> int:
-    """Columns of an item."""
-    return sum(shard.width for shard in item)
+def _width(bundle: Bundle) -> int:
+    """Columns of a bundle."""
+    return sum(shard.width for shard in bundle)
 
 
-def _surrogate_ms(chosen: Sequence[Item], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:
-    """[I] ms of items at speed 1. Their sum is about the cost of all as one op on each of n devices.
+def _surrogate_ms(chosen: Sequence[Bundle], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:
+    """[B] ms of bundles at speed 1. Their sum is about the cost of all as one op on each of n devices.
 
     Row ranges count as if they ran in one op with the rest.
     """
-    codes = np.array([model.encode(item).sum(0) for item in chosen])
+    codes = np.array([model.encode(bundle).sum(0) for bundle in chosen])
     mean = codes.sum(0) / n_devices
     if surrogate == "share":
         # A central difference around the mean load, small enough that no load is negative.
@@ -253,7 +259,7 @@ def _groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
 
 def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarray, at_most: float,
            options: dict[str, float]) -> tuple[np.ndarray | None, int]:
-    """[I] devices with the least largest load, at most `at_most`, and the number of nodes.
+    """[B] devices with the least largest load, at most `at_most`, and the number of nodes.
 
     None if HiGHS finds no solution in time.
     """
@@ -265,11 +271,11 @@ def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarra
     allowed = may & (needs[:, None] <= free) & ~_symmetric(load, may, free)
     # One binary variable for each allowed pair; the last variable is the largest load.
     i, d = np.nonzero(allowed)
-    (n_items, n_devices), n = load.shape, len(i)
-    if len(np.unique(i)) < n_items:
+    (n_bundles, n_devices), n = load.shape, len(i)
+    if len(np.unique(i)) < n_bundles:
         return None, 0
-    # Each item goes to exactly one device.
-    each = sparse.csr_array((np.ones(n), (i, np.arange(n))), shape=(n_items, n + 1))
+    # Each bundle goes to exactly one device.
+    each = sparse.csr_array((np.ones(n), (i, np.arange(n))), shape=(n_bundles, n + 1))
     # The load of each device is at most the last variable.
     makespan = sparse.csr_array((np.append(load[i, d], -np.ones(n_devices)),
                                  (np.append(d, np.arange(n_devices)), np.append(np.arange(n), np.full(n_devices, n)))))
@@ -284,15 +290,15 @@ def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarra
     nodes = int(getattr(result, "mip_node_count", None) or 1)
     if result.x is None:
         return None, nodes
-    chosen = np.zeros((n_items, n_devices))
+    chosen = np.zeros((n_bundles, n_devices))
     chosen[i, d] = result.x[:n]
     return chosen.argmax(1), nodes
 
 
 def _symmetric(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """[I, D] pairs that need not be tried, as they only permute equal devices.
+    """[B, D] pairs that need not be tried, as they only permute equal devices.
 
-    Of equal devices, the first takes the costliest of its items earliest, and so on.
+    Of equal devices, the first takes the costliest of its bundles earliest, and so on.
     """
     skip = np.zeros(load.shape, dtype=bool)
     rank = np.empty(len(load), dtype=int)

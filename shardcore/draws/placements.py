@@ -31,7 +31,7 @@ SCHEMA, VERSION = "shardcore/recorded_plans", 1
 _PLANNED_SEED = 2**32 - 2
 """Reserved for problems whose plans are measured. `evaluate` never sees them."""
 _CUTS = 5
-"""Halvings of the costliest pieces, if NeuroShard's plan was not recorded."""
+"""Halvings of the costliest shards, if NeuroShard's plan was not recorded."""
 
 Columns = list[dict[int, int]]
 """A plan of tables whole or cut by columns. Per device: columns by the table's index in the problem."""
@@ -82,17 +82,17 @@ def own(drawn: Problem, planner: str) -> Columns | None:
 
     Tables that fit no device are cut in halves first.
     """
-    pieces = [(i, width) for i in range(len(drawn.tables)) for width in _fitting(drawn, i)]
+    shards = [(i, width) for i in range(len(drawn.tables)) for width in _fitting(drawn, i)]
     load = _LOADS[planner]
     if planner == NEUROSHARD:
         for _ in range(_CUTS):
             # NeuroShard cuts the dearest tables, which limit the balance.
-            i, width = max((p for p in pieces if p[1] > MIN_WIDTH), default=(0, 0),
-                           key=lambda p: load(drawn.tables[p[0]], p[1]))
+            i, width = max((s for s in shards if s[1] > MIN_WIDTH), default=(0, 0),
+                           key=lambda s: load(drawn.tables[s[0]], s[1]))
             if width:
-                pieces.remove((i, width))
-                pieces += [(i, half) for half in _halves(width)]
-    return _greedy(drawn, pieces, load)
+                shards.remove((i, width))
+                shards += [(i, half) for half in _halves(width)]
+    return _greedy(drawn, shards, load)
 
 
 _LOADS: Mapping[str, Callable[[Table, int], float]] = {
@@ -117,7 +117,7 @@ def _bytes(drawn: Problem, i: int, width: int) -> int:
 
 
 def _fitting(drawn: Problem, i: int) -> list[int]:
-    """Widths of parts of table i that each fit an empty device. It is halved as often as needed."""
+    """Widths of shards of table i that each fit an empty device. It is halved as often as needed."""
     waiting, found, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
     while waiting:
         width = waiting.pop()
@@ -134,22 +134,22 @@ def _halves(width: int) -> tuple[int, int]:
     return left, width - left
 
 
-def _greedy(drawn: Problem, pieces: Sequence[tuple[int, int]],
+def _greedy(drawn: Problem, shards: Sequence[tuple[int, int]],
             load: Callable[[Table, int], float]) -> Columns | None:
-    """Place pieces (table, columns) by falling load, each on the least loaded device with free memory.
+    """Place shards (table, columns) by falling load, each on the least loaded device with free memory.
 
-    Without loads, a random device with free memory is taken. Parts of a table that meet on a device share its
-    overhead. None: a piece finds no device.
+    Without loads, a random device with free memory is taken. Shards of a table that meet on a device
+    share its overhead. None: a shard finds no device.
     """
     # A fixed seed: the same problem must give the same placement everywhere.
     rng = np.random.default_rng(0)
     tables, devices = drawn.tables, drawn.topology.devices
-    loads = [load(tables[i], width) for i, width in pieces]
+    loads = [load(tables[i], width) for i, width in shards]
     left, sums = np.array([d.memory_bytes for d in devices]), np.zeros(len(devices))
     found: Columns = [{} for _ in devices]
 
-    for n in sorted(range(len(pieces)), key=lambda n: (-loads[n], -_bytes(drawn, *pieces[n]), n)):
-        i, width = pieces[n]
+    for n in sorted(range(len(shards)), key=lambda n: (-loads[n], -_bytes(drawn, *shards[n]), n)):
+        i, width = shards[n]
         before = [of.get(i, 0) for of in found]
         extra = np.array([_bytes(drawn, i, was + width) - _bytes(drawn, i, was) for was in before])
         fits = extra <= left

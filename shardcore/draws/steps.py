@@ -102,10 +102,10 @@ def _step_plan(drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table]
 
 
 def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator) -> list[tuple[int, Shard]]:
-    """The table in one to three parts of random widths, on random devices."""
+    """The table in one to three shards of random widths, on random devices."""
     units = table.dim // MIN_WIDTH
-    parts = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
-    cuts = [0, *sorted(rng.choice(np.arange(1, units), parts - 1, replace=False)), units]
+    n_shards = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
+    cuts = [0, *sorted(rng.choice(np.arange(1, units), n_shards - 1, replace=False)), units]
     widths = [int(hi - lo) * MIN_WIDTH for lo, hi in zip(cuts, cuts[1:], strict=False)]
-    chosen = map(int, rng.choice(devices, parts, replace=False))
+    chosen = map(int, rng.choice(devices, n_shards, replace=False))
     return deal_columns(table, dict(zip(chosen, widths, strict=True)))

@@ -14,7 +14,7 @@ TorchRec runs one op and one exchange per sharding type. Once a collection has o
 whole tables are written as column_wise too. They then join that op, as `lower` prices them. table_row_wise
 and grid_shard work alike.
 
-Columns are interchangeable. A device gets only one part of a table, because TorchRec fails on parts of
+Columns are interchangeable. A device gets only one shard of a table, because TorchRec fails on shards of
 unequal widths. So a plan that comes back is consolidated, with as many columns on each device.
 
 Ranks are TorchRec's numbers of devices, host by host (Topology.ranks).
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
-from shardcore.search.pieces import consolidate
+from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
@@ -63,12 +63,12 @@ class Sharded:
 
     layout: our kind of sharding.
     sharding_type: TorchRec's.
-    parts: pairs of rank and shard. Empty for replicas.
+    shards: pairs of rank and shard. Empty for replicas.
     """
 
     layout: Layout
     sharding_type: str
-    parts: tuple[tuple[int, Shard], ...] = ()
+    shards: tuple[tuple[int, Shard], ...] = ()
 
 
 def tables_of(module: nn.Module) -> dict[str, ModelTable]:
@@ -146,10 +146,10 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
         return Sharded(layout, layout.torchrec[0])
-    # TorchRec fails on several parts of a table on one rank.
+    # TorchRec fails on several shards of a table on one rank.
     placements = consolidate(placements)
-    parts = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
-    return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], parts)
+    shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
+    return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], shards)
 
 
 def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable],
@@ -166,10 +166,10 @@ def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, Mo
         if found.layout.dense_gradient and compute_device == "cpu":
             raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel "
                                  "pools there")
-        for _, part in found.parts if found.sharding_type == "column_wise" else ():
-            if width.setdefault(table.path, part.width) != part.width:
-                raise ShardCoreError(f"plan cuts {what} into parts {part.width} wide, and one "
-                                     f"{width[table.path]}; TorchRec there needs all parts of tables cut by "
+        for _, shard in found.shards if found.sharding_type == "column_wise" else ():
+            if width.setdefault(table.path, shard.width) != shard.width:
+                raise ShardCoreError(f"plan cuts {what} into shards {shard.width} wide, and one "
+                                     f"{width[table.path]}; TorchRec there needs all shards of tables cut by "
                                      "columns equally wide")
 
 
@@ -207,10 +207,10 @@ def _sharding(found: Sharded, on: Topology, compute_device: str,
     if found.layout.dense_gradient:
         ranks, spec, kernel = list(range(len(on))), None, "dense"
     else:
-        ranks = [rank for rank, _ in found.parts]
+        ranks = [rank for rank, _ in found.shards]
         spec = EnumerableShardingSpec([ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width],
                                                      placement(compute_device, rank, per_host))
-                                       for rank, s in found.parts])
+                                       for rank, s in found.shards])
         # A table that was replicated has a dense kernel. It needs a fused one now.
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel

@@ -6,9 +6,9 @@ Every sharder has this form.
 It raises Infeasible, naming what does not fit and by how much.
 It raises SettingMismatch if the model is for another setting.
 The same seed, with a budget in evals or none, gives the same plan.
-Plans are consolidated (see `pieces`). Provenance records their algorithm, seed and predicted cost.
+Plans are consolidated (see `shards`). Provenance records their algorithm, seed and predicted cost.
 
-Every sharder begins with `feasible_pieces`. So table-wise sharders, too, cut a table that no device can hold.
+Every sharder begins with `feasible_shards`. So table-wise sharders, too, cut a table that no device can hold.
 TorchRec's planner is listed where it is installed (see `torchrec`).
 """
 

@@ -6,10 +6,10 @@ So no plan is cheaper than the least work of all tables divided by the devices' 
 with exchanges of evenly divided bytes.
 The cheapest way to cut a table is a shortest path over widths.
 
-Nor is a plan cheaper than its most expensive part.
-So the bound is the least time T in which the work fits when no part takes longer than T.
+Nor is a plan cheaper than its most expensive shard.
+So the bound is the least time T in which the work fits when no shard takes longer than T.
 
-The proof counts a part at its cost alone, less the launch that fusing saves (model.BoundableCostModel).
+The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel).
 For plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
 
 The estimate prices all tables as one op, divided evenly over the devices.
@@ -17,10 +17,9 @@ It is higher where shards contend. It is no bound: a device may hold tables that
 
 Memory is ignored. So are constraints, except those that keep tables whole, together or on some devices.
 
-Part: what one device may hold of a table.
-
-Shapes: T tables, N parts, F features, D devices.
-K kinds of part: whole rows, and those that groups of devices share.
+A shard is (table, kind, units of MIN_WIDTH columns). What each device of a group has is one unit.
+Shapes: T tables, N shards, F features, D devices.
+K kinds of shard: whole rows, and those that groups of devices share.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Layout, even_share
 from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
-MOST_PARTS = 150_000
-"""With more possible parts, only widths of powers of two are considered."""
+MOST_SHARDS = 150_000
+"""With more possible shards, only widths of powers of two are considered."""
 _EVEN_BYTES = 2.0**24
 """Bytes of each device at which exchanges are priced."""
 _PRECISION = 1e-3
@@ -67,19 +66,19 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     """
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
-    parts, lower, proved_ms = _Parts(problem, model, kinds), model.lower, None
+    shards, lower, proved_ms = _Shards(problem, model, kinds), model.lower, None
     if lower is not None and lower.even_is_least(problem.topology):
-        least = parts if lower is model else _Parts(problem, lower, kinds)
+        least = shards if lower is model else _Shards(problem, lower, kinds)
         # Subtract a trace for rounding errors.
         proved_ms = _least_ms(least, _proved(least), lower.takes_all_alike(problem.topology))[0] * (1 - 1e-9)
-    estimate_ms, limit = _least_ms(parts, _estimated(parts), True)
-    return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, parts.space())
+    estimate_ms, limit = _least_ms(shards, _estimated(shards), True)
+    return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, shards.space())
 
 
-# --- parts -------------------------------------------------------------------------------------------------------------
+# --- shards -------------------------------------------------------------------------------------------------
 
 
-class _Parts:
+class _Shards:
     """What one device may hold of each table.
 
     kinds: [K] kinds of sharding. The first is that of whole rows; groups share the others.
@@ -87,13 +86,13 @@ class _Parts:
     table, kind: [N] numbers.
     codes: [N, F] encodings.
     copies: [N] number of devices that have one.
-    alone_ms: [N] cost of the part alone at speed 1.
+    alone_ms: [N] cost of the shard alone at speed 1.
     fastest: [N] the highest speed it may find. For a group, the speed of its slowest device.
     exchange_ms: [N] what it adds to even exchanges, forward + backward.
-    large: [N] whether it is at least an even share of the table. Every plan has such a part.
-    at: for each kind [T, U + 1], the part of a number of units of a table; -1 for none.
+    large: [N] whether it is at least an even share of the table. Every plan has such a shard.
+    at: for each kind [T, U + 1], the shard of a number of units of a table; -1 for none.
     size: [T, K] units of the whole table.
-    whole: [T] the uncut parts.
+    whole: [T] the uncut shards.
     latency_ms: [K] of a kind's collectives, whatever they carry.
     mixes: sets of kinds that plans may use.
     """
@@ -106,7 +105,7 @@ class _Parts:
         n, tables = len(self.speed), problem.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])
         whole = np.array([t.name in problem.whole for t in tables])
-        self.any_width = columns.sum() <= MOST_PARTS
+        self.any_width = columns.sum() <= MOST_SHARDS
         self.size = np.stack([columns, *[np.ones_like(columns)] * len(shared)], 1)
         self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
         shards: list[Shard] = []
@@ -149,7 +148,7 @@ class _Parts:
         self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1) for mix in combinations(kinds, n_kinds)]
 
     def _widths(self, columns: int) -> list[int]:
-        """The widths in units that a part may have."""
+        """The widths in units that a shard may have."""
         if self.any_width:
             return list(range(1, columns + 1))
         return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
@@ -177,19 +176,19 @@ class _Parts:
         return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
 
     def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
-        """The least total price of parts of these kinds that make up all tables.
+        """The least total price of shards of these kinds that make up all tables.
 
         price: [N] with copies included.
-        Also returns how often each part is taken, [N]. inf and None if there is no such set.
+        Also returns how often each shard is taken, [N]. inf and None if there is no such set.
         """
         sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
         best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
         return least, sum(way(best == i) for i, way in enumerate(ways)) if np.isfinite(least) else None
 
     def within(self, some: np.ndarray) -> np.ndarray:
-        """[N] bool: those of `some` parts that can be in a plan.
+        """[N] bool: those of `some` shards that can be in a plan.
 
-        A table and kind without any of its large parts is impossible: its devices need at least one.
+        A table and kind without any of its large shards is impossible: its devices need at least one.
         """
         possible = np.zeros(self.size.shape, dtype=bool)
         chosen = some & self.large
@@ -221,22 +220,22 @@ def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | N
 
 
 def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
-    """[T] the least price of parts that make up `size` units of each table.
+    """[T] the least price of shards that make up `size` units of each table.
 
-    Also returns a function: from chosen tables [T] bool to how often each part [N] is taken.
+    Also returns a function: from chosen tables [T] bool to how often each shard [N] is taken.
     """
     rows = np.arange(len(at))
     of = np.where(at >= 0, price[at], np.inf)
     best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
     best[:, 0] = 0.0
-    # Dynamic programming over units, for all tables at once: best price, and the last part taken.
+    # Dynamic programming over units, for all tables at once: best price, and the last shard taken.
     for u in range(1, at.shape[1]):
         candidates = of[:, 1 : u + 1] + best[:, u - 1 :: -1] if u > 1 else of[:, 1:2]
         last[:, u] = 1 + np.argmin(candidates, axis=1)
         best[:, u] = candidates[rows, last[:, u] - 1]
 
     def taken(chosen: np.ndarray) -> np.ndarray:
-        """How often each part is taken: follow `last` back to 0."""
+        """How often each shard is taken: follow `last` back to 0."""
         counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
         while left.any():
             live = rows[left > 0]
@@ -247,65 +246,65 @@ def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
     return best[rows, size], taken
 
 
-# --- bounds ------------------------------------------------------------------------------------------------------------
+# --- bounds -------------------------------------------------------------------------------------------------
 
 Price = Callable[[list[int], np.ndarray], float]
-"""ms of plans of a mix of kinds, using only some parts [N] bool. inf if there are none."""
+"""ms of plans of a mix of kinds, using only some shards [N] bool. inf if there are none."""
 _EVENLY = "the work of all tables, divided evenly"
 
 
-def _proved(parts: _Parts) -> Price:
+def _proved(shards: _Shards) -> Price:
     """A price that no plan undercuts: the least work, divided by all speeds.
 
     A shared table brings a launch on each device of its group. Columns bring one on at least one device.
     """
-    launch_ms, total_speed = parts.model.launch_ms, parts.speed.sum()
-    work = parts.copies * np.maximum(0.0, parts.alone_ms - launch_ms) / total_speed + parts.exchange_ms
+    launch_ms, total_speed = shards.model.launch_ms, shards.speed.sum()
+    work = shards.copies * np.maximum(0.0, shards.alone_ms - launch_ms) / total_speed + shards.exchange_ms
 
     def price(mix: list[int], some: np.ndarray) -> float:
-        shared = sum(int(parts.group_size[k]) for k in mix if k)
-        launches = (shared + (0 in mix)) / total_speed if shared else 1 / parts.speed.max()
-        least, _ = parts.cheapest(np.where(some, work, np.inf), mix)
-        ms = launch_ms * launches + least + parts.latency_ms[mix].sum()
-        return max(ms, _at_mean_load(parts, mix[0], some)) if len(mix) == 1 and alike else ms
+        shared = sum(int(shards.group_size[k]) for k in mix if k)
+        launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
+        least, _ = shards.cheapest(np.where(some, work, np.inf), mix)
+        ms = launch_ms * launches + least + shards.latency_ms[mix].sum()
+        return max(ms, _at_mean_load(shards, mix[0], some)) if len(mix) == 1 and alike else ms
 
-    alike = parts.model.takes_all_alike(parts.problem.topology)
+    alike = shards.model.takes_all_alike(shards.problem.topology)
     return price
 
 
-def _at_mean_load(parts: _Parts, kind: int, some: np.ndarray) -> float:
+def _at_mean_load(shards: _Shards, kind: int, some: np.ndarray) -> float:
     """A higher price for plans of one kind, which run one op on each device.
 
     Some device has at least the mean load by speed. Its drivers raise the rates at which loads count.
     """
-    model, some, total_speed = parts.model, some & (parts.kind == kind), parts.speed.sum()
-    rates = model.rates(parts.codes[parts.whole].sum(0) / len(parts.speed))
+    model, some, total_speed = shards.model, some & (shards.kind == kind), shards.speed.sum()
+    rates = model.rates(shards.codes[shards.whole].sum(0) / len(shards.speed))
     # Rates and least loads depend on each other. Any number of rounds gives a valid bound.
     for _ in range(4):
-        load = parts.codes @ rates
-        least, _ = parts.cheapest(np.where(some, parts.copies * load, np.inf), [kind])
+        load = shards.codes @ rates
+        least, _ = shards.cheapest(np.where(some, shards.copies * load, np.inf), [kind])
         if not np.isfinite(least):
             return np.inf
-        now = model.rates(_least_codes(parts, load, some, least * parts.speed.min() / total_speed))
+        now = model.rates(_least_codes(shards, load, some, least * shards.speed.min() / total_speed))
         counted, rates = rates, now
     # Where rates fell in the last round, count only the share that they surely reach.
     share = min(1.0, (now[counted > 0] / counted[counted > 0]).min(initial=1.0))
-    work = share * parts.copies * (parts.codes @ counted) / total_speed + parts.exchange_ms
-    least, _ = parts.cheapest(np.where(some, work, np.inf), [kind])
-    return model.launch_ms / parts.speed.max() + least + float(parts.latency_ms[kind])
+    work = share * shards.copies * (shards.codes @ counted) / total_speed + shards.exchange_ms
+    least, _ = shards.cheapest(np.where(some, work, np.inf), [kind])
+    return model.launch_ms / shards.speed.max() + least + float(shards.latency_ms[kind])
 
 
-def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
-    """[F] the least that a device can have of each feature, if the loads of its parts sum to `wanted`.
+def _least_codes(shards: _Shards, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
+    """[F] the least that a device can have of each feature, if the loads of its shards sum to `wanted`.
 
-    load: [N] of each part. A device holds at most one part of each table.
+    load: [N] of each shard. A device holds at most one shard of each table.
     """
     some = some & (load > 0)
-    room, each = np.zeros(len(parts.size)), np.full((len(parts.size), parts.codes.shape[1]), np.inf)
-    np.maximum.at(room, parts.table[some], load[some])
-    np.minimum.at(each, parts.table[some], parts.codes[some] / load[some][:, None])
+    room, each = np.zeros(len(shards.size)), np.full((len(shards.size), shards.codes.shape[1]), np.inf)
+    np.maximum.at(room, shards.table[some], load[some])
+    np.minimum.at(each, shards.table[some], shards.codes[some] / load[some][:, None])
     room, each = room[room > 0], each[room > 0]
-    found = np.zeros(parts.codes.shape[1])
+    found = np.zeros(shards.codes.shape[1])
     # A fractional knapsack: take load first from tables that bring least of the feature.
     for f in range(len(found)):
         order = np.argsort(each[:, f])
@@ -314,45 +313,46 @@ def _least_codes(parts: _Parts, load: np.ndarray, some: np.ndarray, wanted: floa
     return found
 
 
-def _estimated(parts: _Parts) -> Price:
+def _estimated(shards: _Shards) -> Price:
     """An estimate of the price.
 
     Shared tables count as one op of each kind, alike on all devices.
     Columns count as one op, divided over the devices by speed.
     The cheapest cuts follow from the slope of the head at this point.
     """
-    n, total_speed = len(parts.speed), parts.speed.sum()
-    shares = (parts.speed / total_speed)[:, None]
+    n, total_speed, codes = len(shards.speed), shards.speed.sum(), shards.codes
+    shares = (shards.speed / total_speed)[:, None]
 
     def price(mix: list[int], some: np.ndarray) -> float:
-        sums, found = parts.codes[parts.whole].sum(0), []
+        sums, found = codes[shards.whole].sum(0), []
         # The slope depends on the cuts, so refine once.
         for _ in range(2):
-            work = parts.copies * (parts.codes @ _slope(parts.model, sums / n)) / total_speed + parts.exchange_ms
-            _, taken = parts.cheapest(np.where(some, work, np.inf), mix)
+            work = shards.copies * (codes @ _slope(shards.model, sums / n)) / total_speed + shards.exchange_ms
+            _, taken = shards.cheapest(np.where(some, work, np.inf), mix)
             if taken is None:
                 return np.inf
-            columns, *shared = ((taken * (parts.kind == k)) @ parts.codes / parts.n_groups[k] ** (k > 0)
-                                for k in range(len(parts.kinds)))
-            ms = parts.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum() / total_speed
-            found.append(float(ms + taken @ parts.exchange_ms))
+            columns, *shared = ((taken * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
+                                for k in range(len(shards.kinds)))
+            ms = shards.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum()
+            found.append(float(ms / total_speed + taken @ shards.exchange_ms))
             sums = columns + n * sum(shared)
-        return min(found) + parts.latency_ms[mix].sum()
+        return min(found) + shards.latency_ms[mix].sum()
 
     return price
 
 
-def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
+def _least_ms(shards: _Shards, price: Price, alike: bool) -> tuple[float, str]:
     """The least ms over all mixes of kinds, and what prevents less.
 
-    No part may take longer than the result. Each kind in a mix adds its own launches and latencies.
-    alike: whether the device with any one part waits for the same exchanges as all others.
+    No shard may take longer than the result. Each kind in a mix adds its own launches and latencies.
+    alike: whether the device with any one shard waits for the same exchanges as all others.
     """
-    together_ms, together = _together(parts)
+    together_ms, together = _together(shards)
     found: list[tuple[float, str, list[int], float]] = []
-    for mix in parts.mixes:
-        exchange_ms = parts.cheapest(parts.exchange_ms, mix)[0] + parts.latency_ms[mix].sum() if alike else 0.0
-        evenly_ms = price(mix, parts.within(np.full(len(parts.kind), True)))
+    for mix in shards.mixes:
+        waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latency_ms[mix].sum()
+        exchange_ms = waits_ms if alike else 0.0
+        evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         found.append((low, limit, mix, exchange_ms))
     best = (np.inf, "")
@@ -360,13 +360,13 @@ def _least_ms(parts: _Parts, price: Price, alike: bool) -> tuple[float, str]:
     for low, limit, mix, exchange_ms in sorted(found):
         if low >= best[0]:
             break
-        part_ms = parts.alone_ms / parts.fastest + exchange_ms
-        above = price(mix, parts.within(part_ms <= low))
+        shard_ms = shards.alone_ms / shards.fastest + exchange_ms
+        above = price(mix, shards.within(shard_ms <= low))
         if above > low:
-            dearest = parts.problem.tables[int(np.argmax(part_ms[parts.whole]))]
+            dearest = shards.problem.tables[int(np.argmax(shard_ms[shards.whole]))]
             limit = f"table {dearest.name!r}, too dear for one device, and to cut it costs more"
-            high = min(above, float(part_ms.max()))
-            low = _crossing(lambda ms, m=mix, p=part_ms: price(m, parts.within(p <= ms)), low, high)
+            high = min(above, float(shard_ms.max()))
+            low = _crossing(lambda ms, m=mix, p=shard_ms: price(m, shards.within(p <= ms)), low, high)
         best = min(best, (float(low), limit))
     return best
 
@@ -382,14 +382,14 @@ def _crossing(falling: Callable[[float], float], low: float, high: float) -> flo
     return low
 
 
-def _together(parts: _Parts) -> tuple[float, str]:
+def _together(shards: _Shards) -> tuple[float, str]:
     """ms of the most expensive bundle on a device, and its name in words."""
-    index, found = {t.name: i for i, t in enumerate(parts.problem.tables)}, [(0.0, "")]
-    for group in parts.problem.constraints.together:
-        chosen = parts.whole[[index[name] for name in group]]
+    index, found = {t.name: i for i, t in enumerate(shards.problem.tables)}, [(0.0, "")]
+    for group in shards.problem.constraints.together:
+        chosen = shards.whole[[index[name] for name in group]]
         shown = ", ".join(map(repr, group[:3])) + ", ..." * (len(group) > 3)
-        ms = float(parts.model.head(parts.codes[chosen].sum(0, keepdims=True))[0] / parts.fastest[chosen].max())
-        found.append((ms, f"tables {shown}, kept together on one device"))
+        ms = shards.model.head(shards.codes[chosen].sum(0, keepdims=True))[0] / shards.fastest[chosen].max()
+        found.append((float(ms), f"tables {shown}, kept together on one device"))
     return max(found)
 
 

@@ -12,9 +12,9 @@ from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible
 from shardcore.layouts import device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
-from shardcore.search.free_memory import item_bytes, piece_bytes
+from shardcore.search.free_memory import bundle_bytes, bytes_alone
 from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, surely_fits, too_tall, whole_impossible
-from shardcore.search.pieces import Item, division, items
+from shardcore.search.shards import Bundle, bundles, division
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_DEVICES = 256
@@ -27,10 +27,10 @@ _STEPS = 200
 """Steps of best fit for each amount of memory that a remedy tries."""
 
 
-def feasible_pieces(problem: Problem) -> list[Shard]:
-    """The pieces to start from. Every table is whole, unless no device where it may live can hold it.
+def feasible_shards(problem: Problem) -> list[Shard]:
+    """The shards to start from. Every table is whole, unless no device where it may live can hold it.
 
-    Such a table is halved by columns until its pieces fit.
+    Such a table is halved by columns until its shards fit.
     If MIN_WIDTH columns are still too large, its rows are divided (`division`).
     Tables in problem.whole are never cut.
 
@@ -51,10 +51,12 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
         raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; its {len(free)} devices may hold "
                                    f"{gib(available)} together, {gib(needed - available)} too little")
     # Bundles and whole tables cannot be cut, so each needs a device that holds it.
-    uncut = items((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
-    for item, largest in zip(uncut, largest_free(problem, [item[0].table for item in uncut], free), strict=True):
-        if item_bytes(item, problem) > largest:
-            raise _infeasible(problem, f"{_describe(item, problem)} takes {_too_much(item, problem, largest)}")
+    uncut = bundles((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
+    limits = largest_free(problem, [bundle[0].table for bundle in uncut], free)
+    for bundle, largest in zip(uncut, limits, strict=True):
+        if bundle_bytes(bundle, problem) > largest:
+            too_much = _too_much(bundle, problem, largest)
+            raise _infeasible(problem, f"{_describe(bundle, problem)} takes {too_much}")
     # Too large even as a narrow column: only a division of rows helps.
     for table in too_tall(problem, problem.tables, free):
         if why := _undividable(table, problem, free):
@@ -65,20 +67,21 @@ def feasible_pieces(problem: Problem) -> list[Shard]:
     _require_pins_fit(problem, free)
     if len(problem.tables) > MOST_PACKED and needed > _NEARLY * available and not surely_fits(problem)(free):
         pack_or_raise(problem)
-    return cut(problem, free) or list(pack_or_raise(problem).pieces)
+    return cut(problem, free) or list(pack_or_raise(problem).shards)
 
 
-def _describe(item: Item, problem: Problem) -> str:
-    """An item in the words of an error message."""
-    name = item[0].table.name
-    if len(item) > 1:
-        return f"the group {shown(s.table.name for s in item)}, kept on one device (constraints.together),"
+def _describe(bundle: Bundle, problem: Problem) -> str:
+    """A bundle in the words of an error message."""
+    name = bundle[0].table.name
+    if len(bundle) > 1:
+        return f"the group {shown(s.table.name for s in bundle)}, kept on one device (constraints.together),"
     return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
 
 
-def _too_much(item: Item, problem: Problem, largest: int) -> str:
-    """How much an item takes, and by how much that is too much."""
-    needed, where = item_bytes(item, problem), " where it may live" if item[0].table.name in problem.pinned else ""
+def _too_much(bundle: Bundle, problem: Problem, largest: int) -> str:
+    """How much a bundle takes, and by how much that is too much."""
+    needed = bundle_bytes(bundle, problem)
+    where = " where it may live" if bundle[0].table.name in problem.pinned else ""
     return f"{gib(needed)} with outputs; the largest device{where} may hold {gib(largest)}, {gib(needed - largest)} too little"
 
 
@@ -94,7 +97,7 @@ def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | N
         return "TorchRec divides rows over all devices, or a whole host, where it may not be (constraints.pinned)"
     devices = whole.devices
     for d, shard in shards_on(whole):
-        needed = piece_bytes(shard, problem)
+        needed = bytes_alone(shard, problem)
         if needed > free[d]:
             which = f"{'all' if len(devices) == len(free) else 'its'} {len(devices)} devices"
             return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needed)} on device {d}, which may hold "
@@ -111,7 +114,7 @@ def _require_pins_fit(problem: Problem, free: list[int]) -> None:
     for table in problem.tables if problem.pinned else ():
         if table.name in problem.pinned:
             pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(Shard.whole(table))
-    needs = {devices: item_bytes(shards, problem) for devices, shards in pinned.items()}
+    needs = {devices: bundle_bytes(shards, problem) for devices, shards in pinned.items()}
     # All tables whose devices lie within this set compete for its memory.
     for devices in sorted(pinned, key=len):
         needed, available = sum(n for d, n in needs.items() if d <= devices), sum(max(0, free[d]) for d in devices)

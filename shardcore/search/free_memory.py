@@ -1,4 +1,4 @@
-"""FreeMemory: what is free on each device while pieces are placed one by one.
+"""FreeMemory: what is free on each device while shards are placed one by one.
 
 Shapes: D devices.
 """
@@ -12,30 +12,30 @@ import numpy as np
 
 from shardcore import memory
 from shardcore.layouts import WHOLE_ROWS
-from shardcore.search.pieces import Item, RowRange, devices_of, row_range
+from shardcore.search.shards import Bundle, RowRange, devices_of, row_range
 from shardcore.types import Problem, Shard
 
 
-def piece_bytes(shard: Shard, problem: Problem) -> int:
-    """Bytes of a piece on a device that holds nothing else of its row range.
+def bytes_alone(shard: Shard, problem: Problem) -> int:
+    """Bytes of a shard on a device that holds nothing else of its row range.
 
     All kinds that divide rows take the same.
     """
     return memory.bytes_as(WHOLE_ROWS, shard, problem)
 
 
-def item_bytes(item: Sequence[Shard], problem: Problem) -> int:
-    """Bytes of all pieces of an item."""
-    return sum(piece_bytes(shard, problem) for shard in item)
+def bundle_bytes(bundle: Sequence[Shard], problem: Problem) -> int:
+    """Bytes of all shards of a bundle."""
+    return sum(bytes_alone(shard, problem) for shard in bundle)
 
 
-def freedom(item: Item, problem: Problem) -> int:
-    """The number of devices that an item may choose from.
+def freedom(bundle: Bundle, problem: Problem) -> int:
+    """The number of devices that a bundle may choose from.
 
-    Items with least freedom are placed first, as others could take their memory and go elsewhere.
+    Bundles with least freedom are placed first, as others could take their memory and go elsewhere.
     This is the rule of the least flexible job (Pinedo, Scheduling, 5.1).
     """
-    return len(devices_of(item[0], problem))
+    return len(devices_of(bundle[0], problem))
 
 
 class FreeMemory:
@@ -45,7 +45,7 @@ class FreeMemory:
 
     It starts from `free`, by default what the problem allows.
     `free` may have more entries than the problem has devices: further devices, without pinned tables.
-    A bundle's first table takes the bytes of all its tables. The others then take none on that device.
+    Of tables kept together, the first takes the bytes of all. The others then take none on that device.
     """
 
     def __init__(self, problem: Problem, free: Sequence[int] | None = None) -> None:
@@ -53,18 +53,19 @@ class FreeMemory:
         self.left = np.array(memory.free_bytes(problem) if free is None else free, dtype=np.int64)
         # Columns of each row range on each device.
         self._widths: dict[RowRange, dict[int, int]] = defaultdict(dict)
-        # The device of each bundle that has been placed.
+        # The device of each set of tables kept together, once one is placed.
         self._home: dict[tuple[str, ...], int] = {}
-        self._bundle_bytes: dict[tuple[str, ...], int] = defaultdict(int)
+        self._together_bytes: dict[tuple[str, ...], int] = defaultdict(int)
         for table in problem.tables if problem.bundle_of else ():
             if group := problem.bundle_of.get(table.name):
-                self._bundle_bytes[group] += piece_bytes(Shard.whole(table), problem)
+                self._together_bytes[group] += bytes_alone(Shard.whole(table), problem)
 
     def extra_bytes(self, shard: Shard) -> np.ndarray:
         """[D] bytes that the shard adds. Fewer where it widens a shard that is already there."""
-        if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
-            return np.full(len(self.left), 0 if group in self._home else self._bundle_bytes[group], dtype=np.int64)
-        extra = np.full(len(self.left), piece_bytes(shard, self.problem), dtype=np.int64)
+        if self._together_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
+            extra = 0 if group in self._home else self._together_bytes[group]
+            return np.full(len(self.left), extra, dtype=np.int64)
+        extra = np.full(len(self.left), bytes_alone(shard, self.problem), dtype=np.int64)
         for device, width in self._widths.get(row_range(shard), {}).items():
             extra[device] = self._bytes(shard, width + shard.width) - self._bytes(shard, width)
         return extra
@@ -72,10 +73,10 @@ class FreeMemory:
     def fits(self, shard: Shard) -> np.ndarray:
         """[D] bool: the devices that can take the shard, with its bundle."""
         # Most shards are the first of their row range: then one comparison is enough.
-        if self._bundle_bytes or row_range(shard) in self._widths:
+        if self._together_bytes or row_range(shard) in self._widths:
             fits = self.extra_bytes(shard) <= self.left
         else:
-            fits = piece_bytes(shard, self.problem) <= self.left
+            fits = bytes_alone(shard, self.problem) <= self.left
         allowed = self.allowed(shard)
         return fits if allowed is None else fits & allowed
 
@@ -92,16 +93,16 @@ class FreeMemory:
         """Take the memory of a shard that is placed on a device."""
         widths = self._widths[row_range(shard)]
         width = widths.get(device, 0)
-        if self._bundle_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
+        if self._together_bytes and (group := self.problem.bundle_of.get(shard.table.name)):
             self.left[device] -= self.extra_bytes(shard)[device]
             self._home[group] = device
         elif width:
             self.left[device] -= self._bytes(shard, width + shard.width) - self._bytes(shard, width)
         else:
-            self.left[device] -= piece_bytes(shard, self.problem)
+            self.left[device] -= bytes_alone(shard, self.problem)
         widths[device] = width + shard.width
 
     def _bytes(self, shard: Shard, width: int) -> int:
         """Bytes of a shard widened to `width` columns."""
         table, row_lo, row_hi = row_range(shard)
-        return piece_bytes(Shard(table, row_lo, row_hi, 0, width), self.problem)
+        return bytes_alone(Shard(table, row_lo, row_hi, 0, width), self.problem)

@@ -18,14 +18,14 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.pieces import items, to_plan
+from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import bundles, to_plan
 from shardcore.types import Plan, Problem, Shard
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
-"""(load, fits [D] bool, bytes left [D]) -> the device for an item."""
+"""(load, fits [D] bool, bytes left [D]) -> the device for a bundle."""
 
 
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -68,7 +68,7 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
     sums = np.zeros(len(speed))
 
     def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
-        # Loads per speed, with the new item included: a fast device takes more.
+        # Loads per speed, with the new bundle included: a fast device takes more.
         after = np.where(fits, (sums + load) / speed, np.inf)
         lowest = (after == after.min()).nonzero()[0]
         # Ties go to the device with most memory left.
@@ -80,21 +80,22 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
 
 def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float], choose: Choose) -> Plan:
-    """Place all items by falling load with `choose`. Falls back to `packing` where one does not fit."""
+    """Place all bundles by falling load with `choose`. Falls back to `packing` where one does not fit."""
     problem.require_setting(model.setting)
-    pieces = feasible_pieces(problem)
-    cache, found = ShardCostCache(problem, model, pieces), items(pieces, problem)
-    of = [cache.piece(item[0]) for item in found]
-    cache.add(of)
-    strip, units = np.array(of).T
-    loads = np.array([sum(map(load, item)) for item in found])
+    shards = feasible_shards(problem)
+    cache, found = ShardCostCache(problem, model, shards), bundles(shards, problem)
+    keys = [cache.key(bundle[0]) for bundle in found]
+    cache.add(keys)
+    strip, units = np.array(keys).T
+    loads = np.array([sum(map(load, bundle)) for bundle in found])
     state = PlacementState(cache, priced=False)
     # Least freedom first, then the largest load, then the most bytes.
-    for i in np.lexsort((-cache.bytes[cache.parts(strip, units)], -loads, cache.freedom[strip])):
+    for i in np.lexsort((-cache.bytes[cache.numbers(strip, units)], -loads, cache.freedom[strip])):
         fits = state.fits(strip[i], units[i])
         if not fits.any():
             packing = pack_or_raise(problem)
-            return to_plan(packing.pieces, packing.devices, problem, model, algorithm=name, seed=seed, packed=True)
+            return to_plan(packing.shards, packing.devices, problem, model, algorithm=name, seed=seed,
+                           packed=True)
         state.place(strip[i], units[i], choose(loads[i], fits, state.free - state.used))
     return state.plan(algorithm=name, seed=seed, packed=False)
 

@@ -1,10 +1,10 @@
 """NeuroShard's search (MLSys 2023, arXiv 2305.01868): a beam over column cuts around greedy passes.
 
-Inner search: place pieces by falling cost, each on the device whose fused cost is lowest.
+Inner search: place shards by falling cost, each on the device whose fused cost is lowest.
 It respects memory, and a cap on the device's columns: scale × the mean.
 One pass is made for each of several scales, and the cheapest plan stays.
 
-Outer search: keep a few states. From each, halve the largest and the costliest pieces, one at a time.
+Outer search: keep a few states. From each, halve the largest and the costliest shards, one at a time.
 Run the inner search on each result, and keep the best few.
 
 Differences to the released code:
@@ -14,11 +14,11 @@ Differences to the released code:
 - If none ever fits, a second beam starts from a `packing`.
 - States that differ only in the order of their cuts count once.
 - Halves that meet on a device count as the one shard that they become.
-- Only pieces that can be cut take a candidate's place.
-- On unequal devices, cost is at the device's speed and includes the piece. On equal ones nothing changes.
+- Only shards that can be cut take a candidate's place.
+- On unequal devices, cost is at the device's speed and includes the shard. On equal ones nothing changes.
 - Bundles are placed as one. Pinned tables go first, whatever the cap.
 
-Shapes: C states searched at once, P their pieces, K passes, S strips, D devices, F features.
+Shapes: C states searched at once, N their shards, K passes, S strips, D devices, F features.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.pieces import items, placed, priced, to_plan
+from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.placement_state import PlacementState
-from shardcore.search.shard_cost_cache import Piece, ShardCostCache
+from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
+from shardcore.search.shards import bundles, placed, priced, to_plan
 from shardcore.types import Plan, Problem
 
-State = tuple[Piece, ...]
-"""Sorted pieces: how tables are cut, but not yet where they go."""
+State = tuple[ShardKey, ...]
+"""Sorted shards: how tables are cut, but not yet where they go."""
 
 _ROWS_AT_ONCE = 16_384
 """Devices × passes × states in lockstep: as many as a processor handles in about the time of one."""
 _CELLS_AT_ONCE = 1 << 26
 """The same × strips. It limits the memory."""
 _PROBED = 256
-"""Pieces that tell how long a search of very many takes."""
+"""Shards that tell how long a search of very many takes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NeuroShardConfig:
     """Parameters of the beam.
 
     beam: states kept.
-    candidates: pieces halved, of the largest and of the costliest.
+    candidates: shards halved, of the largest and of the costliest.
     steps: cuts at most.
     scales: caps on a device's columns, relative to the mean.
     uncapped: whether one more pass runs without a cap.
@@ -80,13 +80,13 @@ class _Found:
     """The best plan of a state.
 
     ms: its cost; infinite if no pass fits.
-    pieces: the state.
-    devices: of each piece; empty if no pass fits.
+    state: how tables are cut.
+    devices: of each shard; empty if no pass fits.
     over_bytes: by how much the best pass exceeds the memory.
     """
 
     ms: float
-    pieces: State
+    state: State
     devices: tuple[int, ...]
     over_bytes: int = 0
 
@@ -97,17 +97,17 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
 
     Where a budget in seconds does not suffice for a first search, it is some plan that fits.
 
-    One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
     problem.require_setting(model.setting)
     meter = (budget or Budget()).start()
-    pieces = feasible_pieces(problem)
-    cache = ShardCostCache(problem, model, pieces)
-    state = tuple(sorted(cache.pieces(pieces)))
+    shards = feasible_shards(problem)
+    cache = ShardCostCache(problem, model, shards)
+    state = tuple(sorted(cache.keys(shards)))
     if (search_s := _search_s(cache, state, config, meter)) and not meter.has_time(search_s):
         packing = pack_or_raise(problem)
-        return to_plan(packing.pieces, packing.devices, problem, model, algorithm="neuroshard", seed=seed, packed=True,
-                       evals=0, config=asdict(config))
+        return to_plan(packing.shards, packing.devices, problem, model, algorithm="neuroshard", seed=seed,
+                       packed=True, evals=0, config=asdict(config))
     before_s = meter.seconds()
     [first] = _search(cache, [state], config)
     state_s = meter.seconds() - before_s
@@ -119,12 +119,13 @@ def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Bud
         cache, best = of_packing, _beam(of_packing, packing, config, meter, state_s)
     elif packing.ms < best.ms:
         cache, best = of_packing, packing
-    return priced(placed(cache.items(best.pieces), best.devices, problem), problem, model, algorithm="neuroshard", seed=seed,
+    placements = placed(cache.bundles(best.state), best.devices, problem)
+    return priced(placements, problem, model, algorithm="neuroshard", seed=seed,
                   packed=best is packing and packing is not first, evals=meter.evals, config=asdict(config))
 
 
 def _search_s(cache: ShardCostCache, state: State, config: NeuroShardConfig, meter: Meter) -> float:
-    """About the seconds of an inner search, from one of a few of its pieces; 0 where no budget asks for them."""
+    """About the seconds of an inner search, from one of a few of its shards. 0: no budget asks for them."""
     if meter.budget.seconds is None or len(state) < 10 * _PROBED:
         return 0.0
     before_s = meter.seconds()
@@ -135,8 +136,10 @@ def _search_s(cache: ShardCostCache, state: State, config: NeuroShardConfig, met
 def _packed(problem: Problem, model: CostModel) -> tuple[ShardCostCache, _Found]:
     """Some plan that fits, with its own cache, as its row ranges may differ. Raises Infeasible."""
     packing = pack_or_raise(problem)
-    cache, device_of = ShardCostCache(problem, model, packing.pieces), dict(zip(packing.pieces, packing.devices, strict=True))
-    pairs = sorted((cache.piece(item[0]), device_of[item[0]]) for item in items(packing.pieces, problem))
+    cache = ShardCostCache(problem, model, packing.shards)
+    device_of = dict(zip(packing.shards, packing.devices, strict=True))
+    firsts = [bundle[0] for bundle in bundles(packing.shards, problem)]
+    pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
     state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
     return cache, _Found(cache.plan_ms(state, devices), state, devices)
 
@@ -149,7 +152,7 @@ def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter:
     rows = len(config.caps) * len(cache.speed)
     # Chunks bound the memory, and let the budget end a round early.
     chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
-    best, beam = start, [start.pieces]
+    best, beam = start, [start.state]
     for _ in range(config.steps):
         states = list(dict.fromkeys(s for state in beam for s in _halvings(cache, state, config.candidates)))
         found: list[_Found] = []
@@ -161,7 +164,7 @@ def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter:
             found += _search(cache, states[len(found):len(found) + n], config)
             meter.evals += n * len(config.caps)
             state_s = (meter.seconds() - before_s) / n
-        beam = [f.pieces for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:config.beam]]
+        beam = [f.state for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:config.beam]]
         best = min([best, *found], key=lambda f: f.ms)
         if len(found) < len(states) or not found:
             break
@@ -169,33 +172,35 @@ def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter:
 
 
 def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
-    """The states with one more cut: of each of the n largest and n costliest pieces that can be cut."""
+    """The states with one more cut: of each of the n largest and n costliest shards that can be cut."""
     cache.add(state)
-    pieces = [p for p in dict.fromkeys(state) if cache.may_split(p)]
-    if not pieces:
+    keys = [key for key in dict.fromkeys(state) if cache.may_split(key)]
+    if not keys:
         return []
-    parts = cache.parts(*np.array(pieces).T)
-    chosen = {*np.argsort(-cache.bytes[parts], kind="stable")[:n], *np.argsort(-cache.single_ms[parts], kind="stable")[:n]}
-    return [_halve(state, pieces[i]) for i in sorted(chosen)]
+    numbers = cache.numbers(*np.array(keys).T)
+    largest = np.argsort(-cache.bytes[numbers], kind="stable")[:n]
+    costliest = np.argsort(-cache.single_ms[numbers], kind="stable")[:n]
+    return [_halve(state, keys[i]) for i in sorted({*largest, *costliest})]
 
 
-def _halve(state: State, piece: Piece) -> State:
-    """The state with this piece in two halves."""
-    strip, units = piece
+def _halve(state: State, key: ShardKey) -> State:
+    """The state with this shard in two halves."""
+    strip, units = key
     rest = list(state)
-    rest.remove(piece)
+    rest.remove(key)
     return tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)]))
 
 
 def _search(cache: ShardCostCache, states: Sequence[State], config: NeuroShardConfig) -> list[_Found]:
-    """The inner search from each of several states with the same number of pieces."""
+    """The inner search from each of several states with the same number of shards."""
     for state in states:
         cache.add(state)
-    pieces = np.array(states)  # [C, P, 2]
-    parts = cache.parts(pieces[..., 0], pieces[..., 1])
+    keys = np.array(states)  # [C, N, 2]
+    numbers = cache.numbers(keys[..., 0], keys[..., 1])
     # Least freedom first, then the highest cost, then the most bytes.
-    order = np.lexsort((-cache.bytes[parts], -cache.single_ms[parts], cache.freedom[pieces[..., 0]]))  # [C, P]
-    total_ms, over_bytes, devices = greedy_grid(cache, np.take_along_axis(pieces, order[..., None], 1), np.array(config.caps))
+    order = np.lexsort((-cache.bytes[numbers], -cache.single_ms[numbers], cache.freedom[keys[..., 0]]))
+    in_order = np.take_along_axis(keys, order[..., None], 1)  # [C, N, 2]
+    total_ms, over_bytes, devices = greedy_grid(cache, in_order, np.array(config.caps))
     found = []
     for c, state in enumerate(states):
         k = int(np.argmin(total_ms[c]))
@@ -207,34 +212,36 @@ def _search(cache: ShardCostCache, states: Sequence[State], config: NeuroShardCo
     return found
 
 
-def greedy_grid(cache: ShardCostCache, pieces: np.ndarray, caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
+                caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All greedy passes in lockstep.
 
-    pieces: [C, P, 2] strip and units, in the order of placing.
+    keys: [C, N, 2] shards as strip and units, in the order of placing.
     caps: [K] on a device's columns, relative to the mean.
 
     Returns three arrays:
-    total_ms: [C, K] cost; inf if a piece found no device. Such a piece goes to the least used device.
+    total_ms: [C, K] cost; inf if a shard found no device. Such a shard goes to the least used device.
     over_bytes: [C, K] what devices hold beyond their memory.
-    devices: [C, K, P] of each piece.
+    devices: [C, K, N] of each shard.
     """
-    (n_states, n_pieces, _), n_passes, n_devices = pieces.shape, len(caps), len(cache.speed)
+    (n_states, n_shards, _), n_passes, n_devices = keys.shape, len(caps), len(cache.speed)
     state = PlacementState(cache, (n_states, n_passes))
-    parts = cache.parts(pieces[..., 0], pieces[..., 1])  # [C, P]
+    numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
     # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
-    cap = cache.width[parts].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
+    cap = cache.width[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
     pinned = cache.freedom < n_devices
-    fits_all, devices = np.ones((n_states, n_passes), dtype=bool), np.zeros((n_states, n_passes, n_pieces), dtype=np.int64)
+    fits_all = np.ones((n_states, n_passes), dtype=bool)
+    devices = np.zeros((n_states, n_passes, n_shards), dtype=np.int64)
 
-    for p in range(n_pieces):
-        strip, units = pieces[:, p, 0][:, None], pieces[:, p, 1][:, None]  # [C, 1]
-        width, single_ms = cache.width[parts[:, p, None]], cache.single_ms[parts[:, p, None]][..., None] / cache.speed
+    for i in range(n_shards):
+        strip, units, number = keys[:, i, 0][:, None], keys[:, i, 1][:, None], numbers[:, i, None]  # [C, 1]
+        width, single_ms = cache.width[number], cache.single_ms[number][..., None] / cache.speed
         narrow = (state.width.sum(-1) + width[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
         fits = state.fits(strip, units) & narrow
         d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
         fits_all &= fits.any(-1)
         state.place(strip, units, d)
-        devices[:, :, p] = d
+        devices[:, :, i] = d
 
     total_ms = np.where(fits_all, state.cost_ms(), np.inf) if fits_all.any() else np.full(fits_all.shape, np.inf)
     return total_ms, np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1), devices

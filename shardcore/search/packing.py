@@ -16,25 +16,25 @@ import numpy as np
 
 from shardcore.layouts import even_share, shards_on
 from shardcore.memory import OPTIMIZER_BYTES_PER_ROW, table_bytes
-from shardcore.search.free_memory import FreeMemory, freedom, item_bytes, piece_bytes
-from shardcore.search.pieces import division as divided
-from shardcore.search.pieces import halve_columns, items
+from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
+from shardcore.search.shards import bundles, halve_columns
+from shardcore.search.shards import division as divided
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
 
 NODES = 20_000
-"""The most steps of best fit with backtracking. A step assigns one item."""
+"""The most steps of best fit with backtracking. A step assigns one bundle."""
 MOST_DIVIDED = 64
 """The most tables whose rows are divided in one step although their columns fit."""
 
 Placed = list[tuple[Shard, int]]
-"""Pieces and their devices."""
+"""Shards and their devices."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """pieces[i] fits on devices[i]."""
+    """shards[i] fits on devices[i]."""
 
-    pieces: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
     devices: tuple[int, ...]
 
 
@@ -109,7 +109,7 @@ def _with(division: Division, tables: Sequence[Table], problem: Problem, most: i
             break
         whole = divided(table, problem)
         ranges = [] if whole is None else [(s, d) for d, s in shards_on(_on_further(whole, len(left), problem))]
-        needs = {d: piece_bytes(s, problem) for s, d in ranges}
+        needs = {d: bytes_alone(s, problem) for s, d in ranges}
         if needs and all(n <= left[d] for d, n in needs.items()):
             left = [f - needs.get(d, 0) for d, f in enumerate(left)]
             rows += ranges
@@ -125,7 +125,7 @@ def _on_further(whole: Placement, n_devices: int, problem: Problem) -> Placement
 
 
 def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
-    """All tables as pieces: whole, halved by columns, or divided by rows, as far as the memory requires.
+    """All tables as shards: whole, halved by columns, or divided by rows, as far as the memory requires.
 
     None if a table that must stay whole is too large, or rows cannot be divided.
     """
@@ -136,22 +136,22 @@ def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
 
 def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     """The other tables, halved by columns as far as needed. None if that does not suffice."""
-    pieces: list[Shard] = []
+    shards: list[Shard] = []
     for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free), strict=True):
         waiting = [Shard.whole(table)]
         if table_bytes(table, problem.global_batch, problem.optimizer) <= largest:
-            pieces += waiting
+            shards += waiting
             continue
         while waiting:
             shard = waiting.pop()
-            if piece_bytes(shard, problem) <= largest:
-                pieces.append(shard)
+            if bytes_alone(shard, problem) <= largest:
+                shards.append(shard)
                 continue
             halves = None if table.name in problem.whole else halve_columns(shard)
             if halves is None:
                 return None
             waiting += reversed(halves)
-    return pieces
+    return shards
 
 
 def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing | None:
@@ -201,16 +201,16 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
     order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))  # as they are packed, or nearly so
     rows, dim, whole = rows[order], dim[order], whole[order] > 0
     table = rows * (dim * cell_bytes + state) + dim * pooled
-    part = rows * (MIN_WIDTH * cell_bytes + state) + MIN_WIDTH * pooled
+    narrowest = rows * (MIN_WIDTH * cell_bytes + state) + MIN_WIDTH * pooled
 
     def fits(free: Sequence[int]) -> bool:
         n, available = len(free), sum(max(0, f) for f in free) * (1 - 1e-9)
-        extra = rows * state * (np.minimum(dim // MIN_WIDTH, n) - 1)  # what its parts take more than the whole
+        extra = rows * state * (np.minimum(dim // MIN_WIDTH, n) - 1)  # what its shards add to the whole
         cut = np.zeros(len(rows), dtype=bool)
         while True:
             left = available - np.cumsum(table + cut * extra)
             more = left + table + cut * extra < n * table  # may find no device with room for all of it
-            if (more & whole).any() or (left[more] < n * part[more]).any():
+            if (more & whole).any() or (left[more] < n * narrowest[more]).any():
                 return False
             if not (more & ~cut).any():
                 return True
@@ -230,29 +230,30 @@ def _uncut(problem: Problem, tables: Sequence[Table]) -> list[Shard]:
     return [Shard.whole(t) for t in tables if t.name in problem.whole]
 
 
-def _whole(problem: Problem, pieces: Sequence[Shard], free: Sequence[int], nodes: int) -> tuple[Placed | None, bool]:
-    """Devices for pieces as they are, and whether the answer is certain."""
-    of = [(freedom(item, problem), -item_bytes(item, problem), item) for item in items(pieces, problem)]
+def _whole(problem: Problem, shards: Sequence[Shard], free: Sequence[int],
+           nodes: int) -> tuple[Placed | None, bool]:
+    """Devices for shards as they are, and whether the answer is certain."""
+    of = [(freedom(b, problem), -bundle_bytes(b, problem), b) for b in bundles(shards, problem)]
     of.sort(key=lambda x: x[:2])
-    sizes, ordered = [-less for _, less, _ in of], [item for *_, item in of]
-    allowed = [problem.pinned.get(item[0].table.name) for item in ordered] if problem.pinned else ()
+    sizes, ordered = [-less for _, less, _ in of], [bundle for *_, bundle in of]
+    allowed = [problem.pinned.get(bundle[0].table.name) for bundle in ordered] if problem.pinned else ()
     devices, exhausted = best_fit(sizes, free, nodes, allowed)
     if devices is None:
         return None, exhausted
-    return [(shard, device) for item, device in zip(ordered, devices, strict=True) for shard in item], exhausted
+    return [(shard, d) for bundle, d in zip(ordered, devices, strict=True) for shard in bundle], exhausted
 
 
 def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
              allowed: Sequence[tuple[int, ...] | None] = ()) -> tuple[list[int] | None, bool]:
-    """Devices for items: each goes to the fullest device that takes it. At a dead end, backtrack.
+    """Devices for bundles: each goes to the fullest device that takes it. At a dead end, backtrack.
 
-    sizes: bytes of each item.
+    sizes: bytes of each bundle.
     free: [D] bytes.
     nodes: the most steps of the depth-first search.
-    allowed: for each item the devices it may go to; None or an empty sequence for all.
+    allowed: for each bundle the devices it may go to; None or an empty sequence for all.
 
-    A state is (next item, sorted free bytes), and is entered only once.
-    Devices with equal bytes are the same if the remaining items may use both.
+    A state is (next bundle, sorted free bytes), and is entered only once.
+    Devices with equal bytes are the same if the remaining bundles may use both.
     Returns the devices or None, and whether that is certain. It is not if the steps ran out.
     """
     if not any(allowed):
@@ -266,7 +267,7 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
     alike = _alike(allowed, len(left)) if any(allowed) else []
 
     def rooms(i: int) -> Sequence:
-        """[D] the room on each device, beside what tells it apart for items from i on."""
+        """[D] the room on each device, beside what tells it apart for bundles from i on."""
         return list(zip(left, alike[i], strict=True)) if alike and alike[i] else left
 
     def options(i: int) -> Iterator[int]:
@@ -309,7 +310,7 @@ def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
 
 
 def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[list[int]]:
-    """Class of each device for items from i on: devices of one class are alike to them. Empty: all are."""
+    """Class of each device for bundles from i on: devices of one class are alike to them. Empty: all are."""
     classes: list[int] = []
     result, met = [classes], set()
     # Going backwards, each new constraint splits the classes into inside and outside.
@@ -338,7 +339,7 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
                       key=lambda s: (freedom((s,), problem), -s.rows, -s.width))
         gaps = _gaps(room)
         for whole in rest:
-            n_bytes = piece_bytes(whole, problem)
+            n_bytes = bytes_alone(whole, problem)
             i = len(gaps) if problem.pinned else bisect_left(gaps, (n_bytes, -1))
             if i < len(gaps):  # it fits whole: the quick form of `_pour`
                 left, device = gaps.pop(i)
@@ -346,10 +347,10 @@ def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[
                 room.left[device] = left - n_bytes
                 placed.append((whole, device))
                 continue
-            parts = _pour(whole, room)
-            if parts is None:
+            poured = _pour(whole, room)
+            if poured is None:
                 return None
-            placed, gaps = placed + parts, _gaps(room)
+            placed, gaps = placed + poured, _gaps(room)
     return placed
 
 
@@ -366,28 +367,27 @@ def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
     waiting, placed = [whole], []
     while waiting:
         shard = waiting.pop()
-        fits = np.flatnonzero(room.fits(shard))
-        if len(fits):
-            device, part, rest = int(fits[np.argmin(room.left[fits])]), shard, []
+        if len(fits := np.flatnonzero(room.fits(shard))):
+            device, first, rest = int(fits[np.argmin(room.left[fits])]), shard, []
         else:
             allowed = room.allowed(shard)
             device = int(np.argmax(room.left if allowed is None else np.where(allowed, room.left, np.iinfo(np.int64).min)))
-            parts = _first_columns(shard, room, device)
-            if parts is None:
+            both = _first_columns(shard, room, device)
+            if both is None:
                 return None
-            part, rest = parts[0], [parts[1]]
-        room.put(part, device)
-        placed.append((part, device))
+            first, rest = both[0], [both[1]]
+        room.put(first, device)
+        placed.append((first, device))
         waiting += rest
     return placed
 
 
 def _first_columns(shard: Shard, room: FreeMemory, device: int) -> tuple[Shard, Shard] | None:
     """The most columns that the device takes, and the rest. None if it takes none."""
-    def part(units: int) -> Shard:
+    def first(units: int) -> Shard:
         return replace(shard, col_hi=shard.col_lo + units * MIN_WIDTH)
-    units = _most(shard.width // MIN_WIDTH, lambda n: bool(room.fits(part(n))[device]))
-    return (part(units), replace(shard, col_lo=part(units).col_hi)) if units else None
+    units = _most(shard.width // MIN_WIDTH, lambda n: bool(room.fits(first(n))[device]))
+    return (first(units), replace(shard, col_lo=first(units).col_hi)) if units else None
 
 
 def _most(end: int, fits: Callable[[int], bool]) -> int:

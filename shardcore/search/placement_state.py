@@ -1,4 +1,4 @@
-"""PlacementState: plans under construction, kept up to date while pieces are placed and removed.
+"""PlacementState: plans under construction, kept up to date while shards are placed and removed.
 
 It holds one plan, or a batch of plans in lockstep.
 Sharders build plans on it. Annealing has a compiled form (anneal/compiled/).
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from shardcore.memory import free_bytes
-from shardcore.search.pieces import placed, priced
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import placed, priced
 from shardcore.types import Plan
 
 
 class PlacementState:
     """What devices hold of a cache's strips, with the memory and cost that follow.
 
-    A piece is a strip and a number of units (see ShardCostCache).
-    Methods take one piece for each plan of the batch.
+    A shard is a strip and a number of units (see ShardCostCache).
+    Methods take one shard for each plan of the batch.
     `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
 
     held: [..., S, D] units of each strip on each device.
@@ -47,26 +47,26 @@ class PlacementState:
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
     def fits(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[..., D] whether a device may hold the piece and has the memory."""
+        """[..., D] whether a device may hold the shard and has the memory."""
         return (self.used + self.extra_bytes(strip, units) <= self.free) & self.cache.allowed[strip]
 
     def extra_bytes(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[..., D] bytes that the piece adds. Fewer where it widens a shard that is already there."""
+        """[..., D] bytes that the shard adds. Fewer where it widens a shard that is already there."""
         before = self.held[(*self._plans, strip)]
         strip, units = np.asarray(strip)[..., None], np.asarray(units)[..., None]
-        n_bytes, parts = self.cache.bytes, self.cache.parts
+        n_bytes, numbers = self.cache.bytes, self.cache.numbers
         # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
-        return n_bytes[parts(strip, before + units)] - n_bytes[parts(strip, before)]
+        return n_bytes[numbers(strip, before + units)] - n_bytes[numbers(strip, before)]
 
     def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
-        """Add a piece. The caller has to ask first whether it fits."""
+        """Add a shard. The caller has to ask first whether it fits."""
         cache = self.cache
         # Index tuples into [..., S, D], [..., D] and [..., D, K].
         at, here = (*self._plans, strip, device), (*self._plans, device)
         of_kind = (*here, cache.kind[strip])
         before = self.held[at]
         after = before + units
-        was, becomes = cache.parts(strip, before), cache.parts(strip, after)
+        was, becomes = cache.numbers(strip, before), cache.numbers(strip, after)
         self.held[at] = after
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
         self.width[of_kind] += cache.width[becomes] - cache.width[was]
@@ -93,5 +93,6 @@ class PlacementState:
     def plan(self, **provenance: Any) -> Plan:
         """The consolidated plan of a state with one plan. Raises what `priced` raises if it is incomplete."""
         strips, devices = np.nonzero(self.held)
-        items = self.cache.items([(int(s), int(self.held[s, d])) for s, d in zip(strips, devices, strict=True)])
-        return priced(placed(items, devices, self.cache.problem), self.cache.problem, self.cache.model, **provenance)
+        problem, held = self.cache.problem, self.held[strips, devices]
+        bundles = self.cache.bundles(list(zip(strips.tolist(), held.tolist(), strict=True)))
+        return priced(placed(bundles, devices, problem), problem, self.cache.model, **provenance)

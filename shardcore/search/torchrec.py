@@ -51,11 +51,11 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_pieces, pack_or_raise
-from shardcore.search.free_memory import FreeMemory, freedom, item_bytes
+from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
 from shardcore.search.greedy import looked_up
-from shardcore.search.pieces import Item, items, placed, priced, to_plan
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
+from shardcore.search.shards import Bundle, bundles, placed, priced, to_plan
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
@@ -71,7 +71,7 @@ HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 class TorchRecConfig:
     """What is swept.
 
-    min_partition: the fewest columns of a part; None for TorchRec's own, 128.
+    min_partition: the fewest columns of a shard; None for TorchRec's own, 128.
     all_types: whether all sharding types are used, not only table- and column-wise.
     grid: combinations that its exhaustive proposer may try. Not swept.
     """
@@ -104,11 +104,11 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
     A budget in seconds ends a run after the proposal that uses it up, once there is a plan.
 
     Raises ShardCoreError if TorchRec is not installed.
-    Raises Infeasible (see `feasible_pieces`) and SettingMismatch.
+    Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
     require_installed("sharder 'torchrec' runs TorchRec's planner")
     problem.require_setting(model.setting)
-    feasible_pieces(problem)  # for its refusals
+    feasible_shards(problem)  # for its refusals
     meter, plans = (budget or Budget()).start(), []
     given = _constrained_first(problem, model)
     rest = [t for t in problem.tables if given is not None and t not in given.tables]
@@ -126,7 +126,8 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                                         packed=False, swept=[all_types, min_partition]))
     if not plans:
         packing = pack_or_raise(problem)
-        plans = [to_plan(packing.pieces, packing.devices, problem, model, algorithm="torchrec", seed=seed, packed=True)]
+        plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="torchrec", seed=seed,
+                         packed=True)]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
@@ -153,20 +154,20 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
     room, busy, where = FreeMemory(problem), np.zeros(len(speed)), []
 
-    def load(item: Item) -> np.ndarray:
-        """[D] ms of an item on each device."""
+    def load(bundle: Bundle) -> np.ndarray:
+        """[D] ms of a bundle on each device."""
         # The same cost formula that TorchRec gets, from the model's rates.
-        return sum(map(looked_up, item)) * lookup / speed + sum(s.width for s in item) * exchange
+        return sum(map(looked_up, bundle)) * lookup / speed + sum(s.width for s in bundle) * exchange
 
-    order = sorted(items(map(Shard.whole, chosen), problem),
-                   key=lambda i: (freedom(i, problem), -load(i).min(), -item_bytes(i, problem)))
-    for item in order:
-        fits = room.fits(item[0])
+    order = sorted(bundles(map(Shard.whole, chosen), problem),
+                   key=lambda b: (freedom(b, problem), -load(b).min(), -bundle_bytes(b, problem)))
+    for bundle in order:
+        fits = room.fits(bundle[0])
         if not fits.any():
             return None
-        where.append(int(np.argmin(np.where(fits, busy + load(item), np.inf))))
-        busy[where[-1]] += load(item)[where[-1]]
-        for shard in item:
+        where.append(int(np.argmin(np.where(fits, busy + load(bundle), np.inf))))
+        busy[where[-1]] += load(bundle)[where[-1]]
+        for shard in bundle:
             room.put(shard, where[-1])
     return _Given(frozenset(chosen), placed(order, where, problem), np.maximum(room.left, 0), busy)
 
@@ -258,8 +259,9 @@ class _Theirs:
         seen = set()
         weights = [bag.weight for bag in self.module.embedding_bags.values()]
         for all_types, min_partition in product(config.all_types, config.min_partition):
-            parts = (len(calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0]) for w in weights)
-            key = (all_types, *parts)
+            shards = (calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0]
+                      for w in weights)
+            key = (all_types, *map(len, shards))
             if key not in seen:
                 seen.add(key)
                 yield all_types, min_partition
@@ -328,11 +330,13 @@ class _OurBytes:
         sharding_options.sort(key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
         for option in sharding_options:
             layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
-            for part in option.shards:
-                (row, column), (rows, columns) = part.offset, part.size
-                shard = Shard(self.tables[option.name], row, row + rows, column, column + columns) if rows and columns else None
-                n_bytes = bytes_as(layout, shard, self.problem) if shard else 0
-                part.storage = Storage(hbm=n_bytes, ddr=0)
+            for theirs in option.shards:
+                (row, column), (rows, columns) = theirs.offset, theirs.size
+                n_bytes = 0
+                if rows and columns:
+                    ours = Shard(self.tables[option.name], row, row + rows, column, column + columns)
+                    n_bytes = bytes_as(layout, ours, self.problem)
+                theirs.storage = Storage(hbm=n_bytes, ddr=0)
 
 
 @dataclass

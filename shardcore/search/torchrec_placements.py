@@ -39,14 +39,14 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
     if sharding.sharding_spec is None:
         raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a "
                              "sharding_spec; it needs one")
-    parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-    for part in sharding.sharding_spec.shards:
-        (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
+    by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    for shard in sharding.sharding_spec.shards:
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         if rows and columns:
-            device = _device(part.placement.rank(), topology.ranks, name)
-            parts.setdefault((column, column + columns), {})[device] = (row, row + rows)
+            device = _device(shard.placement.rank(), topology.ranks, name)
+            by_columns.setdefault((column, column + columns), {})[device] = (row, row + rows)
     found = []
-    for (low, high), ranges in parts.items():
+    for (low, high), ranges in by_columns.items():
         if len(ranges) == 1:  # as on the only host, or device
             layout = WHOLE_ROWS
         elif tuple(ranges) == topology.ranks and layout.divides_rows:

@@ -18,7 +18,7 @@ from shardcore.cli import main  # noqa: E402
 from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import from_torchrec, sharded, tables_of, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
-from shardcore.search.pieces import consolidate  # noqa: E402
+from shardcore.search.shards import consolidate  # noqa: E402
 from shardcore.types import Placement, Plan, Shard, Table
 
 MODULE = training.Model(sequence=True)
@@ -73,11 +73,11 @@ def test_names_of_tables():
 
 
 def ranges(found):
-    return [(rank, s.row_lo, s.row_hi) for rank, s in found.parts]
+    return [(rank, s.row_lo, s.row_hi) for rank, s in found.shards]
 
 
 def test_ranks_are_host_by_host():
-    assert sharded([column(TABLE, 2)], HOSTS).parts == ((1, Shard.whole(TABLE)),)
+    assert sharded([column(TABLE, 2)], HOSTS).shards == ((1, Shard.whole(TABLE)),)
     found = sharded([host_row(TABLE, (1, 3))], HOSTS)
     assert found.sharding_type == "table_row_wise" and ranges(found) == [(2, 0, 12), (3, 12, 24)]
     found = sharded([row(TABLE, HOSTS)], HOSTS)
@@ -93,11 +93,11 @@ def test_the_last_rank_has_the_rest():
 
 
 def test_grid_has_one_part_per_device():
-    """TorchRec's fused kernel fails on two parts of unequal widths of one table on one rank."""
+    """TorchRec's fused kernel fails on two shards of unequal widths of one table on one rank."""
     parts = [host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (1, 3), 4, 8), host_row(TABLE, (0, 2), 8, 16)]
     found = sharded(parts, HOSTS)
     assert found.sharding_type == "grid_shard"
-    assert [(rank, s.col_lo, s.col_hi) for rank, s in found.parts] == [(0, 0, 12), (1, 0, 12), (2, 12, 16),
+    assert [(rank, s.col_lo, s.col_hi) for rank, s in found.shards] == [(0, 0, 12), (1, 0, 12), (2, 12, 16),
                                                                        (3, 12, 16)]
     assert ranges(found) == [(0, 0, 12), (1, 12, 24), (2, 0, 12), (3, 12, 24)]
     assert sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)],

@@ -31,7 +31,7 @@ from shapes import column, host_row, replica, row  # noqa: E402
 from shardcore.export.torchrec import from_torchrec, tables_of, to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
 from shardcore.layouts import LAYOUTS, even_rows, shards_on
-from shardcore.search.pieces import consolidate
+from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Table
 from shardcore.workload import lower

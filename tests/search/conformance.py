@@ -26,7 +26,7 @@ from shardcore.export.torchrec import sharded
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search import torchrec as torchrec_peer
-from shardcore.search.pieces import consolidate
+from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower

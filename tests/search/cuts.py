@@ -8,7 +8,7 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.layouts import CHANNELS, shards_on
-from shardcore.search.pieces import consolidate, division, halve_columns, placed
+from shardcore.search.shards import consolidate, division, halve_columns, placed
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
@@ -49,12 +49,12 @@ def total_ms(shards, devices, problem) -> float:
 
 def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
     """Tables cut at random: some by rows, over all devices or those of the host that they are pinned to; others by columns."""
-    pieces = []
+    shards = []
     for i, table in enumerate(problem.tables):
         found = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
-        pieces += [s for _, s in shards_on(found)] if found else [Shard.whole(table)]
+        shards += [s for _, s in shards_on(found)] if found else [Shard.whole(table)]
     for _ in range(8):
-        i = rng.integers(len(pieces))
-        if pieces[i].full_rows:
-            pieces[i:i + 1] = halve_columns(pieces[i]) or [pieces[i]]
-    return pieces
+        i = rng.integers(len(shards))
+        if shards[i].full_rows:
+            shards[i:i + 1] = halve_columns(shards[i]) or [shards[i]]
+    return shards

@@ -128,7 +128,7 @@ def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
     problem = Problem("many", draw_tables(np.random.default_rng(1), 20), Topology((Device(64 * MIB),) * 2), BATCH)
     spaces = []
     for most in (10_000, 50):
-        monkeypatch.setattr(bound, "MOST_PARTS", most)
+        monkeypatch.setattr(bound, "MOST_SHARDS", most)
         spaces.append(bound.bound(problem, model_for(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 

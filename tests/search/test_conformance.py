@@ -28,7 +28,7 @@ from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.search import SHARDERS, Budget, compare
-from shardcore.search.pieces import consolidate
+from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
 

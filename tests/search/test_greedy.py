@@ -14,11 +14,11 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
-from shardcore.search.feasible import feasible_pieces
-from shardcore.search.free_memory import FreeMemory, piece_bytes
+from shardcore.search.feasible import feasible_shards
+from shardcore.search.free_memory import FreeMemory, bytes_alone
 from shardcore.search.greedy import looked_up
 from shardcore.search.packing import best_fit, pack
-from shardcore.search.pieces import consolidate, halve_columns, join_columns
+from shardcore.search.shards import consolidate, halve_columns, join_columns
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import require_cover
@@ -98,14 +98,14 @@ def test_fit_halves_columns_or_divides_rows_and_nothing_that_fits():
     wide, deep, small = Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0), Table("small", 10, 8, 1.0)
     outputs = 2 * BATCH * 4  # per column
     problem = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs, 10**6, 10**6))
-    assert feasible_pieces(problem) == [Shard.whole(t) for t in problem.tables]
+    assert feasible_shards(problem) == [Shard.whole(t) for t in problem.tables]
     shards = [s for _, s in shards_on(row(deep, on_hosts("a" * 24)))]
-    share = piece_bytes(shards[0], problem)
+    share = bytes_alone(shards[0], problem)
     tight = problem_of([wide, deep, small], memory=(share + 1000 * 12 * 4 + 12 * outputs,) * 24)
-    pieces = feasible_pieces(tight)
-    assert [(p.width, p.rows) for p in pieces if p.table == wide] == [(12, 1000), (12, 1000)]
-    assert [p for p in pieces if p.table == deep] == shards
-    assert Shard.whole(small) in pieces
+    found = feasible_shards(tight)
+    assert [(s.width, s.rows) for s in found if s.table == wide] == [(12, 1000), (12, 1000)]
+    assert [s for s in found if s.table == deep] == shards
+    assert Shard.whole(small) in found
 
 
 def test_halves_are_multiples_of_four_columns():
@@ -182,7 +182,7 @@ def test_packing_cuts_where_whole_tables_leave_gaps():
     each = shard_bytes(Shard.whole(tables[0]), BATCH, "exact_sgd")
     problem = problem_of(tables, memory=(3 * each // 2,) * 2)
     packing = pack(problem, [3 * each // 2] * 2)
-    assert sorted(p.width for p in packing.pieces) == [8, 8, 16, 16]
+    assert sorted(p.width for p in packing.shards) == [8, 8, 16, 16]
     plan = SHARDERS["size_greedy"](problem, AnalyticModel(Setting("made-up", BATCH)))
     assert plan.provenance["packed"] and len(plan.placements) == 4
     kept = replace(problem, constraints=Constraints(unsplit=("t0", "t1", "t2")))
@@ -194,7 +194,7 @@ def test_packing_divides_rows_where_no_column_fits_a_gap():
     outputs = shard_bytes(Shard.whole(deep), BATCH, "exact_sgd") - deep.bytes
     free = [deep.bytes // 4 + outputs] * 4
     packing = pack(problem_of([deep], memory=free), free)
-    assert sorted(p.rows for p in packing.pieces) == [2500] * 4
+    assert sorted(p.rows for p in packing.shards) == [2500] * 4
     assert pack(problem_of([deep], memory=[f - 16 for f in free]), [f - 16 for f in free]) is None
     # Four columns fit a device each, but a third of such tables does not fit the gaps that two leave.
     tables = [Table(f"t{i}", 5000, 4, 1.0) for i in range(4)]

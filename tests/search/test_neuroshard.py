@@ -14,8 +14,8 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory import shard_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
-from shardcore.search.pieces import devices_of
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import devices_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Shard, Table
 from shardcore.workload import lower
@@ -29,26 +29,30 @@ def test_the_ledgers_total_is_the_price_of_the_plan(seed, rows):
     problem = on_two_hosts(draw_problem(seed, n_tables=6))
     shards = draw_cuts(rng, problem, rows)
     cache = ShardCostCache(problem, MODEL, shards)
-    pieces = [cache.piece(s) for s in shards]
+    keys = [cache.key(s) for s in shards]
     devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
     expected = total_ms(shards, devices, problem)
-    assert cache.plan_ms(pieces, devices) == pytest.approx(expected, rel=1e-9)
-    assert total_ms([s for item in cache.items(pieces) for s in item], devices, problem) == pytest.approx(expected, rel=1e-9)
+    assert cache.plan_ms(keys, devices) == pytest.approx(expected, rel=1e-9)
+    dealt = [s for bundle in cache.bundles(keys) for s in bundle]
+    assert total_ms(dealt, devices, problem) == pytest.approx(expected, rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_tables_kept_together_are_one_piece_that_costs_what_they_cost_fused(seed):
+def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(seed):
     rng = np.random.default_rng(seed)
     constraints = Constraints(together=(("t1", "t4", "t5"), ("t0", "t3")), pinned=(("t4", (0, 2)), ("t2", (1,))))
     problem = replace(draw_problem(seed, n_tables=6, n_devices=3), constraints=constraints)
     cache = ShardCostCache(problem, MODEL, [Shard.whole(t) for t in problem.tables])
-    pieces = cache.pieces([Shard.whole(t) for t in problem.tables])
-    items = cache.items(pieces)
-    assert {frozenset(s.table.name for s in item) for item in items} == {*map(frozenset, constraints.together), frozenset({"t2"})}
-    devices = [int(rng.choice(np.flatnonzero(cache.allowed[strip]))) for strip, _ in pieces]
-    shards, where = zip(*((s, d) for item, d in zip(items, devices, strict=True) for s in item), strict=True)
-    assert cache.plan_ms(pieces, devices) == pytest.approx(total_ms(shards, where, problem), rel=1e-9)  # price checks the pins
+    keys = cache.keys([Shard.whole(t) for t in problem.tables])
+    bundles = cache.bundles(keys)
+    together = {frozenset(s.table.name for s in bundle) for bundle in bundles}
+    assert together == {*map(frozenset, constraints.together), frozenset({"t2"})}
+    devices = [int(rng.choice(np.flatnonzero(cache.allowed[strip]))) for strip, _ in keys]
+    pairs = [(s, d) for bundle, d in zip(bundles, devices, strict=True) for s in bundle]
+    shards, where = zip(*pairs, strict=True)
+    # price checks the pins
+    assert cache.plan_ms(keys, devices) == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -59,12 +63,13 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     problem = on_two_hosts(problem) if rows else problem
     shards = draw_cuts(rng, problem, rows)
     cache = ShardCostCache(problem, MODEL, shards)
-    pieces = [cache.piece(s) for s in shards]
-    cache.add(pieces)
-    orders = [rng.permutation(len(pieces)) for _ in range(3)]
+    keys = [cache.key(s) for s in shards]
+    cache.add(keys)
+    orders = [rng.permutation(len(keys)) for _ in range(3)]
     scales = np.array([1.0, 1.2, np.inf])
-    totals, over_bytes, devices = greedy_grid(cache, np.array([[pieces[i] for i in order] for order in orders]), scales)
-    assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(pieces))
+    ordered = np.array([[keys[i] for i in order] for order in orders])
+    totals, over_bytes, devices = greedy_grid(cache, ordered, scales)
+    assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(keys))
     for c, k in np.argwhere(np.isfinite(totals)):  # price also checks that what is called feasible fits
         assert totals[c, k] == pytest.approx(total_ms([shards[i] for i in orders[c]], devices[c, k], problem), rel=1e-9)
         columns = np.bincount(devices[c, k], weights=[shards[i].width for i in orders[c]], minlength=4)

@@ -17,10 +17,10 @@ from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.search_space import Reshard
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_pieces
-from shardcore.search.free_memory import FreeMemory, item_bytes, piece_bytes
+from shardcore.search.feasible import feasible_shards
+from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
 from shardcore.search.packing import best_fit, least_bytes, pack, surely_fits
-from shardcore.search.pieces import devices_of, division, layout_of_piece, placed
+from shardcore.search.shards import devices_of, division, layout_of_shard, placed
 from shardcore.topology import Device, Topology
 from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -54,18 +54,20 @@ def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
 
 
 def test_devices_count_as_equal_for_those_items_alone_that_may_use_them_alike():
-    # The first item must leave device 0 to the last, though both have the same room; 30 items would be hopeless without pruning.
+    # The first bundle must leave device 0 to the last, though both have the same room.
+    # 30 bundles would be hopeless without pruning.
     assert best_fit([5, 5], [5, 5], 100, [None, (0,)]) == ([1, 0], True)
     assert best_fit([5] * 30, [5] * 29, 1000, [None] * 30) == (None, True)
     assert best_fit([5] * 30, [5] * 30, 1000, [None] * 29 + [(3,)])[0][-1] == 3
 
 
 def test_pinned_tables_are_poured_first_where_others_would_take_their_room():
-    # t0 fits device 0 best, but the wide table needs all of host a, and in parts of 16, 16 and 12 columns, not in halves.
+    # t0 fits device 0 best, but the wide table needs all of host a.
+    # It has to be in shards of 16, 16 and 12 columns, not in halves.
     wide = Table("wide", 1000, 44, 1.0)
     problem = problem_of([wide, TABLES[0]], [EACH, EACH, EACH, 2 * EACH], "aaab", unsplit=("t0",), pinned=(("wide", ("a",)),))
     packing = pack(problem, free_bytes(problem))
-    where = sorted((s.table.name, s.width, d) for s, d in zip(packing.pieces, packing.devices, strict=True))
+    where = sorted((s.table.name, s.width, d) for s, d in zip(packing.shards, packing.devices, strict=True))
     assert where == [("t0", 16, 3), ("wide", 12, 2), ("wide", 16, 0), ("wide", 16, 1)]
 
 
@@ -73,7 +75,7 @@ def test_a_bundle_takes_room_as_one():
     problem = problem_of(TABLES, [2 * EACH, 3 * EACH, 3 * EACH], together=(("t0", "t1", "t2"),),
                          pinned=(("t4", (1,)), ("t1", (1, 2))))
     room, shards = FreeMemory(problem), list(map(Shard.whole, TABLES))
-    assert piece_bytes(shards[0], problem) == EACH
+    assert bytes_alone(shards[0], problem) == EACH
     assert room.fits(shards[0]).tolist() == [False, True, True] and room.fits(shards[3]).all()
     room.put(shards[1], 1)
     assert room.left.tolist() == [2 * EACH, 0, 3 * EACH]
@@ -86,7 +88,7 @@ def test_a_bundle_takes_room_as_one():
 def test_what_follows_of_a_bundle_that_is_pinned_nowhere_fits_its_home_alone():
     problem = problem_of(TABLES, [2 * EACH, 3 * EACH, 3 * EACH], together=(("t0", "t1", "t2"),))
     room, shards = FreeMemory(problem), list(map(Shard.whole, TABLES))
-    assert item_bytes(shards[:3], problem) == 3 * EACH
+    assert bundle_bytes(shards[:3], problem) == 3 * EACH
     assert room.fits(shards[1]).tolist() == [False, True, True] and room.fits(shards[3]).all()
     room.put(shards[1], 2)
     assert room.fits(shards[0]).tolist() == room.fits(shards[2]).tolist() == [False, False, True]
@@ -114,14 +116,16 @@ def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     three = problem_of(TABLES, [2 * EACH, 2 * EACH, 9 * EACH], pinned=pinned)
     with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', take 0.3 MiB .* they may "
                                          "hold 0.3 MiB, 70144 bytes too little"):
-        feasible_pieces(three)
-    assert feasible_pieces(problem_of(TABLES, [2 * EACH, 3 * EACH, 9 * EACH], pinned=pinned)) == list(map(Shard.whole, TABLES))
+        feasible_shards(three)
+    larger = problem_of(TABLES, [2 * EACH, 3 * EACH, 9 * EACH], pinned=pinned)
+    assert feasible_shards(larger) == list(map(Shard.whole, TABLES))
 
 
 def test_a_group_of_two_that_fits_no_device_is_named():
     with pytest.raises(Infeasible, match="the group 't0', 't1', kept on one device .constraints.together."):
-        feasible_pieces(problem_of(TABLES, [2 * EACH - 1] * 4, together=(("t0", "t1"),)))
-    assert feasible_pieces(problem_of(TABLES, [2 * EACH] * 3, together=(("t0", "t1"),))) == list(map(Shard.whole, TABLES))
+        feasible_shards(problem_of(TABLES, [2 * EACH - 1] * 4, together=(("t0", "t1"),)))
+    enough = problem_of(TABLES, [2 * EACH] * 3, together=(("t0", "t1"),))
+    assert feasible_shards(enough) == list(map(Shard.whole, TABLES))
 
 
 def test_columns_are_poured_to_the_last_that_fits():
@@ -129,7 +133,7 @@ def test_columns_are_poured_to_the_last_that_fits():
     four = 1000 * 16 + 2 * BATCH * 16
     for memory in ([7 * four, 6 * four, 3 * four], [8 * four - 1, 6 * four, 3 * four]):
         packing = pack(problem_of([wide], memory), memory)
-        where = {d: s.width // 4 for s, d in zip(packing.pieces, packing.devices, strict=True)}
+        where = {d: s.width // 4 for s, d in zip(packing.shards, packing.devices, strict=True)}
         assert where == {0: 7, 1: 6, 2: 3}
     assert pack(problem_of([wide], [7 * four - 1, 6 * four, 3 * four]), [7 * four - 1, 6 * four, 3 * four]) is None
 
@@ -156,11 +160,11 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
     assert [devices_of(Shard.whole(ordered), apart), devices_of(second, apart)] == [(0, 1, 2, 3), (2,)]
     assert devices_of(Shard(other, 3, 6, 0, 4), apart) == (2,)
     assert devices_of(Shard(ordered, 5, 10, 0, 4), pinned) == (3,)
-    assert [layout_of_piece(s, apart).name for s in (Shard.whole(ordered), second)] == ["column", "row"]
-    assert layout_of_piece(Shard(ordered, 5, 10, 0, 4), pinned).name == "host_row"
+    assert [layout_of_shard(s, apart).name for s in (Shard.whole(ordered), second)] == ["column", "row"]
+    assert layout_of_shard(Shard(ordered, 5, 10, 0, 4), pinned).name == "host_row"
 
 
-def test_pieces_become_placements_and_row_ranges_one():
+def test_shards_become_placements_and_row_ranges_one():
     table = Table("t", 10, 8, 1.0)
     problem = problem_of([table, *TABLES[:1]], [10**6] * 4, "xyxy")
     ranges = [s for _, s in shards_on(row(table, problem.topology))]
@@ -239,7 +243,7 @@ def test_what_many_tables_lack_is_said_without_packing_them(times, monkeypatch):
     problem = problem_of(tables, [memory] * 8)
     monkeypatch.setattr(feasible, "pack", None)
     with pytest.raises(Infeasible, match="8 devices may hold .* too little. It would fit with .* more per device") as error:
-        feasible.feasible_pieces(problem)
+        feasible.feasible_shards(problem)
     monkeypatch.undo()
     more = float(re.search(r"with ([\d.]+) MiB more", str(error.value))[1]) + 0.05  # as it is rounded
     lacking = least_bytes(problem) - 8 * memory

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.memory import shard_bytes, used_bytes
-from shardcore.search.pieces import devices_of, halve_columns
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import devices_of, halve_columns
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Shard, Table
 
@@ -21,26 +21,26 @@ MIB = 2**20
 
 
 def state_of(problem, shards, batch=()):
-    """An empty state, and the shards as pieces."""
+    """An empty state, and the keys of the shards."""
     cache = ShardCostCache(problem, MODEL, shards)
-    pieces = [cache.piece(s) for s in shards]
-    cache.add(pieces)
-    return PlacementState(cache, batch), pieces
+    keys = [cache.key(s) for s in shards]
+    cache.add(keys)
+    return PlacementState(cache, batch), keys
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.booleans())
-def test_it_costs_and_takes_what_its_plan_does_also_after_pieces_were_elsewhere(seed, rows):
+def test_it_costs_and_takes_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6, memory=2**24))
     shards = draw_cuts(rng, problem, rows)
-    state, pieces = state_of(problem, shards)
+    state, keys = state_of(problem, shards)
     for last in (False, False, True):
         devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
-        for i in rng.permutation(len(pieces)):
-            state.place(*pieces[i], devices[i])
-        for i in () if last else rng.permutation(len(pieces)):
-            state.remove(*pieces[i], devices[i])
+        for i in rng.permutation(len(keys)):
+            state.place(*keys[i], devices[i])
+        for i in () if last else rng.permutation(len(keys)):
+            state.remove(*keys[i], devices[i])
         assert last or not (state.used.any() or state.width.any() or state.op_ms.any() or state.cost_ms() > 0)
     assert state.cost_ms() == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
     plan = state.plan(algorithm="drawn")
@@ -51,32 +51,33 @@ def test_it_costs_and_takes_what_its_plan_does_also_after_pieces_were_elsewhere(
 def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
     problem = draw_problem(3, n_tables=5)
     shards = list(map(Shard.whole, problem.tables))
-    both, pieces = state_of(problem, shards, batch=(2, 3))
+    both, keys = state_of(problem, shards, batch=(2, 3))
     rng = np.random.default_rng(0)
-    devices = rng.integers(4, size=(2, 3, len(pieces)))
-    for i, (strip, units) in enumerate(pieces):
+    devices = rng.integers(4, size=(2, 3, len(keys)))
+    for i, (strip, units) in enumerate(keys):
         fits = both.fits(np.full((2, 1), strip), np.full((2, 1), units))
         assert fits.shape == (2, 3, 4)
         both.place(np.full((2, 1), strip), np.full((2, 1), units), devices[..., i])
     for c, k in np.ndindex(2, 3):
         one, _ = state_of(problem, shards)
-        for i, piece in enumerate(pieces):
-            one.place(*piece, devices[c, k, i])
+        for i, key in enumerate(keys):
+            one.place(*key, devices[c, k, i])
         assert both.cost_ms()[c, k] == pytest.approx(one.cost_ms()) and both.used[c, k].tolist() == one.used.tolist()
         assert both.device_ms[c, k].tolist() == pytest.approx(one.device_ms.tolist())
 
 
-def test_a_piece_fits_to_the_byte_and_only_where_its_table_may_be():
+def test_a_shard_fits_to_the_byte_and_only_where_its_table_may_be():
     table, other = Table("t", 10**4, 4, 1.0), Table("u", 10**4, 4, 1.0)
     needed = shard_bytes(Shard.whole(table), BATCH, "exact_sgd")
     problem = Problem("p", (table, other), Topology(tuple(map(Device, (needed - 1, needed, 2 * needed - 1)))), BATCH,
                       constraints=Constraints(pinned=(("u", (0, 2)),)))
-    state, [piece, pinned] = state_of(problem, [Shard.whole(table), Shard.whole(other)])
-    assert state.fits(*piece).tolist() == [False, True, True] and state.fits(*pinned).tolist() == [False, False, True]
-    state.place(*piece, 2)
+    state, [free, pinned] = state_of(problem, [Shard.whole(table), Shard.whole(other)])
+    assert state.fits(*free).tolist() == [False, True, True]
+    assert state.fits(*pinned).tolist() == [False, False, True]
+    state.place(*free, 2)
     assert state.fits(*pinned).tolist() == [False, False, False]
-    state.remove(*piece, 2)
-    state.place(*piece, 1)
+    state.remove(*free, 2)
+    state.place(*free, 1)
     assert state.fits(*pinned).tolist() == [False, False, True]
 
 
@@ -87,19 +88,19 @@ def test_columns_that_join_others_of_their_table_bring_no_optimizer_state():
     assert state.extra_bytes(*right).tolist() == [32_000 + 4_000 + 2 * BATCH * 32, 32_000 + 2 * BATCH * 32]
 
 
-def test_tables_kept_together_are_one_piece():
+def test_tables_kept_together_are_one_bundle():
     problem = replace(draw_problem(1, n_tables=4), constraints=Constraints(together=(("t0", "t2", "t3"),)))
-    state, pieces = state_of(problem, list(map(Shard.whole, problem.tables)))
-    for piece, device in zip(dict.fromkeys(pieces), (3, 1), strict=True):
-        state.place(*piece, device)
+    state, keys = state_of(problem, list(map(Shard.whole, problem.tables)))
+    for key, device in zip(dict.fromkeys(keys), (3, 1), strict=True):
+        state.place(*key, device)
     homes = {p.shard.table.name: p.devices for p in state.plan().placements}
     assert homes == {"t0": (3,), "t1": (1,), "t2": (3,), "t3": (3,)}
 
 
 def test_a_plan_that_lacks_a_table_is_refused():
     problem = draw_problem(2, n_tables=3)
-    state, pieces = state_of(problem, list(map(Shard.whole, problem.tables)))
-    state.place(*pieces[0], 0)
+    state, keys = state_of(problem, list(map(Shard.whole, problem.tables)))
+    state.place(*keys[0], 0)
     with pytest.raises(ShardCoreError, match="'t1'"):
         state.plan()
 
@@ -112,10 +113,10 @@ def test_what_is_not_to_be_priced_is_not_encoded():
             raise AssertionError("it was asked for")
 
     cache = ShardCostCache(problem, Silent(), list(map(Shard.whole, problem.tables)))
-    pieces = cache.pieces(map(Shard.whole, problem.tables))
-    cache.add(pieces)
+    keys = cache.keys(map(Shard.whole, problem.tables))
+    cache.add(keys)
     state = PlacementState(cache, priced=False)
-    for piece in pieces:
-        assert state.fits(*piece).all()
-        state.place(*piece, 0)
+    for key in keys:
+        assert state.fits(*key).all()
+        state.place(*key, 0)
     assert state.used[0] == sum(shard_bytes(Shard.whole(t), BATCH, "exact_sgd") for t in problem.tables)

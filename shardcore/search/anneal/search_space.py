@@ -3,7 +3,7 @@
 A strip's columns are divided over devices, or a group of devices shares the whole strip.
 The latter needs a kind whose groups have several devices: all of them, or those of a host.
 
-Strip, unit and part are defined in shard_cost_cache.py.
+Strips and units are defined in shard_cost_cache.py.
 
 Shapes: S strips, D devices, F features.
 K kinds of what single devices hold (cache.kinds). Y layouts of what groups share, G groups.
@@ -22,8 +22,8 @@ from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, device_names, 
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, shared_rates
-from shardcore.search.pieces import division, placed
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import division, placed
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 LARGE = 1 << 19
@@ -172,41 +172,41 @@ class SearchSpace:
         """The same space, but the tables that groups share stay the same."""
         return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
-    def numbers(self, tables: Iterable[Table]) -> np.ndarray:
+    def strips(self, tables: Iterable[Table]) -> np.ndarray:
         """[N] strips of whole tables, which must not be in bundles."""
         of = {self.cache.table(s).name: s for s in range(len(self.cache))}
         return np.array([of[t.name] for t in tables], dtype=np.int64)
 
-    def strips(self, shards: Sequence[Shard]) -> np.ndarray:
+    def keys(self, shards: Sequence[Shard]) -> np.ndarray:
         """[N, 2] strips and units of shards. Of a bundle, all tables or none have to be among them."""
-        return np.array(self.cache.pieces(shards), dtype=np.int64).reshape(-1, 2)
+        return np.array(self.cache.keys(shards), dtype=np.int64).reshape(-1, 2)
 
     def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
         """Placements of held [S, D] units, and of the strips that groups share, group [S]."""
         strips, devices = np.nonzero(held)
-        pieces = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        found = placed(self.cache.items(pieces), devices.tolist(), self.problem)
+        keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
+        found = placed(self.cache.bundles(keys), devices.tolist(), self.problem)
         for s in np.flatnonzero(group >= 0):
             layout, on = self.groups[group[s]]
             found.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
         return found
 
 
-def without_ranges(pieces: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
-    """The pieces with divided tables made whole, and these tables.
+def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
+    """The shards with divided tables made whole, and these tables.
 
     All row ranges run in one op. So this is not done if any such table is pinned, or its rows are ordered.
-    The row ranges then stay pieces like others.
+    The row ranges then stay shards like others.
     """
-    tables = list(dict.fromkeys(s.table for s in pieces if not s.full_rows))
+    tables = list(dict.fromkeys(s.table for s in shards if not s.full_rows))
     if any(t.ordered or t.name in problem.pinned for t in tables):
-        return list(pieces), []
-    return [*(s for s in pieces if s.full_rows), *map(Shard.whole, tables)], tables
+        return list(shards), []
+    return [*(s for s in shards if s.full_rows), *map(Shard.whole, tables)], tables
 
 
-def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halves: bool = False,
+def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halves: bool = False,
           by_rows: Sequence[Table] = ()) -> SearchSpace:
-    """The space of `pieces`, which have to be all strips of the cache.
+    """The space of `shards`, which have to be all strips of the cache.
 
     everywhere: whether groups may share whole tables.
     halves: whether columns may only be halved.
@@ -215,13 +215,13 @@ def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halv
     problem, model = cache.problem, cache.model
     may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
     if is_large(cache):
-        may_split &= _worth_cutting(cache, pieces)
+        may_split &= _worth_cutting(cache, shards)
     strips = np.repeat(np.arange(len(cache)), cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
-    # Encode only the parts that a search can reach: encoding takes most of the time.
+    # Encode only the shards that a search can reach: encoding takes most of the time.
     used = may_split[strips] | (cache.kind[strips] > 0) | (units == cache.size[strips])
     cache.need(strips[used], units[used])
-    part = cache.parts(np.arange(len(cache))[:, None], np.arange(cache.size.max() + 1))
+    number_of = cache.numbers(np.arange(len(cache))[:, None], np.arange(cache.size.max() + 1))
     # Hosts as numbers.
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices = len(problem.topology)
@@ -230,8 +230,8 @@ def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halv
     exchange = [exchange_rates(problem, model, layout) for layout in cache.kinds]
     number = {cache.table(s).name: s for s in range(len(cache))}
     fixed = SearchProblem(
-        part=np.ascontiguousarray(part, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), part_bytes=cache.bytes, part_width=cache.width,
+        shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
+        added_ms=added(cache.codes, model), bytes=cache.bytes, width=cache.width,
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
@@ -245,29 +245,29 @@ def space(cache: ShardCostCache, pieces: Sequence[Shard], everywhere: bool, halv
 
 
 def is_large(cache: ShardCostCache) -> bool:
-    """Whether the problem has so many parts that the search has to be selective."""
+    """Whether the problem has so many shards that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
-def _worth_cutting(cache: ShardCostCache, pieces: Sequence[Shard]) -> np.ndarray:
-    """[S] bool: strips that `pieces` cut already, or that are costly or large enough to cut.
+def _worth_cutting(cache: ShardCostCache, shards: Sequence[Shard]) -> np.ndarray:
+    """[S] bool: strips that `shards` cut already, or that are costly or large enough to cut.
 
-    All others stay whole and fill gaps. Their parts would take most of the time and memory.
+    All others stay whole and fill gaps. Their shards would take most of the time and memory.
     """
     n, strips = len(cache.speed), np.arange(len(cache))
     cache.need(strips, cache.size)
-    parts = cache.parts(strips, cache.size)
-    added_ms, n_bytes = added(cache.codes[parts], cache.model), cache.bytes[parts].astype(float)
+    whole = cache.numbers(strips, cache.size)
+    added_ms, n_bytes = added(cache.codes[whole], cache.model), cache.bytes[whole].astype(float)
     least_bytes = _WORTH * max(0.0, np.mean(free_bytes(cache.problem)))
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
-    cut = np.array([s for s, units in cache.pieces(pieces) if units < cache.size[s]], dtype=np.int64)
+    cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
     return worth
 
 
 def added(codes: np.ndarray, model: CostModel) -> np.ndarray:
-    """[N] ms that parts add to an op without its launch, from codes [N, F]."""
-    # The second copy of a part costs no launch.
+    """[N] ms that shards add to an op without its launch, from codes [N, F]."""
+    # The second copy of a shard costs no launch.
     return np.maximum(0.0, np.asarray(model.head(2 * codes)) - model.head(codes))
 
 
@@ -280,7 +280,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 
     def unit_bytes(strip: int) -> int:
         """Bytes of weights of one unit. 0 for new tables, which move freely."""
-        return 0 if cache.table(strip).name in free else sum(s.bytes for s in cache.items([(strip, 1)])[0])
+        return 0 if cache.table(strip).name in free else sum(s.bytes for s in cache.bundles([(strip, 1)])[0])
 
     fixed, limits = of.fixed, {}
     if reshard.limited:
@@ -348,7 +348,8 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     if not len(may):
         return may
     n, speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
-    codes, copies = fixed.codes[fixed.part[np.arange(len(fixed.size)), fixed.size]], fixed.shared_codes[y, may]
+    codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
+    copies = fixed.shared_codes[y, may]
     total, size = codes.sum(0), fixed.shared_size[y, may]
     of_width = (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0] / n + fixed.total[0]
 

@@ -11,7 +11,7 @@ The compiled search takes the cost of exchanges as linear in three widths.
 These are the widths of each device, of the widest device and of the widest host.
 The model itself decides which start continues, and which plan is returned.
 
-Shapes: S strips, D devices. Strip, unit and part are defined in shard_cost_cache.py.
+Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_pieces
-from shardcore.search.pieces import priced
+from shardcore.search.feasible import feasible_shards
+from shardcore.search.shards import priced
 from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.workload import traffic_of_widths
 
@@ -74,10 +74,11 @@ def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         raise ShardCoreError(f"annealing has no space {space!r}; there are {', '.join(SPACES)}")
     meter = (budget if budget and (budget.evals or budget.seconds) else _DEFAULT).start()
     limited = bool(reshard and reshard.limited)
-    pieces = [] if limited else feasible_pieces(problem)  # a problem without a plan is refused before all else
+    # A problem without a plan is refused before all else.
+    shards = [] if limited else feasible_shards(problem)
     search = Search(problem, model, meter, seed)
     kept = [search.starts.resharded(reshard, space)] if reshard else []
-    best = search.run(kept) if limited else search.best(space, pieces, kept)
+    best = search.run(kept) if limited else search.best(space, shards, kept)
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
 
@@ -99,7 +100,7 @@ class Search:
         self.problem, self.model, self.meter = problem, model, meter
         self._annealing_s = 0.0
 
-    def best(self, kind: str, pieces: Sequence[Shard], kept: list[Start]) -> Start:
+    def best(self, kind: str, shards: Sequence[Shard], kept: list[Start]) -> Start:
         """The best plan found in a space, from its own starts and those in `kept`."""
         # In the whole space, plans by columns are searched first (see _COLUMNS).
         columns, begin = [], 0.0
@@ -107,13 +108,13 @@ class Search:
             begin = _COLUMNS
             with suppress(Infeasible):  # data-parallel tables may still fit: outputs can take more than rows
                 before_s = self.meter.seconds()
-                starts = self.starts.make("columns", pieces)
+                starts = self.starts.make("columns", shards)
                 took_s = self.meter.seconds() - before_s
                 best = self.run(starts, 0.0, begin)
                 if not self.meter.has_time(took_s):  # for the starts of the whole space
                     return self.run([*kept, best], begin, 1.0)
                 columns = best.placements
-        return self.run([*kept, *self.starts.make(kind, pieces, columns)], begin, 1.0)
+        return self.run([*kept, *self.starts.make(kind, shards, columns)], begin, 1.0)
 
     def run(self, starts: list[Start], begin: float = 0.0, end: float = 1.0) -> Start:
         """The best plan found between two shares of the budget.

@@ -1,6 +1,6 @@
 """Plans that annealing starts from: greedy ones of several ways to cut and share tables, or an existing plan.
 
-Shapes: S strips, D devices. Strip, unit and part are defined in shard_cost_cache.py.
+Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardcore.search import greedy
 from shardcore.search.budget import Meter
 from shardcore.search.feasible import pack_or_raise, shown
 from shardcore.search.packing import least_bytes
-from shardcore.search.pieces import placed
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import placed
 from shardcore.types import Placement, Problem, Shard
 
 if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
@@ -82,12 +82,12 @@ class Starts:
         self._cache: ShardCostCache | None = None
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
 
-    def make(self, kind: str, pieces: Sequence[Shard], columns: Sequence[Placement] = ()) -> list[Start]:
+    def make(self, kind: str, shards: Sequence[Shard], columns: Sequence[Placement] = ()) -> list[Start]:
         """Plans to start from in a space, one of SPACES.
 
         columns: a plan by columns. It replaces the start without shared tables.
         """
-        space = self._space(pieces, kind)
+        space = self._space(shards, kind)
         found = [self._of(columns, kind)] if columns else self._by_columns(space)
         layouts = space.layouts if space.fixed.may_share.any() else ()
         # Layouts without divided rows come last: they may be the only ones that fit.
@@ -125,15 +125,15 @@ class Starts:
         some = {len(worth) // k for k in (1, 2, 4)} - {0}
         found = [self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])]
         if not fits and not any(found):
-            whole_bytes = space.fixed.part_bytes[space.fixed.part[np.arange(len(space.fixed.size)), space.fixed.size]]
-            saving = space.fixed.may_share[y] & (space.fixed.shared_bytes[y] < whole_bytes / 2)
+            less = space.fixed.shared_bytes[y] < self._whole_bytes(space.fixed) / 2
+            saving = space.fixed.may_share[y] & less
             found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)]))
         return found
 
     def _by_columns(self, space: SearchSpace) -> list[Start | None]:
         """Starts with tables cut by columns.
 
-        With tight memory, cuts chosen for cost may leave gaps that no part fits. So some starts cut by size.
+        With tight memory, cuts chosen for cost may leave gaps that no shard fits. So some starts cut by size.
         """
         found = [self._cheapest(space, [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
         if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.cache):
@@ -147,7 +147,7 @@ class Starts:
     def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
         """The cheapest of some greedy plans. None if none fits.
 
-        ways: number of parts of each strip [S], and the pairs of shared strips.
+        ways: number of shards of each strip [S], and the pairs of shared strips.
 
         The best plan is then refined, as EMBark's planner does.
         The costliest strip on the slowest device is cut once more, as long as that helps.
@@ -162,7 +162,7 @@ class Starts:
         while state is not None and misses < _MISSES and not self.spaces.is_large(space.cache):
             n, shared = begin
             worst = state.number[self.compiled.WORST]
-            last = state.items[worst, :state.count[worst]]
+            last = state.strips[worst, :state.count[worst]]
             if not len(last):
                 break
             hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
@@ -177,19 +177,19 @@ class Starts:
         return None if best is None else Start(space, best, space.as_it_is)
 
     def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
-        """Place strips in n [S] parts by falling cost; if that fails, by falling size. 0 leaves a strip out.
+        """Place strips in n [S] shards by falling cost; if that fails, by falling size. 0 leaves a strip out.
 
         None if neither fits, or if the budget has no time for another plan.
         """
         if not self._has_time():
             return None
-        fixed, parts, before_s = space.fixed, self._parts(space, n), self.meter.seconds()
-        size = fixed.part_bytes[fixed.part[parts[:, 0], parts[:, 1]]]
-        for order in (np.arange(len(parts)), np.lexsort((-size, _choice(fixed, parts[:, 0])))):
+        fixed, shards, before_s = space.fixed, self._shards(space, n), self.meter.seconds()
+        size = fixed.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
+        for order in (np.arange(len(shards)), np.lexsort((-size, _choice(fixed, shards[:, 0])))):
             state = self._state(space)
             self.compiled.share(self.head, fixed, state, shared)
             fits = (state.used <= np.maximum(0, fixed.free)).all()
-            if fits and self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(parts[order])):
+            if fits and self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
                 self.compiled.refresh(self.head, fixed, state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
                 return state
@@ -218,18 +218,18 @@ class Starts:
         return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
     def _small(self, space: SearchSpace, share: float) -> np.ndarray:
-        """[S] number of parts of each strip, so that none takes more than a share of a device's mean memory.
+        """[S] number of shards of each strip, so that none takes more than a share of a device's mean memory.
 
         0 for strips that are always shared.
         """
-        fixed = space.fixed
-        size = fixed.part_bytes[fixed.part[np.arange(len(fixed.size)), fixed.size]]
-        n = np.where(fixed.may_split, np.clip(-(-size // max(1, int(share * fixed.free.mean()))), 1, fixed.size), 1)
+        fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
+        wanted = -(-self._whole_bytes(fixed) // most_bytes)
+        n = np.where(fixed.may_split, np.clip(wanted, 1, fixed.size), 1)
         n[space.divided] = 0
         return n
 
     def _cuts(self, space: SearchSpace, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
-        """[S] number of parts by columns, so that none costs more than a share of a device's mean load.
+        """[S] number of shards by columns, so that none costs more than a share of a device's mean load.
 
         0 for strips that groups share.
         """
@@ -240,10 +240,10 @@ class Starts:
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
         return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
 
-    def _parts(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
-        """[N, 2] strips and units of n [S] equal parts, in the order of placing.
+    def _shards(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
+        """[N, 2] strips and units of n [S] equal shards, in the order of placing.
 
-        Strips with fewest devices go first, then the costliest parts.
+        Strips with fewest devices go first, then the costliest shards.
         """
         fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
         i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
@@ -252,46 +252,50 @@ class Starts:
         return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
 
     def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[N] ms of ops with one part each, at speed 1."""
-        return np.asarray(self.model.head(fixed.codes[fixed.part[strips, units]]))
+        """[N] ms of ops with one shard each, at speed 1."""
+        return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
+
+    def _whole_bytes(self, fixed: SearchProblem) -> np.ndarray:
+        """[S] bytes of each strip uncut."""
+        return fixed.bytes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
 
     def _packed(self, kind: str) -> Start:
         """A start from a packing, for problems where no greedy plan fits."""
         packing = pack_or_raise(self.problem)
-        placements = placed([(shard,) for shard in packing.pieces], packing.devices, self.problem)
+        placements = placed([(shard,) for shard in packing.shards], packing.devices, self.problem)
         return self._of(placements, "all" if kind == "all" else "columns")
 
     def _of(self, placements: Sequence[Placement], kind: str) -> Start:
         """A plan without data-parallel tables, as a start in its own space. Divided rows stay divided."""
-        parts = [(shard, d) for p in placements for d, shard in shards_on(p)]
-        space = self._space([shard for shard, _ in parts], kind)
+        shards = [(shard, d) for p in placements for d, shard in shards_on(p)]
+        space = self._space([shard for shard, _ in shards], kind)
         divided = {space.cache.table(s).name for s in space.divided}
-        left = [(shard, d) for shard, d in parts if shard.table.name not in divided]
+        left = [(shard, d) for shard, d in shards if shard.table.name not in divided]
         return self._placed(space, left, _pairs(space.divided, space.dividing))
 
-    def _space(self, pieces: Sequence[Shard], kind: str) -> SearchSpace:
-        """The space of pieces. Row ranges become whole tables, shared by all devices, where possible."""
-        whole, by_rows = self.spaces.without_ranges(pieces, self.problem)
+    def _space(self, shards: Sequence[Shard], kind: str) -> SearchSpace:
+        """The space of shards. Row ranges become whole tables, shared by all devices, where possible."""
+        whole, by_rows = self.spaces.without_ranges(shards, self.problem)
         return self.spaces.space(self._of_strips(whole), whole, kind == "all", kind == "halves", by_rows)
 
-    def _of_strips(self, pieces: Sequence[Shard]) -> ShardCostCache:
-        """A cache for the strips of these pieces: the last one if it covers them.
+    def _of_strips(self, shards: Sequence[Shard]) -> ShardCostCache:
+        """A cache for the strips of these shards: the last one if it covers them.
 
-        Encoding its parts again would take longer than anything else.
+        Encoding its shards again would take longer than anything else.
         """
-        if self._cache is None or not self._cache.covers(pieces):
-            self._cache = ShardCostCache(self.problem, self.model, pieces)
+        if self._cache is None or not self._cache.covers(shards):
+            self._cache = ShardCostCache(self.problem, self.model, shards)
         return self._cache
 
-    def _placed(self, space: SearchSpace, pieces: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
-        """A start with pieces on their devices, and strips shared by groups. Bundles are placed as one."""
+    def _placed(self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
+        """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""
         state = self._state(space)
         self.compiled.share(self.head, space.fixed, state, shared)
         by_device: dict[int, list[Shard]] = {}
-        for piece, device in pieces:
-            by_device.setdefault(device, []).append(piece)
+        for shard, device in shards:
+            by_device.setdefault(device, []).append(shard)
         for device, on_it in by_device.items():
-            found = space.strips(on_it)
+            found = space.keys(on_it)
             self.compiled.place(space.fixed, state, np.insert(found, 1, device, axis=1))
         self.compiled.refresh(self.head, space.fixed, state)
         return Start(space, state, space.fixed)
@@ -300,12 +304,12 @@ class Starts:
         """A start from an existing plan. Tables that the plan lacks are placed greedily."""
         old = reshard.sorted(self.problem)
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
-        all_pieces = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
-        space = self.spaces.space(self._of_strips(all_pieces), all_pieces, True, kind == "halves")
-        shared = [_pairs(space.numbers(tables), space.number(*group)) for group, tables in old.shared.items()]
+        shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
+        space = self.spaces.space(self._of_strips(shards), shards, True, kind == "halves")
+        shared = [_pairs(space.strips(tables), space.number(*group)) for group, tables in old.shared.items()]
         start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
         held = start.state.held.copy()
-        todo = space.strips([Shard.whole(t) for t in old.new])
+        todo = space.keys([Shard.whole(t) for t in old.new])
         if not self.compiled.greedy(self.head, space.fixed, start.state, todo):
             raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for tables that it "
                              f"lacks, or has where they may not be ({shown(t.name for t in old.new)}), uncut; plan afresh, or "

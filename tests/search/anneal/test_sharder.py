@@ -353,7 +353,7 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
 
 
 def test_the_parts_of_tables_are_priced_once(monkeypatch):
-    """The plans by columns and those with tables everywhere are of the same parts."""
+    """The plans by columns and those with tables everywhere are of the same shards."""
     asked = []
 
     class Counted(AnalyticModel):
@@ -363,8 +363,8 @@ def test_the_parts_of_tables_are_priced_once(monkeypatch):
 
     problem = draw_problem(2, 12, [8 * MIB] * 4)
     anneal(problem, Counted(model_for(problem).setting), budget=Budget(evals=500))
-    parts = [s for s in asked if s.full_rows and s.width < s.table.dim]
-    assert parts and len(parts) == len(set(parts))
+    cut = [s for s in asked if s.full_rows and s.width < s.table.dim]
+    assert cut and len(cut) == len(set(cut))
 
 
 def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):

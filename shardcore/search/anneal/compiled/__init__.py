@@ -9,7 +9,7 @@ Nothing in these functions may allocate. They are compiled without numba's refer
 
 Names in all files: `fx` is the SearchProblem, `st` the State.
 s and r are strips; a, b, c and d devices; h a host; g a group; y a layout.
-k is a kind, p a part, f a feature. `was` is before a change, `then` after it.
+k is a kind, f a feature. `was` is before a change, `then` after it.
 """
 
 from shardcore.search.anneal.compiled.greedy import greedy

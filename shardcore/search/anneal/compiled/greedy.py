@@ -1,4 +1,4 @@
-"""Greedy construction: place pieces one by one, each on the device that it leaves least loaded."""
+"""Greedy construction: place shards one by one, each on the device that it leaves least loaded."""
 
 import numba
 import numpy as np
@@ -24,14 +24,14 @@ def exchange(fx, st, d, k, more):
 
 
 @njit(numba.boolean(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
-def greedy(head, fx, st, pieces):
-    """Place pieces [N, 2] (strip, units) in the order given. False where one fits on no device.
+def greedy(head, fx, st, shards):
+    """Place shards [N, 2] (strip, units) in the order given. False where one fits on no device.
 
     Each goes to the device with the least load after it, exchanges included.
     """
     n_devices = len(st.load)
-    for i in range(len(pieces)):
-        s, units = pieces[i, 0], pieces[i, 1]
+    for i in range(len(shards)):
+        s, units = shards[i, 0], shards[i, 1]
         k, least, best, best_ms = fx.kind[s], np.inf, -1, 0.0
         # Empty devices that are alike give the same result. Only one of them is priced.
         seen_empty = -1
@@ -40,16 +40,16 @@ def greedy(head, fx, st, pieces):
             # `allowed` without rows means that every strip may go anywhere.
             if len(fx.allowed) > 0 and not fx.allowed[s, d]:
                 continue
-            # Bytes are those of the widened part, not of the piece: a row's optimizer state counts once.
-            was, then = fx.part[s, st.held[s, d]], fx.part[s, now]
-            if st.used[d] + fx.part_bytes[then] - fx.part_bytes[was] > fx.free[d]:
+            # Bytes are those of the widened shard: a row's optimizer state counts once.
+            was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
+            if st.used[d] + fx.bytes[then] - fx.bytes[was] > fx.free[d]:
                 continue
             if st.count[d] == 0:
                 e = seen_empty
                 if e >= 0 and fx.speed[e] == fx.speed[d] and fx.host[e] == fx.host[d] and fx.free[e] >= fx.free[d]:
                     continue
                 seen_empty = d
-            # A lower bound: a piece only adds to a load. It often saves the call of the head below.
+            # A lower bound: a shard only adds to a load. It often saves the call of the head below.
             held_ms = total_of(st.ms[d])
             shared = st.shared_ms[d]
             lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, 0, 0)
@@ -60,20 +60,20 @@ def greedy(head, fx, st, pieces):
                 st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
             ms = head(st.trial_sums[0, 0], fx.parameters)
             after = (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d] + st.own_ms[d] + exchange(
-                fx, st, d, k, fx.part_width[then] - fx.part_width[was])
+                fx, st, d, k, fx.width[then] - fx.width[was])
             if after < least:
                 least, best, best_ms = after, d, ms
         if best < 0:
             return False
-        was = fx.part[s, st.held[s, best]]
+        was = fx.shard[s, st.held[s, best]]
         hold(fx, st, s, best, st.held[s, best] + units)
-        then = fx.part[s, st.held[s, best]]
+        then = fx.shard[s, st.held[s, best]]
         for f in range(st.sums.shape[2]):
             st.sums[best, k, f] += fx.codes[then, f] - fx.codes[was, f]
         st.ms[best, k] = best_ms
-        more = fx.part_width[then] - fx.part_width[was]
+        more = fx.width[then] - fx.width[was]
         st.width[best, k] += more
         st.hosts[fx.host[best], k] += more
         st.all_width[k] += more
-        st.used[best] += fx.part_bytes[then] - fx.part_bytes[was]
+        st.used[best] += fx.bytes[then] - fx.bytes[was]
     return True

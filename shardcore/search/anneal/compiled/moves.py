@@ -69,7 +69,7 @@ def propose(fx, st):
     if st.count[a] == 0:
         return 0, 0, 0
     # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
-    s = st.items[a, below(st, st.count[a])]
+    s = st.strips[a, below(st, st.count[a])]
     units, size = int(st.held[s, a]), fx.size[s]
     b = below(st, n)
     c = below(st, n)
@@ -83,17 +83,17 @@ def propose(fx, st):
     if a == b:
         return 0, 0, 0
     # How much moves: all that a holds, half of it, or any number of units.
-    part = units
+    given = units
     if fx.may_split[s] and units > 1 and uniform(st) < 0.4:
-        part = units // 2 if fx.halves or uniform(st) < 0.3 else 1 + below(st, units - 1)
+        given = units // 2 if fx.halves or uniform(st) < 0.3 else 1 + below(st, units - 1)
     # Now the kind of move: a trade for several strips, a swap for one, or a plain move.
-    edit(st, 0, s, a, units - part)
-    edit(st, 1, s, b, st.held[s, b] + part)
+    edit(st, 0, s, a, units - given)
+    edit(st, 1, s, b, st.held[s, b] + given)
     u = uniform(st)
     if u < 0.15 and len(fx.kept) == 0:
-        return a, b, trade(fx, st, s, a, b, part)
+        return a, b, trade(fx, st, s, a, b, given)
     if u < 0.6 and st.count[b] > 0:
-        r = st.items[b, below(st, st.count[b])]
+        r = st.strips[b, below(st, st.count[b])]
         if r == s:
             return 0, 0, 0
         # The other strip moves whole, or partly where it may be cut.
@@ -107,19 +107,19 @@ def propose(fx, st):
 
 
 @inner
-def trade(fx, st, s, a, b, part):
-    """Give `part` units of strip s to b, in return for several strips of about the same cost.
+def trade(fx, st, s, a, b, given):
+    """Give `given` units of strip s to b, in return for several strips of about the same cost.
 
-    Returns the number of edits. It makes room for a part too costly for any single swap.
+    Returns the number of edits. It makes room for a shard too costly for any single swap.
     """
     # The return may cost from 0.3 to 1.1 of what was given, so that trades differ.
-    want = fx.added_ms[fx.part[s, part]] * (0.3 + 0.8 * uniform(st))
-    # Edits 0 and 1 are the part itself. Start at a random strip, so that none is preferred.
+    want = fx.added_ms[fx.shard[s, given]] * (0.3 + 0.8 * uniform(st))
+    # Edits 0 and 1 are what is given. Start at a random strip, so that none is preferred.
     n, i = 2, below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
-        r = st.items[b, i]
-        ms = fx.added_ms[fx.part[r, st.held[r, b]]]
+        r = st.strips[b, i]
+        ms = fx.added_ms[fx.shard[r, st.held[r, b]]]
         if r != s and ms <= want:
             edit(st, n, r, b, 0)
             edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
@@ -176,9 +176,9 @@ def try_edits(head, fx, st, a, b, n):
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         slot = 0 if d == a else 1
-        was, then, k = fx.part[s, st.held[s, d]], fx.part[s, now], fx.kind[s]
-        st.trial_used[slot] += fx.part_bytes[then] - fx.part_bytes[was]
-        st.trial_width[slot, k] += fx.part_width[then] - fx.part_width[was]
+        was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
+        st.trial_used[slot] += fx.bytes[then] - fx.bytes[was]
+        st.trial_width[slot, k] += fx.width[then] - fx.width[was]
         touched |= 1 << (n_kinds * slot + k)
     # A device that is too full already may still lose bytes.
     if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (
@@ -203,7 +203,7 @@ def try_edits(head, fx, st, a, b, n):
                 for i in range(n):
                     s = st.edit[i, 0]
                     if st.edit[i, 1] == d and fx.kind[s] == k:
-                        was, then = fx.part[s, st.held[s, d]], fx.part[s, st.edit[i, 2]]
+                        was, then = fx.shard[s, st.held[s, d]], fx.shard[s, st.edit[i, 2]]
                         for f in range(n_features):
                             st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
                 st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)

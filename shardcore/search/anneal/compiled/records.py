@@ -2,11 +2,11 @@
 
 An array with no rows means "does not apply".
 
-Shapes: S strips, U most units of a strip, R parts, F features, D devices, H hosts.
+Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
 P parameters, L log entries, K kinds of what single devices hold.
 Y layouts of what groups of devices share, G groups.
 
-Strip, unit and part are defined in search/shard_cost_cache.py.
+Strips and units are defined in search/shard_cost_cache.py.
 """
 
 from typing import NamedTuple
@@ -24,11 +24,11 @@ MOST_EDITS = 24
 class SearchProblem(NamedTuple):
     """What a search does not change. Annotations are numba's types."""
 
-    part: int32[:, ::1]  # [S, U + 1] the part for a number of units; part 0 is empty
-    codes: float64[:, ::1]  # [R, F] the part's encoding
-    added_ms: float64[::1]  # [R] ms that a part adds to a fused op
-    part_bytes: int64[::1]  # [R] memory of a part
-    part_width: int64[::1]  # [R] width in units
+    shard: int32[:, ::1]  # [S, U + 1] number of the shard with so many units; number 0 is nothing
+    codes: float64[:, ::1]  # [R, F] encoding of a shard
+    added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
+    bytes: int64[::1]  # [R] memory of a shard
+    width: int64[::1]  # [R] times MIN_WIDTH columns; tables kept together are one unit of any width
     kind: int64[::1]  # [S] number of the kind, 0 to K - 1
     size: int64[::1]  # [S] units of the whole strip
     table: int64[::1]  # [S] number of the table
@@ -67,7 +67,7 @@ class State(NamedTuple):
 
     held: int16[:, ::1]  # [S, D] units
     count: int64[::1]  # [D] number of strips on a device
-    items: int32[:, ::1]  # [D, S] which strips; the first `count` entries are valid
+    strips: int32[:, ::1]  # [D, S] which strips; the first `count` entries are valid
     sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
     ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
     width: int64[:, ::1]  # [D, K]
@@ -124,10 +124,10 @@ ENERGY: smooth cost of the present plan, in ms.
 
 def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> State:
     """A State with nothing placed."""
-    (n_strips, _), n_devices, n_features = problem.part.shape, len(problem.free), problem.codes.shape[1]
+    (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
     n_kinds, n_groups = len(problem.own), len(problem.group_layout)
     shapes = {
-        "held": (n_strips, n_devices), "count": n_devices, "items": (n_devices, n_strips),
+        "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
         "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds), "width": (n_devices, n_kinds), "used": n_devices,
         "load": n_devices, "hosts": (n_hosts, n_kinds), "all_width": n_kinds, "norm": (3, n_kinds), "ref": (3, n_kinds),
         "group": n_strips, "shared": n_strips, "group_sums": (n_groups, n_features), "group_ms": n_groups,

@@ -36,7 +36,7 @@ def propose_shared(fx, st):
             return leaves, start, -1, to, b
     # Another strip may take its place, or come alone. It has to be whole on b.
     if (leaves < 0 or uniform(st) < 0.6) and st.count[b] > 0:
-        comes = st.items[b, below(st, st.count[b])]
+        comes = st.strips[b, below(st, st.count[b])]
         if leaves < 0:
             y = below(st, len(fx.shared_once))
         if not fx.may_share[y, comes] or st.held[comes, b] != fx.size[comes] or fx.group_of[y, b] < 0:
@@ -100,17 +100,17 @@ def change_shared(head, fx, st, threshold):
     if leaves >= 0 and not moves:
         if len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
             return False
-        p = fx.part[leaves, fx.size[leaves]]
-        more_on_b += fx.part_bytes[p]
-        width[0] += fx.part_width[p]
+        shard = fx.shard[leaves, fx.size[leaves]]
+        more_on_b += fx.bytes[shard]
+        width[0] += fx.width[shard]
         for f in range(n_features):
-            st.trial_sums[0, 0, f] += fx.codes[p, f]
+            st.trial_sums[0, 0, f] += fx.codes[shard, f]
     if comes >= 0:
-        p = fx.part[comes, fx.size[comes]]
-        more_on_b -= fx.part_bytes[p]
-        width[0] -= fx.part_width[p]
+        shard = fx.shard[comes, fx.size[comes]]
+        more_on_b -= fx.bytes[shard]
+        width[0] -= fx.width[shard]
         for f in range(n_features):
-            st.trial_sums[0, 0, f] -= fx.codes[p, f]
+            st.trial_sums[0, 0, f] -= fx.codes[shard, f]
     ms = head(st.trial_sums[0, 0], fx.parameters) if width[0] > 0 else 0.0
     # Bytes that each device of group `start` loses, and of group `to` gains.
     out_bytes = fx.shared_bytes[y, leaves] if leaves >= 0 else 0

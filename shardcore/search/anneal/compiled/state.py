@@ -28,15 +28,15 @@ def hold(fx, st, s, d, units):
         st.moved[t] += more
     st.held[s, d] = units
     if was == 0 and units > 0:
-        st.items[d, st.count[d]] = s
+        st.strips[d, st.count[d]] = s
         st.count[d] += 1
     elif was > 0 and units == 0:
         # Remove by swapping with the last entry: the order of the list has no meaning.
         i = 0
-        while st.items[d, i] != s:
+        while st.strips[d, i] != s:
             i += 1
         st.count[d] -= 1
-        st.items[d, i] = st.items[d, st.count[d]]
+        st.strips[d, i] = st.strips[d, st.count[d]]
 
 
 @inner
@@ -122,12 +122,12 @@ def recompute(head, fx, st):
         st.width[d] = 0
         # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
-            s = st.items[d, i]
-            p, k = fx.part[s, st.held[s, d]], fx.kind[s]
-            st.used[d] += fx.part_bytes[p]
-            st.width[d, k] += fx.part_width[p]
+            s = st.strips[d, i]
+            shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
+            st.used[d] += fx.bytes[shard]
+            st.width[d, k] += fx.width[shard]
             for f in range(st.sums.shape[2]):
-                st.sums[d, k, f] += fx.codes[p, f]
+                st.sums[d, k, f] += fx.codes[shard, f]
         for k in range(n_kinds):
             # An empty op is not launched, so it costs 0.
             st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.width[d, k] > 0 else 0.0
@@ -175,11 +175,11 @@ def rewind(head, fx, st):
 
 
 @njit(numba.void(PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
-def place(fx, st, pieces):
-    """Add pieces [N, 3]: strip, device, units. Call `refresh` afterwards."""
-    for i in range(len(pieces)):
-        s, d = pieces[i, 0], pieces[i, 1]
-        hold(fx, st, s, d, st.held[s, d] + pieces[i, 2])
+def place(fx, st, shards):
+    """Add shards [N, 3]: strip, device, units. Call `refresh` afterwards."""
+    for i in range(len(shards)):
+        s, d = shards[i, 0], shards[i, 1]
+        hold(fx, st, s, d, st.held[s, d] + shards[i, 2])
 
 
 @njit(numba.void(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)

@@ -1,13 +1,12 @@
-"""Pieces: how tables are cut for a search, and how a result becomes a plan.
+"""Shards in a search: how tables are cut, where shards may go, and how they become a plan.
 
 Words used in all of search/:
 
-piece: a Shard that a search places on one device.
-item: pieces that have to be placed together, such as a bundle of tables.
-row range: all columns of some rows of a table, as a key for pieces.
+bundle: shards that one device holds together. Mostly a single shard, else tables of constraints.together.
+row range: all columns of some rows of a table.
 
 The columns of a row range are exchangeable: only their number on a device matters.
-So pieces of one row range on the same device count as one shard, in memory, cost and plan.
+So shards of one row range on the same device count as one, in memory, cost and plan.
 TorchRec's fused kernel requires this: it fails on two shards of unequal width of one table on one rank.
 
 Rows are divided in one way only, `division`. TorchRec trains no other (docs/torchrec.md).
@@ -28,17 +27,17 @@ from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]
-Item = tuple[Shard, ...]
-"""Pieces that are placed on one device together."""
+Bundle = tuple[Shard, ...]
+"""Shards that one device holds together."""
 
 
 def row_range(shard: Shard) -> RowRange:
-    """The key of pieces whose columns are exchangeable: table, row_lo, row_hi."""
+    """The key of shards whose columns are exchangeable: table, row_lo, row_hi."""
     return shard.table, shard.row_lo, shard.row_hi
 
 
-def items(shards: Iterable[Shard], problem: Problem) -> list[Item]:
-    """Group pieces into items: each bundle (constraints.together) is one, every other piece is its own."""
+def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
+    """Group shards into bundles: the tables of constraints.together, and every other shard by itself."""
     if not problem.bundle_of:
         return [(shard,) for shard in shards]
     found: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
@@ -48,7 +47,7 @@ def items(shards: Iterable[Shard], problem: Problem) -> list[Item]:
 
 
 def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
-    """The left and the right half. None where the piece cannot be cut.
+    """The left and the right half. None where the shard cannot be cut.
 
     Widths stay multiples of MIN_WIDTH: 12 columns become 4 and 8.
     """
@@ -70,7 +69,7 @@ def division(table: Table, problem: Problem) -> Placement | None:
 
 @lru_cache(1 << 12)
 def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None) -> Placement | None:
-    """The cached part: many pieces ask for the same table."""
+    """Cached, as many shards ask for the same table."""
     for layout in LAYOUTS.values():
         groups = possible_groups(layout, table.rows, topology, allowed) if layout.divides_rows else []
         # A group of one device divides nothing.
@@ -79,13 +78,13 @@ def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None)
     return None
 
 
-def layout_of_piece(shard: Shard, problem: Problem) -> Layout:
-    """The kind of sharding that runs a piece."""
+def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
+    """The kind of sharding that runs a shard."""
     return WHOLE_ROWS if shard.full_rows else layout_of(division(shard.table, problem).kind)
 
 
 def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
-    """The devices where a piece may go. A row range has only the device that `division` gives it."""
+    """The devices where a shard may go. A row range has only the device that `division` gives it."""
     if shard.full_rows:
         return problem.allowed_devices(shard.table.name)
     devices = division(shard.table, problem).devices
@@ -94,7 +93,7 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
 
 
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:
-    """Join neighbouring pieces of a row range into wider ones."""
+    """Join neighbouring shards of a row range into wider ones."""
     joined: list[Shard] = []
     for shard in sorted(shards, key=_position):
         if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
@@ -151,31 +150,33 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def to_plan(pieces: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
-    """The consolidated plan that puts pieces[i] on devices[i], with provenance and predicted cost.
+def to_plan(shards: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel,
+            **provenance: Any) -> Plan:
+    """The consolidated plan that puts shards[i] on devices[i], with provenance and predicted cost.
 
-    Raises what `lower` raises. So a search cannot lose or double a piece, or overfill a device, unnoticed.
+    Raises what `lower` raises. So a search cannot lose or double a shard, or overfill a device, unnoticed.
     """
-    return priced(placed([(s,) for s in pieces], devices, problem), problem, model, **provenance)
+    return priced(placed([(s,) for s in shards], devices, problem), problem, model, **provenance)
 
 
-def placed(items: Sequence[Item], devices: Sequence[int], problem: Problem) -> list[Placement]:
-    """Placements for items[i] on devices[i].
+def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) -> list[Placement]:
+    """Placements for bundles[i] on devices[i].
 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
     found, ranges = [], defaultdict(list)
-    for item, device in zip(items, devices, strict=True):
-        for shard in item:
+    for bundle, device in zip(bundles, devices, strict=True):
+        for shard in bundle:
             if shard.full_rows:
                 found.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
             else:
                 ranges[shard.table].append((int(device), shard))
-    for table, parts in ranges.items():
+    for table, shards in ranges.items():
         whole = division(table, problem)
         # A bug in a search, not in the user's input: hence RuntimeError.
-        if sorted(parts, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
-            raise RuntimeError(f"a search placed rows of table {table.name!r} as {parts[:3]}; they are divided as {whole}")
+        if sorted(shards, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
+            raise RuntimeError(f"a search placed rows of table {table.name!r} as {shards[:3]}; "
+                               f"they are divided as {whole}")
         found.append(whole)
     return found
 
