@@ -30,6 +30,10 @@ class SettingMismatch(ShardCoreError):
     """A problem, dataset or plan belongs to another setting than the model; the message shows both."""
 
 
+class Unreachable(ShardCoreError):
+    """A file is there, or may be, but a disk or service did not give it. This says nothing about its content."""
+
+
 def escaped(text: str) -> str:
     """Text with escapes for what is not printable: line ends, control characters, lone surrogates."""
     if text.isprintable():

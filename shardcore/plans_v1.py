@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of, shards_on, ways
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, device_names, even_rows, layout_of, shards_on, ways
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
@@ -105,5 +105,5 @@ def _divided(shards: Sequence[tuple[Shard, int]], problem: Problem) -> Placement
             if same_sizes and not table.ordered or set(shards) == {(s, d) for d, s in shards_on(found)}:
                 return found
     raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(shards)} ranges of {sizes[:4]} on "
-                         f"{len(devices)} devices; TorchRec divides them evenly, over all devices or those "
-                         "of a host: plan again")
+                         f"{device_names(sorted(devices))}; TorchRec divides rows evenly, over all devices or "
+                         "those of one host: plan again")

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardcore.errors import ShardCoreError, escaped, shortened
+from shardcore.errors import ShardCoreError, Unreachable, escaped, shortened
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29
@@ -30,6 +30,7 @@ MOST_DEPTH = 24
 """Depth of nested values."""
 MOST_INT = 1 << 53
 """Largest integer. Floats are not exact beyond it, nor are most JSON readers."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that may make a lone surrogate, which UTF-8 cannot encode."""
 _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 40
@@ -55,7 +56,8 @@ def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> byte
             content = path.read_bytes()
             _require_size(path, len(content), most)
     except OSError as error:
-        raise ShardCoreError(f"cannot read {path}: {error.strerror or 'there is no such file'}") from None
+        kind = ShardCoreError if isinstance(error, ABSENT) or not error.errno else Unreachable
+        raise kind(f"cannot read {path}: {error.strerror or 'there is no such file'}") from None
     return content
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, schema
-from shardcore.errors import ShardCoreError
-
-ABSENT = (FileNotFoundError, NotADirectoryError)
+from shardcore.errors import ShardCoreError, Unreachable
+from shardcore.schema import ABSENT
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Remote:
         except FileNotFoundError:
             raise
         except Exception as error:  # each storage has its own exceptions
-            raise ShardCoreError(f"cannot use {self}: "
-                                 f"{' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
+            raise Unreachable(f"cannot use {self}: "
+                              f"{' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
 
 
 Place = Path | Remote
@@ -57,7 +56,7 @@ def plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[
     except but:
         raise
     except OSError as error:
-        raise ShardCoreError(f"cannot use {error.filename or place}: {error.strerror or error}") from None
+        raise Unreachable(f"cannot use {error.filename or place}: {error.strerror or error}") from None
 
 
 def place(root: str | Path) -> Place:

@@ -13,7 +13,7 @@ from typing import Any
 from shardcore import files
 from shardcore.cost import neural
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.publish import store
 from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
@@ -106,13 +106,13 @@ class Before:
     """What was published for a problem before.
 
     decision: the last one.
-    plan: its plan, with the problem's current tables.
+    plan: its plan, with the problem's current tables. None: its files are of no use any more.
     cost: its cost under the current model. None: it is no longer valid for the problem.
-    why_not: why it is no longer valid.
+    why_not: why it is no longer valid, or of no use.
     """
 
     decision: Decision
-    plan: Plan
+    plan: Plan | None
     cost: StepCost | None
     why_not: str = ""
 
@@ -153,9 +153,12 @@ class Publisher:
         if decision is None:
             return None
         # A plan that no longer fits is loaded too: the decision says why it is replaced.
-        plan = rebind_tables(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
+        plan = None
         try:
+            plan = rebind_tables(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
             return Before(decision, plan, price(lower(plan, problem), self.model))
+        except Unreachable:
+            raise
         except ShardCoreError as error:
             return Before(decision, plan, None, str(error))
 
@@ -185,8 +188,8 @@ class Publisher:
                      if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)), None)
         if then is None or not store.has(self.plans, problem.name, then.current):
             return None
-        plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
         try:
+            plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
             workload = lower(rebind_tables(plan, problem), problem)
         except ShardCoreError:
             return None
@@ -231,7 +234,7 @@ class Publisher:
         So noise of the search does not look like an improvement, and few tables move when some are new.
         """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
-        if before and (space := SPACE_OF.get(config.algorithm)):
+        if before and before.plan and (space := SPACE_OF.get(config.algorithm)):
             try:
                 return replan(before.plan, problem, self.model,
                               ReplanConfig(config.max_moved_tables, space=space, seed=config.seed,
@@ -243,7 +246,7 @@ class Publisher:
         outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget)
         if outcome.plan is None:
             raise Infeasible(outcome.error)
-        return relabel_devices(outcome.plan, before.plan, problem) if before else outcome.plan
+        return relabel_devices(outcome.plan, before.plan, problem) if before and before.plan else outcome.plan
 
     def _judged(self, plan: Plan, cost: StepCost, before: Before | None) -> tuple[str, str]:
         """The outcome of a candidate, and why."""
@@ -262,7 +265,7 @@ class Publisher:
     def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
              others: Mapping[str, compare.Outcome]) -> None:
         """Store a plan as a version with its report page, unless it is stored already."""
-        if store.has(self.plans, problem.name, store.version_of(plan, problem)):
+        if store.is_whole(self.plans, problem.name, store.version_of(plan, problem)):
             return
         workload = lower(plan, problem)
         cost, beyond = price(workload, self.model), neural.out_of_range(self.model, workload)
@@ -270,7 +273,7 @@ class Publisher:
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
         page = plan_page.page(plan, problem, explained, decisions,
-                              diff(before.plan, plan) if before else None, beyond)
+                              diff(before.plan, plan) if before and before.plan else None, beyond)
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
             "memory_bytes": list(workload.memory_bytes), "baselines": _totals(others),

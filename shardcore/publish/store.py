@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files, schema
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, Unreachable
 from shardcore.limits import is_path_name
 from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
@@ -146,12 +146,12 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
 def _pointer(home: Place) -> str | None:
     """The id in the pointer file. None: there is no such file."""
     try:
-        with places.plain_errors(home / _POINTER, places.ABSENT):
+        with places.plain_errors(home / _POINTER, schema.ABSENT):
             path = home / _POINTER
             content = schema.content_of(path) if isinstance(path, Path) else path.read_bytes()
             # A damaged pointer may be long: read only what an id can need.
             found = content[:100].decode(errors="replace").strip()
-    except places.ABSENT:
+    except schema.ABSENT:
         return None
     if not found:
         raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
@@ -241,13 +241,24 @@ def has(root: str | Path, name: str, version: str) -> bool:
     return places.exists(_version(_home(root, name), version) / "plan.json")
 
 
+def is_whole(root: str | Path, name: str, version: str) -> bool:
+    """Whether a version is there and its files are as they were written."""
+    try:
+        _load(_version(_home(root, name), version), name, fits=False)
+    except Unreachable:
+        raise
+    except ShardCoreError:
+        return False
+    return True
+
+
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
     """Store a plan with its problem, costs and report page. Returns the version.
 
-    Nobody uses it until a decision names it. An existing version is left as it is.
+    Nobody uses it until a decision names it. An existing version is left as it is, unless it is damaged.
     """
     version = version_of(plan, problem)
-    if not has(root, problem.name, version):
+    if not is_whole(root, problem.name, version):
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
         contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)),
                     "cost.json": files.json_bytes(dict(cost)),

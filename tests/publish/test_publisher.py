@@ -73,6 +73,33 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     assert set(cost["baselines"]) == set(BASELINES) and published.row()[0] == "published"
 
 
+@pytest.mark.parametrize("file", ["plan.json", "problem.json"])
+def test_a_damaged_plan_is_replaced_and_the_decision_says_why(problem, model, tmp_path, file):
+    """Also where the search finds the same plan again: its version is written anew."""
+    first = publish(tmp_path, problem, model).decision
+    damaged = tmp_path / problem.name / "versions" / first.current / file
+    damaged.write_text(damaged.read_text().replace("t3", "t4", 1))
+    with pytest.raises(ShardCoreError):
+        store.load_plan(tmp_path, problem.name)
+    again = publish(tmp_path, problem, model).decision
+    assert again.outcome == "no longer fits" and "of the plan before: " in again.reason and file in again.reason
+    assert len(store.load_plan(tmp_path, problem.name)[0].placements) >= len(problem.tables)
+    assert publish(tmp_path, problem, model).decision.outcome == "kept"
+
+
+def test_a_store_that_does_not_answer_keeps_its_plan(problem, model, tmp_path):
+    first = publish(tmp_path, problem, model).decision
+    plan = tmp_path / problem.name / "versions" / first.current / "plan.json"
+    content = plan.read_bytes()
+    plan.unlink()
+    plan.symlink_to(plan)  # reading it fails, and says nothing of its content
+    with pytest.raises(ShardCoreError, match="cannot read .*plan.json: Too many levels"):
+        publish(tmp_path, problem, model)
+    plan.unlink()
+    plan.write_bytes(content)
+    assert store.last(tmp_path, problem.name) == first
+
+
 def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not(problem, model, tmp_path):
     put(tmp_path, problem, worse(problem))
     better = publish(tmp_path, problem, model).decision
