@@ -321,7 +321,7 @@ def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, cha
     assert publish_claim.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(NAMES)
 
 
-def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside):
+def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside, monkeypatch):
     """Parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""
     name = registry.model_name(SETTING.hardware)
     git = ["git", "-C", str(project.folder)]
@@ -337,8 +337,18 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
         subprocess.run([*git, "config", f"user.{key}", value], check=True)
     before = len(runs(api, "publish"))
     project.edit("README.md")  # somebody's, which stays theirs
+    seen = []
+
+    def publish_after_a_look():
+        """The watch looks between promotion and publishing."""
+        seen.append(watch.step())
+        return publish()
+
+    # The name flows.refresh is taken by the flow, so reach its module through it.
+    monkeypatch.setitem(refresh.fn.__globals__, "publish", publish_after_a_look)
     done = refresh(overrides={"promote": {"may_lose": 100.0}}, push=True)
     assert all(n in done for n in NAMES)
+    assert len(seen) == 1 and seen[0].endswith("are being published")
     state = publish_claim.read(inside, name)
     assert state.champion == state.published == str(registry.find(inside, name, registry.CHALLENGER).version)
     assert watch.step().endswith(f"version {state.champion} are published")
