@@ -68,8 +68,9 @@ class Layout:
     cuts_columns: whether a shard may have only some of the columns.
     local_batch: whether its op runs over a device's share of the batch. Otherwise over the global batch.
     dense_gradient: whether a device keeps a gradient of the shard's size.
+    sequences: whether TorchRec runs it without pooling, in an EmbeddingCollection.
     channels: what its shards enter into each channel, in bytes.
-    torchrec: the sharding types that TorchRec runs in this way, that of a whole table first.
+    torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns, others.
     """
 
     name: str
@@ -79,8 +80,19 @@ class Layout:
     cuts_columns: bool
     local_batch: bool
     dense_gradient: bool
+    sequences: bool
     channels: Mapping[Channel, Bytes]
     torchrec: tuple[str, ...]
+
+    @property
+    def torchrec_whole(self) -> str:
+        """TorchRec's name where tables are not cut by columns."""
+        return self.torchrec[0]
+
+    @property
+    def torchrec_cut(self) -> str:
+        """TorchRec's name where tables are cut by columns. The same where they cannot be."""
+        return self.torchrec[1] if self.cuts_columns else self.torchrec[0]
 
     def batch(self, problem: Problem) -> int:
         """Samples that its op runs over."""
@@ -125,19 +137,19 @@ def _gradients(rows: Any, width: Any, problem: Problem) -> Any:
 
 LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
     Layout("column", "all rows on one device", _each_device,
-           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False,
+           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False, sequences=True,
            channels={Channel("all_to_all"): _outputs},
            torchrec=("table_wise", "column_wise", "table_column_wise")),
     Layout("row", "rows divided over all devices", _all_devices,
-           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False,
+           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False, sequences=True,
            channels={Channel("reduce_scatter"): _outputs},
            torchrec=("row_wise",)),
     Layout("host_row", "rows divided over one host", _each_host,
-           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False,
+           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False, sequences=False,
            channels={Channel("reduce_scatter", HOST): _outputs, Channel("all_to_all", CROSS): _outputs_of_a_host},
            torchrec=("table_row_wise", "grid_shard")),
     Layout("data_parallel", "a replica on every device", _all_devices,
-           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True,
+           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True, sequences=True,
            channels={Channel("all_reduce"): _gradients},
            torchrec=("data_parallel",)),
 )}

@@ -267,6 +267,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
                    "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
+    p.add_argument("--uneven-rows", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
 
@@ -276,6 +277,8 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.export.torchrec_json import write_torchrec
     from shardcore.search import torchrec
 
+    if args.uneven_rows:
+        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     plan = files.read_plan(args.plan, problem)

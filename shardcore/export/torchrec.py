@@ -122,7 +122,7 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     modules: dict[str, Any] = {}
     for name, table in theirs.items():
         found = shardings[name]
-        if_cut = found.layout.torchrec[:2][-1]
+        if_cut = found.layout.torchrec_cut
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             found = replace(found, sharding_type=if_cut)
@@ -145,11 +145,11 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
                              "table by one of them")
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
-        return Sharded(layout, layout.torchrec[0])
+        return Sharded(layout, layout.torchrec_whole)
     # TorchRec fails on several shards of a table on one rank.
     placements = consolidate(placements)
     shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
-    return Sharded(layout, layout.torchrec[0 if len(placements) == 1 else 1], shards)
+    return Sharded(layout, layout.torchrec_whole if len(placements) == 1 else layout.torchrec_cut, shards)
 
 
 def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable],
@@ -160,13 +160,13 @@ def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, Mo
         found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         if table.pooled:
             continue
-        if found.sharding_type in ("table_row_wise", "grid_shard"):
+        if not found.layout.sequences:
             raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
                                  "EmbeddingBagCollections alone")
         if found.layout.dense_gradient and compute_device == "cpu":
             raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel "
                                  "pools there")
-        for _, shard in found.shards if found.sharding_type == "column_wise" else ():
+        for _, shard in found.shards if len(found.shards) > 1 and found.layout.cuts_columns else ():
             if width.setdefault(table.path, shard.width) != shard.width:
                 raise ShardCoreError(f"plan cuts {what} into shards {shard.width} wide, and one "
                                      f"{width[table.path]}; TorchRec there needs all shards of tables cut by "

@@ -21,7 +21,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
-from shardcore.layouts import LAYOUTS
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Lookups = Mapping[str, float] | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
 
-WHOLE_TYPES = {layout.torchrec[0] for layout in LAYOUTS.values() if not layout.divides_rows}
+WHOLE_TYPES = {layout.torchrec_whole for layout in LAYOUTS.values() if not layout.divides_rows}
 """TorchRec's sharding types that do not cut a table."""
 BATCH_SIZE = 512
 """Samples per rank, if none are given. The default of TorchRec's planner."""
@@ -204,9 +204,11 @@ class ShardCorePlanner:
             placed[p.shard.table.name].append(p)
         for name, table in theirs.items():
             asked, kind = self._asked(table), sharded(placed[name], self.topology).sharding_type
-            if asked and kind not in asked and not (kind == "table_wise" and "column_wise" in asked):
+            # Whoever allows cuts by columns takes a whole table too.
+            taken = kind == WHOLE_ROWS.torchrec_whole and WHOLE_ROWS.torchrec_cut
+            if asked and kind not in asked and taken not in asked:
                 return (f"the plan found shards table {name!r} {kind}; its constraints ask for "
-                        f"{', '.join(asked)}: allow it, or table_wise alone to keep it whole")
+                        f"{', '.join(asked)}: allow it, or only {WHOLE_ROWS.torchrec_whole} to keep it whole")
         return ""
 
     def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:

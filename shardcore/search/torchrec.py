@@ -48,7 +48,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WHOLE_ROWS, even_rows, layout_of_torchrec
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, pack_or_raise
@@ -208,7 +208,7 @@ class _Theirs:
         topology = self.topology(known)
         options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module, self.sharders)
         # Scale memory bandwidth so that both sides agree on the cost of all tables.
-        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options if o.sharding_type == "table_wise"
+        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options if o.sharding_type == WHOLE_ROWS.torchrec_whole
                         for s in o.shards)
         ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
         return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {})
@@ -233,11 +233,12 @@ class _Theirs:
         several = self.per_host < len(self.ranks)
         types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
         # Devices over which a type divides rows.
-        over = {"row_wise": len(self.ranks), "table_row_wise": self.per_host, "grid_shard": self.per_host}
+        over = {name: len(group) for layout in LAYOUTS.values() if layout.divides_rows
+                for group in layout.groups(self.problem.topology)[:1] for name in layout.torchrec}
 
         def of(table: Table) -> list[str]:
             whole = table.name in self.problem.whole
-            return ["table_wise"] if whole else [k for k in types if k not in over or even_rows(table.rows, over[k])]
+            return [WHOLE_ROWS.torchrec_whole] if whole else [k for k in types if k not in over or even_rows(table.rows, over[k])]
 
         return {n: ParameterConstraints(sharding_types=of(t),
                                         compute_kernels=["fused", "dense"],  # dense: what data_parallel runs

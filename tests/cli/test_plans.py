@@ -39,6 +39,13 @@ def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
     assert capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n" and not (stored / "plan.json").exists()
 
 
+def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
+    asked = ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--module", "m"]
+    assert main([*asked, "--uneven-rows", "--out", str(stored / "torchrec.json")]) == 1
+    assert capsys.readouterr().err == ("error: --uneven-rows is gone: plans divide rows evenly now, as TorchRec "
+                                       "does; leave it out\n")
+
+
 @pytest.mark.parametrize("devices", ["65537", "1000000000000"])
 def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, devices):
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", devices, "--out", str(tmp_path / "p.json")]
