@@ -1,12 +1,13 @@
-"""Lower bounds and estimates (search/bound.py) against optima found by enumeration, and against plans of drawn problems.
+"""Lower bounds and estimates (search/bound.py) against optima found by enumeration, and against plans of
+drawn problems.
 
     python -m bench.bounds MODEL --tiny 40 --problems 10 --devices 4
 
-MODEL is a folder as `python -m shardcore train` writes it. Tiny problems have 4 or 5 tables of the calibrated pool with dims up
-to 16 on 2 devices, or 2 or 3 with dims up to 8 on 4; every second pair of problems has devices of different speeds. Every plan is
-priced that cuts each table by columns (multiples of 4), divides its rows over all devices, or replicates it. `above` says in how
-many of them a bound (or a sharder's plan) was above the optimum. Drawn problems are those of bench.search: the gap is that of a
-plan over the bound.
+MODEL is a folder as `python -m shardcore train` writes it. Tiny problems have 4 or 5 tables of the calibrated
+pool with dims up to 16 on 2 devices, or 2 or 3 with dims up to 8 on 4; every second pair of problems has
+devices of different speeds. Every plan is priced that cuts each table by columns (multiples of 4), divides
+its rows over all devices, or replicates it. `above` says in how many of them a bound (or a sharder's plan)
+was above the optimum. Drawn problems are those of bench.search: the gap is that of a plan over the bound.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
 
 def dealt(units: int, n_devices: int) -> list[np.ndarray]:
     """All ways to deal so many units to devices: how many each has [D]."""
-    return [np.bincount(way, minlength=n_devices) for way in combinations_with_replacement(range(n_devices), units)]
+    return [np.bincount(way, minlength=n_devices)
+            for way in combinations_with_replacement(range(n_devices), units)]
 
 
 def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """What each way to place a table on one host adds: codes [W, D, K, F] by kind of sharding, bytes [W, C, D] by channel."""
+    """What each way to place a table on one host adds: codes [W, D, K, F] by kind of sharding, bytes [W, C,
+    D] by channel."""
     n, topology = len(problem.topology), problem.topology
-    of_columns = model.encode([Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)])
+    of_columns = model.encode([Shard(table, 0, table.rows, 0, w)
+                               for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)])
     codes, sent = [], []
     for held in dealt(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
@@ -85,7 +89,8 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--tiny", type=int, default=40)
     parser.add_argument("--skip", type=int, default=0, help="tiny problems to leave out first (0)")
@@ -102,13 +107,14 @@ def main() -> None:
         b = bound(problem, model)
         searched = [SHARDERS[name](problem, model).provenance["predicted_ms"] for name in SHARDERS_SHOWN]
         found.append([ms / optimum for ms in (b.proved_ms, b.estimate_ms, *searched)])
-        print(f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, estimate {b.estimate_ms:.3f}, "
-              f"{b.limit}", file=sys.stderr, flush=True)
+        print(f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, "
+              f"estimate {b.estimate_ms:.3f}, {b.limit}", file=sys.stderr, flush=True)
     print(f"{model.setting}; {args.tiny} problems of 2 to 5 tables, all plans priced\n")
     if found:
-        rows = [(name, f"{np.median(v):.3f}", f"{v.min():.3f} to {v.max():.3f}", f"{np.mean(v > 1 + 1e-9):.1%}",
-                 f"{np.mean(np.abs(v - 1) <= 0.01):.1%}")
-                for name, v in zip(("proved bound", "estimate", *SHARDERS_SHOWN), np.array(found).T, strict=True)]
+        rows = [(name, f"{np.median(v):.3f}", f"{v.min():.3f} to {v.max():.3f}",
+                 f"{np.mean(v > 1 + 1e-9):.1%}", f"{np.mean(np.abs(v - 1) <= 0.01):.1%}")
+                for name, v in zip(("proved bound", "estimate", *SHARDERS_SHOWN), np.array(found).T,
+                                   strict=True)]
         print(report.text_table(("over the optimum", "median", "range", "above", "within 1%"), rows))
     gaps, seconds = {name: [] for name in SHARDERS_SHOWN}, []
     for problem in problems(model, args.problems, args.devices, args.seed):
@@ -119,10 +125,13 @@ def main() -> None:
             ms = SHARDERS[name](problem, model).provenance["predicted_ms"]
             gaps[name].append((ms / b.proved_ms - 1, ms / b.estimate_ms - 1))
     if seconds:
-        print(f"\n{args.problems} problems as in bench.search, {args.devices} devices; a bound takes {np.mean(seconds):.3f} s\n")
-        rows = [(name, *(f"{x:+.1%}" for x in (*np.mean(v, 0), np.median(v, 0)[1], np.min(v, 0)[1], np.max(v, 0)[1])))
+        print(f"\n{args.problems} problems as in bench.search, {args.devices} devices; "
+              f"a bound takes {np.mean(seconds):.3f} s\n")
+        rows = [(name, *(f"{x:+.1%}"
+                         for x in (*np.mean(v, 0), np.median(v, 0)[1], np.min(v, 0)[1], np.max(v, 0)[1])))
                 for name, v in gaps.items()]
-        print(report.text_table(("sharder", "over the bound", "over the estimate", "median", "least", "most"), rows))
+        print(report.text_table(("sharder", "over the bound", "over the estimate", "median", "least", "most"),
+                                rows))
 
 
 if __name__ == "__main__":

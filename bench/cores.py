@@ -2,9 +2,9 @@
 
     python -m bench.cores
 
-The same groups, in passes that alternate: one process alone, then one process on each core at once. Two passes of a kind tell how
-well medians repeat; between the kinds, whether company shifts or disturbs them. Figures are at the clock's own slowdown (nothing
-corrected) and at the usual speed (as datasets keep them).
+The same groups, in passes that alternate: one process alone, then one process on each core at once. Two
+passes of a kind tell how well medians repeat; between the kinds, whether company shifts or disturbs them.
+Figures are at the clock's own slowdown (nothing corrected) and at the usual speed (as datasets keep them).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Medians = dict[ComputeRequest, tuple[float, float]]
 """Forward + backward ms of each group: at the clock's slowdown, and at the usual one."""
 
 
-def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelConfig, reference: ComputeRequest) -> None:
+def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelConfig,
+          reference: ComputeRequest) -> None:
     """A bench on one core: for the requests that it is sent, their medians and its seconds."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -40,7 +41,8 @@ def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelC
         bench.reference_ms = bench.reference_ms or bench.calibrate(requests[:16])
         began = time.perf_counter()
         samples = [s for s in bench.measure(requests) if s.request != reference]
-        pipe.send(({s.request: (s.total_ms * s.slowdown, s.total_ms) for s in samples}, time.perf_counter() - began))
+        pipe.send(({s.request: (s.total_ms * s.slowdown, s.total_ms) for s in samples},
+                   time.perf_counter() - began))
 
 
 def measure(pipes: Sequence[Connection], requests: Sequence[ComputeRequest]) -> tuple[list[Medians], float]:
@@ -52,7 +54,8 @@ def measure(pipes: Sequence[Connection], requests: Sequence[ComputeRequest]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=100, help="groups to measure (100)")
     parser.add_argument("--passes", type=int, default=2, help="of each kind (2)")
     parser.add_argument("--batch", type=int, default=2048, help="global batch (2048)")
@@ -88,9 +91,12 @@ def main() -> None:
 
         one, many = differ(list(itertools.pairwise(alone))), differ([p for ms in zip(*company, strict=True)
                                                                      for p in itertools.pairwise(ms)])
-        shift = np.median([c[r][k] / a[r][k] for a, both in zip(alone, company, strict=True) for c in both[:1] for r in requests])
-        rows += [(f"two medians differ by, {slowdown}: median", f"{np.median(one):.1%}", f"{np.median(many):.1%}"),
-                 (f"two medians differ by, {slowdown}: 90%", f"{np.quantile(one, 0.9):.1%}", f"{np.quantile(many, 0.9):.1%}"),
+        shift = np.median([c[r][k] / a[r][k] for a, both in zip(alone, company, strict=True) for c in both[:1]
+                           for r in requests])
+        rows += [(f"two medians differ by, {slowdown}: median", f"{np.median(one):.1%}",
+                  f"{np.median(many):.1%}"),
+                 (f"two medians differ by, {slowdown}: 90%", f"{np.quantile(one, 0.9):.1%}",
+                  f"{np.quantile(many, 0.9):.1%}"),
                  (f"median over that of the same core alone, {slowdown}", "1", f"{shift:.3f}")]
     print(f"{setting}; {len(requests)} groups, 12 repeats, {args.passes} passes of each kind\n")
     print(report.text_table(("", "one core", f"{len(cores)} cores at once"), rows))

@@ -1,9 +1,11 @@
-"""The failures of issue 7 repeated at random instants: every test that takes the fixture `outcome`, each with seeds of its own.
+"""The failures of issue 7 repeated at random instants: every test that takes the fixture `outcome`, each with
+seeds of its own.
 
-Real processes get SIGKILL, a real file system is full, real files are damaged (tests/flows/test_failures.py, test_measure.py,
-tests/publish/test_store_shared.py say how). The table has, for each: how often, how often the work still ran when it struck, how
-often it ended in a state that one line tells, what was lost (samples, versions, plans, models), and how often the next run
-completed. What was done is kept in --out, so a bench that was stopped goes on. Exit code 1 where anything failed.
+Real processes get SIGKILL, a real file system is full, real files are damaged (tests/flows/test_failures.py,
+test_measure.py, tests/publish/test_store_shared.py say how). The table has, for each: how often, how often
+the work still ran when it struck, how often it ended in a state that one line tells, what was lost (samples,
+versions, plans, models), and how often the next run completed. What was done is kept in --out, so a bench
+that was stopped goes on. Exit code 1 where anything failed.
 
   python bench/failures.py --out failures.jsonl                       each 10 times: 70 minutes on 2 cores
   python bench/failures.py --out failures.jsonl --times 3 -k mlflow   some of them, as pytest's -k
@@ -29,7 +31,8 @@ HEADERS = ("failure", "times", "struck while it ran", "clear state", "lost", "ne
 
 
 class Repeat:
-    """A pytest plugin: runs the tests with an `outcome` for each of the seeds, and keeps what came of them."""
+    """A pytest plugin: runs the tests with an `outcome` for each of the seeds, and keeps what came of
+    them."""
 
     def __init__(self, seeds: range, out: Path):
         self._seeds, self._out = seeds, out
@@ -50,7 +53,8 @@ class Repeat:
             pytest.exit("stopped")
         if call.when == "call" or found.failed:
             row = {"test": item.originalname, "seed": item.callspec.params["seed"], "result": found.outcome,
-                   "seconds": round(call.duration, 1), "hit": False, "said": "", "lost": None, "completed": False}
+                   "seconds": round(call.duration, 1), "hit": False, "said": "", "lost": None,
+                   "completed": False}
             if found.failed:
                 row["why"] = str(getattr(found.longrepr, "reprcrash", None) or found.longrepr)[-600:]
             if "outcome" in item.funcargs:
@@ -77,8 +81,10 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each repeat; those there are not repeated")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True,
+                        help="a line of JSON for each repeat; those there are not repeated")
     parser.add_argument("--times", type=int, default=10, help="(10)")
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds (0)")
     parser.add_argument("-k", default="", help="which, as pytest's -k")
@@ -87,7 +93,8 @@ def main() -> int:
     began = time.monotonic()
     plugin = Repeat(range(args.seed, args.seed + args.times), args.out)
     files = [str(ROOT / name) for name in FILES]
-    pytest.main(["-n", "0", "-m", "", "-q", "--no-header", "-k", args.k, "--rootdir", str(ROOT), *files], plugins=[plugin])
+    pytest.main(["-n", "0", "-m", "", "-q", "--no-header", "-k", args.k, "--rootdir", str(ROOT), *files],
+                plugins=[plugin])
     rows = read(args.out)
     print(report.text_table(HEADERS, table(rows)))
     bad = [r for r in rows if r["result"] == "failed"]

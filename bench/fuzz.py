@@ -13,7 +13,8 @@ be
 The last four must not occur. A case is its format and its number: `--only FORMAT --first N --count 1` shows
 one again.
 
-  python -m bench.fuzz --out FILE.jsonl --count 1500      so many of each format; what FILE has is not done again
+  python -m bench.fuzz --out FILE.jsonl --count 1500      so many of each format; what FILE has is not done
+                                                          again
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Nonsense(Exception):
     """What was read cannot be used."""
 
 
-# --- sound files -----------------------------------------------------------------------------------------------------------
+# --- sound files --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-# --- what users do with them -----------------------------------------------------------------------------------------------
+# --- what users do with them --------------------------------------------------------------------------------
 
 
 def _require(condition: Any, what: str) -> None:
@@ -214,7 +215,8 @@ def use_measurements(folder: Path, sound: Sound) -> None:
     where = folder / "measurements"
     for setting in dataset.settings(where):
         samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
-        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples] or 0.0),
+        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples]
+                          or 0.0),
                  "a timing is none")
         if samples:
             _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
@@ -270,7 +272,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------------------
 
 ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"),
        10**17, 2**53, 2**63,
@@ -338,7 +340,8 @@ def cut(content: bytes, rng: random.Random) -> bytes:
         return content[:at] + content[at + rng.randrange(1, 200):]
     if what == 3:
         return content[:at] + content[max(0, at - rng.randrange(1, 200)):at] * rng.choice([1, 3,
-                                                                                           100]) + content[at:]
+                                                                                           100]) + content[
+                                                                                               at:]
     if what == 4:
         return content[:at] + rng.randbytes(rng.choice([1, 4, 100])) + content[at:]
     return rng.choice([b"", b"\x00" * 100, b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"null", b"1" * 5000,
@@ -397,7 +400,8 @@ def damage_part(folder: Path, rng: random.Random) -> None:
     else:
         content = _damaged_table(pq.read_table(pa.BufferReader(content)), rng)
     path.unlink()
-    (path.parent / f"{path.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
+    (path.parent
+     / f"{path.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
 
 
 def _damaged_table(table: pa.Table, rng: random.Random) -> bytes:
@@ -494,7 +498,7 @@ def damage_yaml(path: Path, rng: random.Random) -> None:
             path.write_text(yaml.safe_dump(damaged(yaml.safe_load(text), rng)), "utf-8", "surrogatepass")
 
 
-# --- formats ---------------------------------------------------------------------------------------------------------------
+# --- formats ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -578,7 +582,7 @@ def judged(name: str, numbers: Sequence[int], sound: Sound) -> Iterator[dict[str
             yield judge(name, number, sound, Path(folder))
 
 
-# --- running ---------------------------------------------------------------------------------------------------------------
+# --- running ------------------------------------------------------------------------------------------------
 
 
 def work(name: str, numbers: Sequence[int], sound: Path) -> None:
@@ -625,7 +629,8 @@ def main() -> int:
     if args.work:
         work(args.only, args.numbers, args.work)
         return 0
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
+    rows = ([json.loads(line) for line in args.out.read_text().splitlines()] if args.out
+            and args.out.exists() else [])
     known = {(r["format"], r["number"]) for r in rows}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as sound, open(args.out or os.devnull, "a") as out:

@@ -1,16 +1,18 @@
-"""Limits: how long `shardcore plan` takes on large problems, what it takes of memory, and how it keeps a budget in seconds.
+"""Limits: how long `shardcore plan` takes on large problems, what it takes of memory, and how it keeps a
+budget in seconds.
 
     python -m bench.limits MODEL
     python -m bench.limits MODEL --sizes 100000x64 --algorithms local --budgets 30 --explain
 
-MODEL is a folder as `python -m shardcore train` writes it. Problems are those of bench.sizes (every table's statistics its own
-with --zipf: power laws, which are slower to read). Each row is a process of its own: the whole command from its start to its
-end, the seconds of its parts, and its peak memory. `over` is what the search, first plan to final check, took beyond its budget,
-of which 20% and 2 s are allowed. Then the same problems with a little too little memory, far too little, just enough to the byte,
-and with a table that fits no device but must stay whole: the seconds until that is said.
+MODEL is a folder as `python -m shardcore train` writes it. Problems are those of bench.sizes (every table's
+statistics its own with --zipf: power laws, which are slower to read). Each row is a process of its own: the
+whole command from its start to its end, the seconds of its parts, and its peak memory. `over` is what the
+search, first plan to final check, took beyond its budget, of which 20% and 2 s are allowed. Then the same
+problems with a little too little memory, far too little, just enough to the byte, and with a table that fits
+no device but must stay whole: the seconds until that is said.
 
-With --processor all seconds, also those of budgets, are the processor's (the search runs in one thread): what a busy machine
-would take were it idle. `all s` is the clock's.
+With --processor all seconds, also those of budgets, are the processor's (the search runs in one thread): what
+a busy machine would take were it idle. `all s` is the clock's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ PARTS = {
             ("shardcore.search.neuroshard", "feasible_shards")],
     "starts": [("shardcore.search.anneal.starts", "Starts.make")],
     "anneal": [("shardcore.search.anneal.sharder", "Search.run")],
-    "final": [("shardcore.search.anneal.sharder", "priced"), ("shardcore.search.placement_state", "PlacementState.plan"),
+    "final": [("shardcore.search.anneal.sharder", "priced"),
+              ("shardcore.search.placement_state", "PlacementState.plan"),
               ("shardcore.search.neuroshard", "priced")],
     "range": [("shardcore.cost.neural", "out_of_range")],
     "explain": [("shardcore.search.explain", "explain")],
@@ -98,12 +101,14 @@ def _timed(of: Callable, part: str, seconds: dict[str, float]) -> Callable:
 
 
 def run(problem: Problem, model: str, processor: bool, *arguments: str) -> dict[str, Any]:
-    """What one command took: seconds by the clock and of the processor, MiB at most, what it said, the seconds of its parts."""
+    """What one command took: seconds by the clock and of the processor, MiB at most, what it said, the
+    seconds of its parts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problem.json"
         files.write_problem(path, problem)
         began = time.perf_counter()
-        command = ["--one", *["--processor"] * processor, "plan", str(path), "--model", model, "--out", f"{folder}/plan.json"]
+        command = ["--one", *["--processor"] * processor, "plan", str(path), "--model", model, "--out",
+                   f"{folder}/plan.json"]
         process = subprocess.Popen([sys.executable, "-m", "bench.limits", *command, *arguments], text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         said, errors = process.stdout.read(), process.stderr.read()
@@ -144,7 +149,8 @@ def too_large(of: Problem) -> Iterator[tuple[str, Problem]]:
     first, *others = of.tables
     rows = int(1.1 * of.topology.devices[0].memory_bytes / (first.dim * 4))
     whole = Constraints(unsplit=(first.name,))
-    large = dataclasses.replace(of, tables=(dataclasses.replace(first, rows=rows), *others), constraints=whole)
+    large = dataclasses.replace(of, tables=(dataclasses.replace(first, rows=rows), *others),
+                                constraints=whole)
     yield "the largest must stay whole", large
 
 
@@ -152,14 +158,18 @@ def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         one(sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--sizes", nargs="*", default=["x".join(map(str, s)) for s in SIZES], metavar="TABLESxDEVICES")
+    parser.add_argument("--sizes", nargs="*", default=["x".join(map(str, s)) for s in SIZES],
+                        metavar="TABLESxDEVICES")
     parser.add_argument("--algorithms", nargs="*", default=["anneal_columns", "anneal"])
     parser.add_argument("--budgets", nargs="*", type=float, default=[5.0, 30.0], metavar="SECONDS")
     parser.add_argument("--zipf", action="store_true", help="each table has a power law of its own")
-    parser.add_argument("--processor", action="store_true", help="count the processor's seconds, not the clock's")
-    parser.add_argument("--explain", action="store_true", help="with --explain, each of its searches within the budget too")
+    parser.add_argument("--processor", action="store_true",
+                        help="count the processor's seconds, not the clock's")
+    parser.add_argument("--explain", action="store_true",
+                        help="with --explain, each of its searches within the budget too")
     args = parser.parse_args()
     model = load(args.model)
     rows, refusals = [], []
@@ -171,18 +181,22 @@ def main() -> None:
             over = f.get("search", np.nan) - budget
             kept = "yes" if over <= ALLOWED[0] * budget + ALLOWED[1] else "NO"
             ms = f["found"].partition(": ")[2].partition(" ms")[0]
-            rows.append((size, name, f"{budget:g}", *(f"{f.get(p, np.nan):.1f}" for p in PARTS), f"{over:.1f}", kept,
+            rows.append((size, name, f"{budget:g}", *(f"{f.get(p, np.nan):.1f}" for p in PARTS),
+                         f"{over:.1f}", kept,
                          f"{f['processor']:.1f}", f"{f['seconds']:.1f}", f"{f['mib']:.0f}", ms or f["said"]))
             print(f"{size} {name} {budget:g} s: {f['seconds']:.1f} s", file=sys.stderr, flush=True)
         for what, too_much in too_large(made):
-            f = run(too_much, args.model, args.processor, "--algorithm", args.algorithms[0], "--budget-s", f"{args.budgets[0]:g}")
-            refusals.append((size, what, f"{f.get('read', np.nan):.1f}", f"{f['processor']:.1f}", f"{f['seconds']:.1f}",
-                             f"{f['mib']:.0f}", f["said"][:120] or "a plan"))
+            f = run(too_much, args.model, args.processor, "--algorithm", args.algorithms[0], "--budget-s",
+                    f"{args.budgets[0]:g}")
+            refusals.append((size, what, f"{f.get('read', np.nan):.1f}", f"{f['processor']:.1f}",
+                             f"{f['seconds']:.1f}", f"{f['mib']:.0f}", f["said"][:120] or "a plan"))
             print(f"{size} {what}: {f['seconds']:.1f} s", file=sys.stderr, flush=True)
-    headers = ("tables x devices", "algorithm", "budget s", *PARTS, "over", "kept", "cpu s", "all s", "peak MiB", "ms")
+    headers = ("tables x devices", "algorithm", "budget s", *PARTS, "over", "kept", "cpu s", "all s",
+               "peak MiB", "ms")
     print(report.text_table(headers, rows))
     print()
-    print(report.text_table(("tables x devices", "memory", "read s", "cpu s", "all s", "peak MiB", "said"), refusals))
+    print(report.text_table(("tables x devices", "memory", "read s", "cpu s", "all s", "peak MiB", "said"),
+                            refusals))
 
 
 if __name__ == "__main__":

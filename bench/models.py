@@ -2,23 +2,26 @@
 
     python -m bench.models datasets/cpu-amd-epyc --seeds 5 --out /tmp/models
 
-What is trained is kept in OUT, one file a model, seed and split: killed, it goes on; two runs (--only) share the work. The last
-line's table takes all that is there. OUT/curves.png shows that NeuroShard's network has converged.
+What is trained is kept in OUT, one file a model, seed and split: killed, it goes on; two runs (--only) share
+the work. The last line's table takes all that is there. OUT/curves.png shows that NeuroShard's network has
+converged.
 
-NeuroShard (MLSys 2023): 20 features a table (rows, dim, pooling, 17 reuse bins; here standardised) -> 128 -> 32, summed over
-the group, -> 64 -> 1, to ms; mean squared error, Adam 1e-3, batch 512, 1,000 epochs, the epoch with the best validation error
-kept. `physical rates` is our model before anything is learned. Only groups at the setting's own batch count, for NeuroShard's
-features do not tell the batch. Drift is corrected (cost/drift_correction.py) for all alike; `as measured` is the error on the
-test split's timings as they were. Errors are of forward + backward, in percent:
+NeuroShard (MLSys 2023): 20 features a table (rows, dim, pooling, 17 reuse bins; here standardised) -> 128 ->
+32, summed over the group, -> 64 -> 1, to ms; mean squared error, Adam 1e-3, batch 512, 1,000 epochs, the
+epoch with the best validation error kept. `physical rates` is our model before anything is learned. Only
+groups at the setting's own batch count, for NeuroShard's features do not tell the batch. Drift is corrected
+(cost/drift_correction.py) for all alike; `as measured` is the error on the test split's timings as they were.
+Errors are of forward + backward, in percent:
 
-  error           on the test split by sample; `beyond floor` is √(error² - floor²), the floor being the mean difference of two
-                  timings of a group over √2
+  error           on the test split by sample; `beyond floor` is √(error² - floor²), the floor being the mean
+                  difference of two timings of a group over √2
   planned         on those of its groups that come from sharders' plans; `random` on the others
   unseen tables   on groups of held-out tables alone, by models trained on groups without any of them
-  lowered         additions of a random measured shard to a test group that lower the predicted cost, of 10,000
+  lowered         additions of a random measured shard to a test group that lower the predicted cost, of
+                  10,000
   coverage        of the 90% interval: on the test split, on its planned groups, on unseen tables
-  costs a µs      group costs per microsecond of one thread, from cached encodings: a batch of 1,024 groups, each given one shard
-                  more, priced
+  costs a µs      group costs per microsecond of one thread, from cached encodings: a batch of 1,024 groups,
+                  each given one shard more, priced
 
 Shapes: S groups, N shards, F features.
 """
@@ -58,7 +61,8 @@ ADDITIONS = 10_000
 
 @dataclass(frozen=True)
 class Trained:
-    """predict: [S] ms of groups. curve: validation error in percent after each epoch. model: what has intervals and encodings."""
+    """predict: [S] ms of groups. curve: validation error in percent after each epoch. model: what has
+    intervals and encodings."""
 
     predict: Callable[[Sequence[ComputeRequest]], np.ndarray]
     curve: list[float]
@@ -67,8 +71,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Data:
-    """Groups: all, the test split of them, its planned and other ones, groups of unseen tables alone, groups without any of them,
-    the test split's timings as measured; floor in percent."""
+    """Groups: all, the test split of them, its planned and other ones, groups of unseen tables alone, groups
+    without any of them, the test split's timings as measured; floor in percent."""
 
     groups: list[ComputeSample]
     test: list[ComputeSample]
@@ -80,7 +84,7 @@ class Data:
     floor: float
 
 
-# --- NeuroShard's network ----------------------------------------------------------------------------------------------
+# --- NeuroShard's network -----------------------------------------------------------------------------------
 
 
 def table_features(shard: Shard, batch: int) -> list[float]:
@@ -104,7 +108,8 @@ class NeuroShardNet(torch.nn.Module):
 
 
 def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trained:
-    train, validation = ([s for s in groups if accuracy.split_of(s.id) == side] for side in ("train", "validation"))
+    train, validation = ([s for s in groups if accuracy.split_of(s.id) == side]
+                         for side in ("train", "validation"))
     torch.manual_seed(seed)
     net, rng = NeuroShardNet(), np.random.default_rng(seed)
     raw = [np.array([table_features(s, x.request.batch) for s in x.request.shards]) for x in train]
@@ -115,7 +120,8 @@ def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trai
         return (torch.tensor((np.concatenate(found) - mean) / spread, dtype=torch.float32),
                 torch.repeat_interleave(torch.tensor([len(x) for x in found])))
 
-    x, y = torch.tensor((np.concatenate(raw) - mean) / spread, dtype=torch.float32), torch.tensor(total_ms(train)).float()
+    x, y = (torch.tensor((np.concatenate(raw) - mean) / spread, dtype=torch.float32),
+            torch.tensor(total_ms(train)).float())
     starts, sizes = np.concatenate([[0], np.cumsum([len(r) for r in raw])]), np.array([len(r) for r in raw])
     unseen, goal = inputs([s.request for s in validation]), total_ms(validation)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
@@ -125,8 +131,10 @@ def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trai
         for start in range(0, len(y), 512):
             chosen = order[start : start + 512]
             group = np.repeat(np.arange(len(chosen)), sizes[chosen])
-            within = np.arange(len(group)) - np.repeat(np.cumsum(sizes[chosen]) - sizes[chosen], sizes[chosen])
-            found = net(x[torch.from_numpy(starts[:-1][chosen][group] + within)], torch.from_numpy(group), len(chosen))
+            within = np.arange(len(group)) - np.repeat(np.cumsum(sizes[chosen]) - sizes[chosen],
+                                                       sizes[chosen])
+            found = net(x[torch.from_numpy(starts[:-1][chosen][group] + within)], torch.from_numpy(group),
+                        len(chosen))
             loss = torch.nn.functional.mse_loss(found, y[torch.from_numpy(chosen)])
             optimizer.zero_grad()
             loss.backward()
@@ -146,7 +154,7 @@ def neuroshards(groups: Sequence[ComputeSample], seed: int, epochs: int) -> Trai
     return Trained(predict, curve)
 
 
-# --- ours --------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
@@ -156,7 +164,7 @@ def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
                    [r["validation_mape"] for r in trained.curves if r["epoch"]], model)
 
 
-# --- figures -----------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def total_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
@@ -198,17 +206,19 @@ def by_sample(model: Trained, data: Data, seed: int) -> dict[str, float]:
     found = model.predict([s.request for s in data.test])
     whole = mape(found, total_ms(data.test))
     return {"error": whole, "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
-            "tau": kendall_tau(found, total_ms(data.test)), "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
+            "tau": kendall_tau(found, total_ms(data.test)),
+            "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
             "planned": error(model, data.planned), "random": error(model, data.random),
-            "lowered": lowered(model, data.test, seed), **coverages(model, test=data.test, planned=data.planned),
-            **rate(model, data.test)}
+            "lowered": lowered(model, data.test, seed),
+            **coverages(model, test=data.test, planned=data.planned), **rate(model, data.test)}
 
 
 def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
     return {"unseen tables": error(model, data.unseen), **coverages(model, unseen=data.unseen)}
 
 
-def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int) -> set[str]:
+def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int],
+                arena_bytes: int) -> set[str]:
     """Ids of the draws that are a device's op in a sharder's plan."""
     config = GroupConfig(max_shard_bytes=arena_bytes)
     live = [t for t in pool if t.pooling > 0]
@@ -219,22 +229,26 @@ def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequ
 def read(args: argparse.Namespace) -> Data:
     settings = dataset.settings(args.dataset)
     if len(settings) != 1:
-        raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting")
+        raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; "
+                             "this bench needs one setting")
     known = drift_correction.read([args.dataset], settings[0])
     groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
-    from_plans = planned_ids(generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30))
+    from_plans = planned_ids(generate_pool(), settings[0], args.draws, args.draw_seeds,
+                             int(args.arena_gib * 2**30))
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)
     measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
-    data = Data(groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0)
+    data = Data(groups, test, planned, random, unseen, seen, measured,
+                study.repeatability(known.repeats) or 0.0)
     if not (planned and random and unseen and len(seen) >= fit.MIN_COMPUTE):
-        raise ShardCoreError(f"{args.dataset} has {len(planned)} planned and {len(random)} other groups in its test split, "
-                             f"{len(unseen)} of unseen tables and {len(seen)} without any; each is needed (see --draws)")
+        raise ShardCoreError(f"{args.dataset} has {len(planned)} planned and {len(random)} other groups in "
+                             f"its test split, {len(unseen)} of unseen tables and {len(seen)} without any; "
+                             "each is needed (see --draws)")
     unsettled = study.repeatability(dataset.read_repeats(args.dataset, settings[0])) or 0.0
-    print(f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from plans; unseen "
-          f"tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): {data.floor:.2f}% (as measured "
-          f"{unsettled:.2f}%)\n", flush=True)
+    print(f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
+          f"plans; unseen tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): "
+          f"{data.floor:.2f}% (as measured {unsettled:.2f}%)\n", flush=True)
     return data
 
 
@@ -247,51 +261,60 @@ def curves_figure(rows: Sequence[dict[str, Any]]) -> Any:
         for row in (r for r in rows if r["model"] == name):
             axes.plot(range(1, len(row["curve"]) + 1), row["curve"], linewidth=0.8, color=f"C{i}", alpha=0.6)
         axes.plot([], [], color=f"C{i}", label=f"{name}, {sum(r['model'] == name for r in rows)} seeds")
-    axes.set(xlabel="epoch", ylabel="validation error, %", xscale="log", yscale="log", title="training, split by sample")
+    axes.set(xlabel="epoch", ylabel="validation error, %", xscale="log", yscale="log",
+             title="training, split by sample")
     axes.legend()
     return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", help="folder of measurements of one setting")
     parser.add_argument("--seeds", type=int, default=1, help="seeds of initial weights and order (1)")
     parser.add_argument("--epochs", type=int, default=1000, help="of NeuroShard's network (1000)")
     parser.add_argument("--only", help="train only models whose name holds this")
     parser.add_argument("--out", type=Path, required=True, help="folder that keeps what was trained")
-    parser.add_argument("--draws", type=int, default=5100, help="of each seed that the dataset measured (5100)")
-    parser.add_argument("--draw-seeds", type=int, nargs="*", default=[0, 1], help="that the dataset measured (0 1)")
+    parser.add_argument("--draws", type=int, default=5100,
+                        help="of each seed that the dataset measured (5100)")
+    parser.add_argument("--draw-seeds", type=int, nargs="*", default=[0, 1],
+                        help="that the dataset measured (0 1)")
     parser.add_argument("--arena-gib", type=float, default=4, help="with which it was measured (4)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = read(args)
     models: dict[str, Callable[[Sequence[ComputeSample], int], Trained]] = {
         "NeuroShard's network": lambda known, seed: neuroshards(known, seed, args.epochs),
-        "physical rates": lambda known, seed: ours(known, fit.FitConfig(seed=seed, epochs=1, learning_rate=1e-12)),
+        "physical rates": lambda known, seed: ours(known,
+                                                   fit.FitConfig(seed=seed, epochs=1, learning_rate=1e-12)),
         "ShardCore": lambda known, seed: ours(known, fit.FitConfig(seed=seed)),
     }
     splits = {"by sample": (data.groups, by_sample), "by table": (data.seen, by_table)}
     made_of = {"dataset": str(args.dataset), "groups": len(data.groups), "epochs": args.epochs}
     rows = []
-    for seed, (name, train), (split, (known, judge)) in itertools.product(range(args.seeds), models.items(), splits.items()):
+    for seed, (name, train), (split, (known, judge)) in itertools.product(range(args.seeds), models.items(),
+                                                                          splits.items()):
         path = args.out / f"{name}-{split}-{seed}.json".replace(" ", "-").replace("'", "")
         if not path.exists() and (args.only or "") in name:
             began = time.perf_counter()
             model, seconds = train(known, seed), time.perf_counter() - began
-            files.write_json(path, {"made_of": made_of, "model": name, "split": split, "seed": seed, "train s": seconds,
+            files.write_json(path, {"made_of": made_of, "model": name, "split": split, "seed": seed,
+                                    "train s": seconds,
                                     "curve": model.curve, "figures": judge(model, data, seed)})
         if path.exists():
             rows.append(json.loads(path.read_text()))
             if rows[-1].get("made_of") != made_of:
-                raise ShardCoreError(f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; give another --out")
-            print(f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, {next(iter(rows[-1]['figures'].values())):.2f}%",
-                  file=sys.stderr, flush=True)
+                raise ShardCoreError(f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; "
+                                     "give another --out")
+            print(f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, "
+                  f"{next(iter(rows[-1]['figures'].values())):.2f}%", file=sys.stderr, flush=True)
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         trained = {"train s": row["train s"]} if row["split"] == "by sample" else {}
         for figure, value in {**row["figures"], **trained}.items():
             found.setdefault(figure, {}).setdefault(row["model"], []).append(value)
-    cells = [(figure, *(f"{np.mean(v):.3f} ± {np.std(v):.3f} ({len(v)})" if (v := of.get(name)) else "" for name in models))
+    cells = [(figure, *(f"{np.mean(v):.3f} ± {np.std(v):.3f} ({len(v)})" if (v := of.get(name)) else ""
+                        for name in models))
              for figure, of in found.items()]
     print(report.text_table(("mean ± sd (seeds)", *models), cells))
     curves_figure([r for r in rows if r["split"] == "by sample"]).savefig(args.out / "curves.png", dpi=110)

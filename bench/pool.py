@@ -1,7 +1,10 @@
-"""How near a generated pool comes to the published statistics of dlrm_datasets: in its specifications, and measured on streams.
+"""How near a generated pool comes to the published statistics of dlrm_datasets: in its specifications, and
+measured on streams.
 
-    python -m bench.pool                # every table's stream at the published batch (887M lookups, some minutes)
-    python -m bench.pool --sample 40    # 40 tables, evenly spaced by unique rows, compared with their own specifications
+    python -m bench.pool                # every table's stream at the published batch (887M lookups, some
+                                        minutes)
+    python -m bench.pool --sample 40    # 40 tables, evenly spaced by unique rows, compared with their own
+                                        specifications
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from shardcore.types import REUSE_BINS, Table
 
 
 class StreamCounts:
-    """Counts of the rows that one stream of a table touches at its reference batch; remembers how far, at most, a stream's reuse
-    histogram was from its table's."""
+    """Counts of the rows that one stream of a table touches at its reference batch; remembers how far, at
+    most, a stream's reuse histogram was from its table's."""
 
     largest_difference = 0.0
 
@@ -37,10 +40,12 @@ def spaced_by_unique_rows(tables: tuple[Table, ...], n: int) -> tuple[Table, ...
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=int, default=856, help="tables of the pool (default: 856)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pool (default: 0)")
-    parser.add_argument("--sample", type=int, metavar="N", help="measure on streams of N tables only (default: all)")
+    parser.add_argument("--sample", type=int, metavar="N",
+                        help="measure on streams of N tables only (default: all)")
     args = parser.parse_args()
 
     start = time.perf_counter()
@@ -52,8 +57,10 @@ def main() -> None:
     goal, spec, chosen_spec = published(), pool_statistics(pool), pool_statistics(chosen)
     measured = pool_statistics(chosen, counts := StreamCounts())
     print(f"measured the streams of {len(chosen)} tables in {time.perf_counter() - start:.1f} s")
-    print(f"largest difference between the bins of a stream and of its table: {counts.largest_difference:.2g}")
-    print(f"\n{'statistic':24} {'published':>14} {'specified':>14} {'deviation':>9}   {'streams':>14} {'from':>9}")
+    print("largest difference between the bins of a stream and of its table: "
+          f"{counts.largest_difference:.2g}")
+    print(f"\n{'statistic':24} {'published':>14} {'specified':>14} {'deviation':>9}   {'streams':>14} "
+          f"{'from':>9}")
     for name, value in goal.items():
         value *= args.tables / 856 if name in ("lookups", "unique rows") else 1
         baseline = chosen_spec[name] if args.sample else value

@@ -127,8 +127,10 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
-    parser.add_argument("--measurements", type=Path, metavar="DIR", help="the dataset of MODEL: its reference "
-                        "group tells the machine's slowdown while it replays (without: as the clock shows it)")
+    parser.add_argument("--measurements", type=Path, metavar="DIR",
+                        help="the dataset of MODEL: its reference "
+                        "group tells the machine's slowdown while it replays (without: "
+                        "as the clock shows it)")
     parser.add_argument("--problems", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
     parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
@@ -144,7 +146,8 @@ def main() -> None:
                                                               reference)))
         [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
         print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
-              f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), {mine.predicted_ms:.2f} predicted",
+              f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), "
+              f"{mine.predicted_ms:.2f} predicted",
               file=sys.stderr, flush=True)
     print(write(args.out, kept, model, _head(args, kept, model)))
 

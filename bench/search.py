@@ -3,12 +3,13 @@
     python -m bench.search MODEL --problems 100 --devices 4
     python -m bench.search MODEL --problems 10 --devices 64 --seconds 5 --unequal
 
-MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as NeuroShard's benchmark
-draws them (10 to 60 tables for 4 devices, as many for each device on more), half of them with dims up to 32, half up to 128, with
-explicit links (1 GB/s, 0.2 ms; above 8 devices in hosts of 8, 0.5 GB/s between them) as only two processes were measured.
-Without --seconds each sharder takes the time it takes, annealing in several spaces and lengths; with it all searches have
-as long (a sweep finishes its first). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the
-seconds. `halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
+MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as
+NeuroShard's benchmark draws them (10 to 60 tables for 4 devices, as many for each device on more), half of
+them with dims up to 32, half up to 128, with explicit links (1 GB/s, 0.2 ms; above 8 devices in hosts of 8,
+0.5 GB/s between them) as only two processes were measured. Without --seconds each sharder takes the time it
+takes, annealing in several spaces and lengths; with it all searches have as long (a sweep finishes its
+first). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the seconds.
+`halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
 """
 
 from __future__ import annotations
@@ -50,26 +51,32 @@ def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool 
         large = drawn.topology.devices[0].memory_bytes * (4 if unequal else 3) // 3
         weaker = [1 + unequal * (d % 2) for d in range(devices)]
         found_devices = tuple(Device(large // w, 1 / w, f"host-{d // 8}") for d, w in enumerate(weaker))
-        links = {"within_host_gbps": 1.0, "between_hosts_gbps": 0.5 if devices > 8 else None, "latency_ms": 0.2}
+        links = {"within_host_gbps": 1.0, "between_hosts_gbps": 0.5 if devices > 8 else None,
+                 "latency_ms": 0.2}
         found.append(replace(drawn, topology=Topology(found_devices, **links)))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--seed", type=int, default=2026, help="of the problems (2026)")
-    parser.add_argument("--seconds", type=float, help="all searches have as long (default: each as long as it takes)")
-    parser.add_argument("--unequal", action="store_true", help="every second device has half the speed and half the memory")
+    parser.add_argument("--seconds", type=float,
+                        help="all searches have as long (default: each as long as it takes)")
+    parser.add_argument("--unequal", action="store_true",
+                        help="every second device has half the speed and half the memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
     planners = {**SHARDERS, **PEERS}
-    sharders = [n for n in planners if not n.startswith("anneal") and (n != "torchrec" or args.devices <= 4 or args.seconds)]
+    sharders = [n for n in planners
+                if not n.startswith("anneal") and (n != "torchrec" or args.devices <= 4 or args.seconds)]
     limit = Budget(seconds=args.seconds) if args.seconds else None
-    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: planners[n](p, model, budget=limit) for n in sharders}
+    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: planners[n](p, model, budget=limit)
+                                                  for n in sharders}
     for space in ("halves", "columns", "all"):
         for budget in (limit,) if limit else map(Budget, EVALS):
             name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
@@ -94,7 +101,8 @@ def main() -> None:
         del cost["lower bound"]
     found = compare.standings(cost, seconds, "neuroshard")
     theirs = found["neuroshard"]
-    rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}", f"{s.seconds / theirs.seconds:.2f}")
+    rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}",
+             f"{s.seconds / theirs.seconds:.2f}")
             for name, s in found.items()]
     devices = f"{args.devices} {'unequal ' if args.unequal else ''}devices"
     print(f"{model.setting}; {len(drawn)} problems, {devices}; {theirs.common} solved by all\n")

@@ -9,10 +9,12 @@ dense part over its pooled outputs) by TorchRec's DistributedModelParallel and T
 processes, with the batches that the replay looked up. Plans take turns of TURN steps, in another order each
 round, and of a turn all steps but the first are timed:
 
-  embedding part   from the gradients of the pooled outputs, known on all ranks, to the weights' update, and from the next lookup
-                   to the pooled outputs: what a replay times, and what TorchRec does around it (ids arranged
-                   and checked, outputs split and joined, the all-reduce of the dense part beside it)
-  whole step       from the dense part to the next one: exchange of the next ids, dense part, embedding part, optimizer
+  embedding part   from the gradients of the pooled outputs, known on all ranks, to the weights' update, and
+                   from the next lookup to the pooled outputs: what a replay times, and what TorchRec does
+                   around it (ids arranged and checked, outputs split and joined, the all-reduce of the dense
+                   part beside it)
+  whole step       from the dense part to the next one: exchange of the next ids, dense part, embedding part,
+                   optimizer
 
 Before each dense part caches are overwritten as before a replayed step, and ranks meet, outside of what is
 timed. Plans train over one piece of memory, as replays do, for allocating it takes longer than the steps;
@@ -90,7 +92,7 @@ class Trained:
     steps: dict[str, Steps]
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------------------
+# --- one rank -----------------------------------------------------------------------------------------------
 
 
 class InArena(TorchFunctionMode):
@@ -105,10 +107,12 @@ class InArena(TorchFunctionMode):
                            kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and isinstance(args[0],
-                                              int) and args[0] > LARGE and kwargs.get("dtype") == self.arena.dtype:
+                                              int) and args[0] > LARGE and kwargs.get(
+                                                      "dtype") == self.arena.dtype:
             self.used += args[0]
             return self.arena[self.used - args[0]:self.used]
-        own = func is torch.Tensor.uniform_ and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
+        own = (func is torch.Tensor.uniform_
+               and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr())
         return args[0] if own else func(*args, **kwargs)
 
 
@@ -240,7 +244,7 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None],
             gc.collect()
 
 
-# --- all ranks ---------------------------------------------------------------------------------------------------------------
+# --- all ranks ----------------------------------------------------------------------------------------------
 
 
 def combine(marks_s: Sequence[np.ndarray]) -> Steps:
@@ -335,7 +339,7 @@ def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps]
             for name, s in written["plans"].items()}
 
 
-# --- the report --------------------------------------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------------------
 
 
 def stepped(trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord],

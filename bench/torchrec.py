@@ -1,17 +1,18 @@
-"""Do plans of ours come back from TorchRec as they went, and does TorchRec train them? Random plans of all kinds.
+"""Do plans of ours come back from TorchRec as they went, and does TorchRec train them? Random plans of all
+kinds.
 
     python -m bench.torchrec --round-trips 1000 --plans 200 --sequence --out trained.json
 
-Round trips go to a ShardingPlan, with random kernels, caches and types of its tables, to its file, and back, on 1 to 8 devices
-on 1 to 3 hosts. Training runs three steps of DistributedModelParallel on gloo
-processes, beside an unsharded copy, and compares outputs, parameters, and ops with what `lower` says that they are. It takes ten
-plans at a time and writes what came of them to --out; run again, it goes on from there, and tries again what failed. Exits 1 if
-any plan failed.
+Round trips go to a ShardingPlan, with random kernels, caches and types of its tables, to its file, and back,
+on 1 to 8 devices on 1 to 3 hosts. Training runs three steps of DistributedModelParallel on gloo processes,
+beside an unsharded copy, and compares outputs, parameters, and ops with what `lower` says that they are. It
+takes ten plans at a time and writes what came of them to --out; run again, it goes on from there, and tries
+again what failed. Exits 1 if any plan failed.
 
     python -m bench.torchrec --statistics
 
-How far off are the unique rows of a batch that `fbgemm_statistics` makes of FBGEMM's estimate of its ids? Streams of 1,024
-samples, of power laws and of a part of the calibrated pool.
+How far off are the unique rows of a batch that `fbgemm_statistics` makes of FBGEMM's estimate of its ids?
+Streams of 1,024 samples, of power laws and of a part of the calibrated pool.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def round_trips(n: int, seed: int) -> int:
     """How many of n random plans lose something; says what."""
     module, failed = training.Model(sequence=True), 0
     for i in range(n):
-        rng, given = np.random.default_rng([seed, i, 1]), training.problem(*SHAPES[i % len(SHAPES)], sequence=True)
+        rng, given = (np.random.default_rng([seed, i, 1]),
+                      training.problem(*SHAPES[i % len(SHAPES)], sequence=True))
         if words := training.lost(training.draw(given, rng), given, module, rng):
             print(f"round trip {i} loses {words}", flush=True)
             failed += 1
@@ -73,7 +75,8 @@ def trained(args: argparse.Namespace) -> dict[int, str]:
         said |= found
         waiting = [i for i in waiting if i not in found]
         if args.out:
-            files.write_json(args.out, {**asked, "plans": {str(i): words for i, words in sorted(said.items())}})
+            files.write_json(args.out,
+                             {**asked, "plans": {str(i): words for i, words in sorted(said.items())}})
         print(f"{args.plans - len(waiting)} of {args.plans}", file=sys.stderr, flush=True)
     return {i: said[i] for i in range(args.plans)}
 
@@ -84,7 +87,8 @@ def _before(path: Path, asked: dict) -> dict[int, str]:
     written = schema.read_json(path)
     for name, value in asked.items():
         if written.get(name) != value:
-            raise ShardCoreError(f"{path} has plans of {name} {written.get(name)}, not {value}; give another --out")
+            raise ShardCoreError(f"{path} has plans of {name} {written.get(name)}, not {value}; "
+                                 "give another --out")
     return {int(i): words for i, words in written["plans"].items()}
 
 
@@ -95,8 +99,9 @@ def statistics() -> str:
     """A table of the errors in unique rows."""
     import fbgemm_gpu  # noqa: F401 (its ops)
 
-    laws = [Table(f"zipf-{a}-{rows}-{pooling}", rows, 4, pooling, Zipf(a)) for a in (0, 0.3, 0.6, 0.8, 1.05, 1.2, 1.5)
-            for rows in (300, 5_000, 100_000, 5_000_000) for pooling in (1, 10, 60)]
+    laws = [Table(f"zipf-{a}-{rows}-{pooling}", rows, 4, pooling, Zipf(a))
+            for a in (0, 0.3, 0.6, 0.8, 1.05, 1.2, 1.5) for rows in (300, 5_000, 100_000, 5_000_000)
+            for pooling in (1, 10, 60)]
     pool = [t for t in generate_pool() if t.pooling > 0]
     some = [pool[i] for i in np.random.default_rng(0).permutation(len(pool))[:POOL_TABLES]]
     shown = []
@@ -105,9 +110,10 @@ def statistics() -> str:
                  if 0 < access.lookups(t, BATCH) < MOST_LOOKUPS]
         errors = np.array([estimate / true - 1 for estimate, true in filter(None, found)])
         off = np.abs(errors)
-        shown.append((name, len(found), found.count(None), f"{np.median(off):.0%}", f"{np.quantile(off, 0.9):.0%}",
-                      f"{np.median(errors):+.0%}"))
-    return report.text_table(("streams", "number", "FBGEMM fails", "median error", "90th percentile", "bias"), shown)
+        shown.append((name, len(found), found.count(None), f"{np.median(off):.0%}",
+                      f"{np.quantile(off, 0.9):.0%}", f"{np.median(errors):+.0%}"))
+    return report.text_table(("streams", "number", "FBGEMM fails", "median error", "90th percentile", "bias"),
+                             shown)
 
 
 def _unique_rows(ids: np.ndarray, rows: int) -> tuple[float, int] | None:
@@ -135,7 +141,8 @@ def _no_output() -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--round-trips", type=int, default=1000)
     parser.add_argument("--plans", type=int, default=200, help="to train (200)")
     parser.add_argument("--hosts", type=int, default=2, help="of the devices that train (2)")
@@ -143,7 +150,8 @@ def main() -> int:
     parser.add_argument("--sequence", action="store_true", help="train an EmbeddingCollection too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file of the plans that were trained")
-    parser.add_argument("--statistics", action="store_true", help="only compare FBGEMM's estimates of reuse with the truth")
+    parser.add_argument("--statistics", action="store_true",
+                        help="only compare FBGEMM's estimates of reuse with the truth")
     args = parser.parse_args()
     if args.statistics:
         print(statistics())
@@ -151,7 +159,8 @@ def main() -> int:
     failed, began = 0, time.monotonic()
     if args.round_trips:
         failed = round_trips(args.round_trips, args.seed)
-        print(f"{args.round_trips} round trips, {failed} lost something, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{args.round_trips} round trips, {failed} lost something, {time.monotonic() - began:.0f} s",
+              flush=True)
     began = time.monotonic()
     said = trained(args)
     given = training.problem(args.hosts, args.per_host, args.sequence)

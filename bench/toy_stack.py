@@ -1,4 +1,5 @@
-"""A stack of its own in a scratch project with toy parameters, which ends and goes with the context that made it."""
+"""A stack of its own in a scratch project with toy parameters, which ends and goes with the context that made
+it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 PARAMS = {
     "setting": {"batch": 64},
     "tables": {"tables": 40},
-    "measure": {"compute_samples": 120, "comm_samples": 24, "max_shards": 6, "arena_bytes": 1 << 28, "min_repeats": 3,
-                "max_repeats": 3, "comm_repeats": 3},
+    "measure": {"compute_samples": 120, "comm_samples": 24, "max_shards": 6, "arena_bytes": 1 << 28,
+                "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3},
     "train": {"epochs": 8, "learning_curve": False},
     "publish": {"budget_evals": 200},
 }
@@ -40,11 +41,12 @@ class ToyStack:
     config: StackConfig
 
     def run(self, *command: str, client: bool = True) -> None:
-        """A module as a program, as a client of the stack; says how long it took, and ends this process where it fails."""
+        """A module as a program, as a client of the stack; says how long it took, and ends this process where
+        it fails."""
         env = {**self.env, **(self.client_env() if client else {})}
         began = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", *command], cwd=self.project, env=env, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
+        done = subprocess.run([sys.executable, "-m", *command], cwd=self.project, env=env, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         print(f"{time.monotonic() - began:6.1f} s  {' '.join(command)}", flush=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)}:\n{done.stdout[-4000:]}")
@@ -57,8 +59,8 @@ class ToyStack:
         """A pool of tables, problems, measurements, and a first champion."""
         self.run("flows.tables")
         for i in range(problems):
-            self.run("shardcore", "problem", "data/pool.json", "--draw", str(i), "--batch", "64", "--devices", "2", "--max-dim",
-                     "32", "--out", f"problems/draw-{i}.json")
+            self.run("shardcore", "problem", "data/pool.json", "--draw", str(i), "--batch", "64", "--devices",
+                     "2", "--max-dim", "32", "--out", f"problems/draw-{i}.json")
         for stage in ("measure", "train", "promote"):
             self.run(f"flows.{stage}")
 

@@ -1,12 +1,14 @@
-"""Do searches find what an earlier commit's found, and as fast? Both versions plan the same problems, each problem right after
-the other version, in processes of their own; the cost is what each version itself says of its plan.
+"""Do searches find what an earlier commit's found, and as fast? Both versions plan the same problems, each
+problem right after the other version, in processes of their own; the cost is what each version itself says of
+its plan.
 
-  python -m bench.unchanged MODEL --commit facde50                     100 problems, every search that both have
+  python -m bench.unchanged MODEL --commit facde50                     100 problems, every search that both
+                                                                       have
   python -m bench.unchanged MODEL --commit facde50 --problems 10 --sharders local neuroshard
 
-Problems are drawn from the pool: 2 to 16 devices, some on two hosts with given links, some of unequal speed, some with
-constraints. A search has a budget in evaluations, so the same version finds the same plan again. Exit code 1 where a plan is
-dearer by more than 0.1%, or only one version finds any.
+Problems are drawn from the pool: 2 to 16 devices, some on two hosts with given links, some of unequal speed,
+some with constraints. A search has a budget in evaluations, so the same version finds the same plan again.
+Exit code 1 where a plan is dearer by more than 0.1%, or only one version finds any.
 """
 
 from __future__ import annotations
@@ -81,10 +83,12 @@ def drawn(pool: list[Table], i: int, model: neural.NeuralModel) -> Problem:
         devices = tuple(dataclasses.replace(d, speed=1.0 if j % 2 else 1.5) for j, d in enumerate(devices))
     constraints = Constraints()
     if i % 6 == 2:
-        constraints = Constraints(unsplit=tuple(names[:3]), together=(tuple(names[4:6]),) if len(names) > 6 else ())
+        constraints = Constraints(unsplit=tuple(names[:3]),
+                                  together=(tuple(names[4:6]),) if len(names) > 6 else ())
     if i % 9 == 4:
         constraints = Constraints(pinned=((names[0], (0,)), (names[1], (0, 1))))
-    return dataclasses.replace(problem, name=f"kept-{i:03}", topology=Topology(devices, **links), constraints=constraints)
+    return dataclasses.replace(problem, name=f"kept-{i:03}", topology=Topology(devices, **links),
+                               constraints=constraints)
 
 
 @dataclasses.dataclass
@@ -96,8 +100,8 @@ class Version:
 
     def __post_init__(self) -> None:
         env = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", _WORKER, self.model], cwd=self.folder, env=env, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen([sys.executable, "-c", _WORKER, self.model], cwd=self.folder,
+                                        env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def plan(self, path: Path, name: str, evals: int) -> tuple[float | str | None, float]:
         """The plan's cost in ms, or why there is none; and the processor's seconds."""
@@ -129,12 +133,14 @@ def main() -> int:
     costs, times, worse = defaultdict(list), defaultdict(list), []
     with tempfile.TemporaryDirectory(prefix="unchanged-") as folder:
         earlier = Path(folder) / "earlier"
-        subprocess.run(["git", "worktree", "add", "-q", "--detach", str(earlier), args.commit], cwd=ROOT, check=True)
+        subprocess.run(["git", "worktree", "add", "-q", "--detach", str(earlier), args.commit],
+                       cwd=ROOT, check=True)
         try:
             paths = [Path(folder) / f"kept-{i:03}.json" for i in range(args.problems)]
             for i, path in enumerate(paths):
                 files.write_problem(path, drawn(pool, i, model))
-            versions = Version(earlier, os.path.abspath(args.model)), Version(ROOT, os.path.abspath(args.model))
+            versions = (Version(earlier, os.path.abspath(args.model)),
+                        Version(ROOT, os.path.abspath(args.model)))
             found = compared(versions, paths, args.sharders)
             for n, (problem, name, (before, after)) in enumerate(found):
                 if n < len(args.sharders) or before[0] is None:  # the first, to compile; and what is new
@@ -152,8 +158,8 @@ def main() -> int:
     rows = []
     for name, of in costs.items():
         cost, seconds = np.array(of), np.array(times[name]).sum(0)
-        rows.append((name, len(cost), f"{np.mean(np.abs(cost) < 1e-9):.0%}", f"{cost.mean():+.2%}", f"{cost.min():+.2%}",
-                     f"{cost.max():+.2%}", f"{seconds[1] / seconds[0]:.2f}"))
+        rows.append((name, len(cost), f"{np.mean(np.abs(cost) < 1e-9):.0%}", f"{cost.mean():+.2%}",
+                     f"{cost.min():+.2%}", f"{cost.max():+.2%}", f"{seconds[1] / seconds[0]:.2f}"))
     print(report.text_table(("sharder", "problems", "same cost", "mean", "least", "most", "time"), rows))
     print("\n".join(["", "dearer or not found:", *worse] if worse else []))
     return 1 if worse else 0

@@ -1,9 +1,11 @@
-"""How soon plans follow the champion: the alias set back and forth between two versions in MLflow, on a stack made for this.
+"""How soon plans follow the champion: the alias set back and forth between two versions in MLflow, on a stack
+made for this.
 
-Measures, trains two models and promotes at toy size, in a scratch folder that is removed at the end; then `champion` is set by
-MLflow's API, as a person would, each time after a wait drawn at random from 0 to 6 s. Noticed: when the watch says that it asked
-for the run; published: when all plans were published under the version (the registered model's tag). Exit code 1 where that
-takes longer than wanted (10 s, 60 s). About 5 minutes on 2 cores.
+Measures, trains two models and promotes at toy size, in a scratch folder that is removed at the end; then
+`champion` is set by MLflow's API, as a person would, each time after a wait drawn at random from 0 to 6 s.
+Noticed: when the watch says that it asked for the run; published: when all plans were published under the
+version (the registered model's tag). Exit code 1 where that takes longer than wanted (10 s, 60 s). About 5
+minutes on 2 cores.
 
     python -m bench.watch --changes 10 --problems 2
 """
@@ -69,7 +71,8 @@ def measure(stack: ToyStack, changes: int, rng: random.Random) -> dict[str, list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--changes", type=int, default=10, help="of the alias (10)")
     parser.add_argument("--problems", type=int, default=2, help="to publish plans for (2)")
     parser.add_argument("--seed", type=int, default=0, help="of the waits (0)")

@@ -1,7 +1,7 @@
 """Fewer runs of Python's cyclic garbage collector while much is made and kept.
 
-A problem of 100,000 tables is millions of objects, none of them garbage. Looking at all of them again and again
-took a quarter of a plan's time.
+A problem of 100,000 tables is millions of objects, none of them garbage. Looking at all of them again and
+again took a quarter of a plan's time.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class SettingMismatch(ShardCoreError):
 
 
 class Unreachable(ShardCoreError):
-    """A file is there, or may be, but a disk or service did not give it. This says nothing about its content."""
+    """A file is there, or may be, but a disk or service did not give it. This says nothing about its
+    content."""
 
 
 def escaped(text: str) -> str:

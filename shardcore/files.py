@@ -1,8 +1,9 @@
 """Every on-disk format: problems, pools of tables, plans, models. (Measurements: samples/.)
 
-Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what it holds: an
-unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited by hand is refused by name. What
-is read can be lowered and priced. Writing goes to a temporary name and renames.
+Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what
+it holds: an unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited
+by hand is refused by name. What is read can be lowered and priced. Writing goes to a temporary name and
+renames.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 """Names of what `write_atomic` has not renamed yet."""
 
 
-# --- reading and writing -----------------------------------------------------------------------------------------------
+# --- reading and writing ------------------------------------------------------------------------------------
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that cannot be done. A device
-    or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would take it from everybody."""
+    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that
+    cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
+    take it from everybody."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -54,7 +56,8 @@ def write_atomic(path: str | Path, content: bytes) -> None:
             path.write_bytes(content)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of another process that had this number; or a link, which leads anywhere
+        # of another process that had this number; or a link, which leads anywhere
+        temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as f:
             f.write(content)
             f.flush()
@@ -77,14 +80,16 @@ _dumps = json.JSONEncoder(allow_nan=False).encode
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON that people read and compare: a line for each key, and for each record in a list (a placement, a table)."""
+    """JSON that people read and compare: a line for each key, and for each record in a list (a placement, a
+    table)."""
     return (_lines(value, "\n") + "\n").encode()
 
 
 def _lines(value: Any, end: str) -> str:
     inner = end + " "
     if isinstance(value, Mapping) and value:
-        return "{" + ",".join(f"{inner}{_dumps(str(k))}: {_lines(v, inner)}" for k, v in value.items()) + end + "}"
+        return ("{" + ",".join(f"{inner}{_dumps(str(k))}: {_lines(v, inner)}" for k, v in value.items())
+                + end + "}")
     if isinstance(value, list | tuple) and any(isinstance(entry, Mapping | list | tuple) for entry in value):
         return "[" + ",".join(inner + _dumps(entry) for entry in value) + end + "]"
     return _dumps(value)
@@ -132,24 +137,28 @@ def _seal(body: Mapping[str, Any]) -> dict[str, Any]:
 def _unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
     found = body.pop("digest", None)
     if found != digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {show(found)}; it was edited after ShardCore wrote it")
+        raise ShardCoreError(f"{path} does not match its digest {show(found)}; "
+                             "it was edited after ShardCore wrote it")
     return body
 
 
-# --- tables, problems --------------------------------------------------------------------------------------------------
+# --- tables, problems ---------------------------------------------------------------------------------------
 
 
 def table_to_json(table: Table) -> dict[str, Any]:
-    access = ({"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}} if isinstance(table.access, Reuse)
-              else {"zipf_alpha": table.access.alpha})
-    optional = {k: v for k, v, default in (("precision", table.precision, "fp32"), ("ordered", table.ordered, False))
+    access = ({"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}}
+              if isinstance(table.access, Reuse) else {"zipf_alpha": table.access.alpha})
+    optional = {k: v for k, v, default in (("precision", table.precision, "fp32"),
+                                           ("ordered", table.ordered, False))
                 if v != default}
-    return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling, **access, **optional}
+    return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
+            **access, **optional}
 
 
 def table_from_json(data: Any, what: str) -> Table:
     if not isinstance(data, Mapping):
-        raise ShardCoreError(f"{what} is {show(data)}; it needs to be a table: name, rows, dim, pooling and access statistics")
+        raise ShardCoreError(f"{what} is {show(data)}; it needs to be a table: name, rows, dim, "
+                             "pooling and access statistics")
     what = f"{what}, table {show(data.get('name'))}"
     rest = {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")}
     if "reuse" in data and "zipf_alpha" in data:
@@ -178,7 +187,8 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
-    """Pins and groups only where there are any, so that problems without them keep the digest that their plans know."""
+    """Pins and groups only where there are any, so that problems without them keep the digest that their
+    plans know."""
     optional = {"pinned": {name: list(where) for name, where in constraints.pinned},
                 "together": [list(group) for group in constraints.together]}
     return {"reserved_bytes": constraints.reserved_bytes, "unsplit": list(constraints.unsplit),
@@ -192,12 +202,15 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         data = {k: v for k, v in data.items() if k not in given}
     pinned, together = given.get("pinned", {}), given.get("together", [])
     if not isinstance(pinned, Mapping):
-        raise ShardCoreError(f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and their devices or hosts, "
+        raise ShardCoreError(f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and "
+                             "their devices or hosts, "
                              'such as {"t0": [0, 1], "t1": ["host-1"]}')
     if not isinstance(together, list):
-        raise ShardCoreError(f"{what}: together is {show(together)}; it needs to be a list of groups of tables, such as "
+        raise ShardCoreError(f"{what}: together is {show(together)}; "
+                             "it needs to be a list of groups of tables, such as "
                              '[["t0", "t1"]]')
-    return build(Constraints, data, what, also=("pinned", "together"), pinned=tuple(pinned.items()), together=tuple(together))
+    return build(Constraints, data, what, also=("pinned", "together"), pinned=tuple(pinned.items()),
+                 together=tuple(together))
 
 
 def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -216,15 +229,17 @@ def read_problem(path: str | Path) -> Problem:
     what = str(path)
     topology = data.pop("topology", None)
     if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
-        raise ShardCoreError(f"{what} has topology {str(topology)[:80]}; it needs a list of 'devices', such as "
+        raise ShardCoreError(f"{what} has topology {str(topology)[:80]}; it needs a list of 'devices', "
+                             "such as "
                              '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}')
     devices: list[Device] = []
     for entry in topology["devices"]:
         entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
         count = entry.pop("count", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES - len(devices):
-            raise ShardCoreError(f"{what}: a device entry has count {show(count)}; it needs a whole number from 1, and a problem "
-                                 f"has {MOST_DEVICES} devices at most")
+        if (not isinstance(count, int) or isinstance(count, bool)
+            or not 1 <= count <= MOST_DEVICES - len(devices)):
+            raise ShardCoreError(f"{what}: a device entry has count {show(count)}; it needs a whole number "
+                                 f"from 1, and a problem has {MOST_DEVICES} devices at most")
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     tables = data.pop("tables", None)
     if not isinstance(tables, list):
@@ -232,8 +247,8 @@ def read_problem(path: str | Path) -> Problem:
     return build(
         Problem, {k: v for k, v in data.items() if k != "constraints"}, what,
         also=("schema", "version", "topology", "tables", "constraints"),
-        topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology", also=("devices",),
-                       devices=tuple(devices)),
+        topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology",
+                       also=("devices",), devices=tuple(devices)),
         tables=tuple(table_from_json(t, what) for t in tables),
         constraints=_constraints_from_json(data.get("constraints", {}), f"{what}: constraints"),
     )
@@ -252,7 +267,8 @@ def read_pool(path: str | Path) -> tuple[Table, ...]:
     found = build(_Pool, data, str(path)).tables
     names = [t["name"] for t in found if isinstance(t, Mapping) and isinstance(t.get("name"), str)]
     if len(set(names)) < len(names):
-        raise ShardCoreError(f"{path} has several tables named {show(max(names, key=names.count))}; names need to differ")
+        raise ShardCoreError(f"{path} has several tables named {show(max(names, key=names.count))}; "
+                             "names need to differ")
     return tuple(table_from_json(t, str(path)) for t in found)
 
 
@@ -263,7 +279,7 @@ class _Pool:
     tables: tuple[Any, ...]
 
 
-# --- plans -------------------------------------------------------------------------------------------------------------
+# --- plans --------------------------------------------------------------------------------------------------
 
 
 def problem_digest(problem: Problem) -> str:
@@ -282,8 +298,9 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
 
 
 def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
-    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse it. Without `fits`
-    its devices may hold too much: what a published plan takes may count otherwise in a later version of ShardCore."""
+    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse
+    it. Without `fits` its devices may hold too much: what a published plan takes may count otherwise in a
+    later version of ShardCore."""
     data, version = _open_versions(path, "plan")
     plan = plan_from_json(_unseal(data, path), problem, str(path), version)
     try:
@@ -313,7 +330,8 @@ class _Plan:
     placements: tuple[_Placement, ...]
 
 
-_PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str, "model_version": str,
+_PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str,
+               "model_version": str,
                "datasets": Mapping[str, str], "torchrec": Mapping[str, Mapping[str, Any]]}
 """What others read of provenance; the rest is for people."""
 
@@ -332,22 +350,24 @@ def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIO
     """The plan of a file's content, not yet checked against the problem's tables and devices."""
     found = build(_Plan if version > 1 else plans_v1.PlanFile, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
-        raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest {show(found.problem_digest)}; "
-                             f"problem {problem.name!r} here has {own}")
+        raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest "
+                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}")
     tables = {t.name: t for t in problem.tables}
     for p in found.placements:
         if p.table not in tables:
-            raise ShardCoreError(f"{what} places table {show(p.table)}, which problem {problem.name!r} does not have")
+            raise ShardCoreError(f"{what} places table {show(p.table)}, "
+                                 f"which problem {problem.name!r} does not have")
     try:
         placements = plans_v1.placements(found, problem) if version == 1 else tuple(
-            Placement(layout_of(p.kind).name, Shard(tables[p.table], 0, tables[p.table].rows, *p.columns), p.devices)
+            Placement(layout_of(p.kind).name, Shard(tables[p.table], 0, tables[p.table].rows, *p.columns),
+                      p.devices)
             for p in found.placements)
         return Plan(placements, read_provenance(found.provenance, f"{what}: provenance"))
     except ShardCoreError as error:
         raise ShardCoreError(f"{what}: {error}") from None
 
 
-# --- models ------------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 
@@ -374,7 +394,8 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
         raise ShardCoreError(f"{path} does not match the digest in {MODEL_JSON}; it was cut short or edited")
     try:
         return meta, load(weights)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:  # of types that numpy does not have
+    # of types that numpy does not have
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 

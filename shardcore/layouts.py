@@ -54,7 +54,8 @@ class Channel:
     @property
     def words(self) -> str:
         """The collective in words, for people."""
-        return self.collective.replace("_", "-") + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group]
+        return (self.collective.replace("_", "-")
+                + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group])
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,8 @@ class Layout:
     dense_gradient: whether a device keeps a gradient of the shard's size.
     sequences: whether TorchRec runs it without pooling, in an EmbeddingCollection.
     channels: what its shards enter into each channel, in bytes.
-    torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns, others.
+    torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
+      others.
     """
 
     name: str
@@ -146,7 +148,8 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
            torchrec=("row_wise",)),
     Layout("host_row", "rows divided over one host", _each_host,
            divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False, sequences=False,
-           channels={Channel("reduce_scatter", HOST): _outputs, Channel("all_to_all", CROSS): _outputs_of_a_host},
+           channels={Channel("reduce_scatter", HOST): _outputs,
+                     Channel("all_to_all", CROSS): _outputs_of_a_host},
            torchrec=("table_row_wise", "grid_shard")),
     Layout("data_parallel", "a replica on every device", _all_devices,
            divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True, sequences=True,
@@ -155,7 +158,8 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
 )}
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
-CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels))
+CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(c for layout in LAYOUTS.values()
+                                                    for c in layout.channels))
 """All channels. Arrays of bytes [C, ...] use this order."""
 
 # Found by its properties, so that no code names a kind.
@@ -208,7 +212,8 @@ def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
         yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
 
 
-def possible_groups(layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None) -> list[Group]:
+def possible_groups(layout: Layout, rows: int, topology: Topology,
+                    allowed: Collection[int] | None) -> list[Group]:
     """The groups of a kind that can share a table of so many rows.
 
     allowed: devices where the table may live; None for all.
@@ -230,15 +235,18 @@ def require_placement(placement: Placement, problem: Problem) -> None:
         return  # the most common case
     groups = layout.groups(problem.topology)
     if not groups:
-        raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, 2 or more")
+        raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, "
+                             "2 or more")
     # The order matters: row ranges are dealt out in it.
     if devices not in groups:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
     if not shard.full_rows or not (layout.cuts_columns or shard.width == shard.table.dim):
-        raise ShardCoreError(f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} of the table")
+        raise ShardCoreError(f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} "
+                             "of the table")
     if layout.divides_rows and not even_share(shard.rows, len(devices)):
-        raise ShardCoreError(f"{what}; {shard.rows} rows in even ranges would leave the last of {len(devices)} devices none")
+        raise ShardCoreError(f"{what}; {shard.rows} rows in even ranges would leave the last of "
+                             f"{len(devices)} devices none")
 
 
 def device_names(devices: Sequence[int]) -> str:

@@ -59,7 +59,8 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     for device, (used, free) in enumerate(zip(held, free_bytes(problem), strict=True)):
         # A reservation larger than the device leaves negative bytes: nothing fits then.
         if used > max(0, free):
-            raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; it may hold {gib(free)}")
+            raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; "
+                             f"it may hold {gib(free)}")
     return held
 
 

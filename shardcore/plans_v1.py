@@ -105,5 +105,6 @@ def _divided(shards: Sequence[tuple[Shard, int]], problem: Problem) -> Placement
             if same_sizes and not table.ordered or set(shards) == {(s, d) for d, s in shards_on(found)}:
                 return found
     raise ShardCoreError(f"plan has rows of table {table.name!r} in {len(shards)} ranges of {sizes[:4]} on "
-                         f"{device_names(sorted(devices))}; TorchRec divides rows evenly, over all devices or "
+                         f"{device_names(sorted(devices))}; TorchRec divides rows evenly, "
+                         "over all devices or "
                          "those of one host: plan again")

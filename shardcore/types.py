@@ -52,8 +52,8 @@ MIN_WIDTH = 4
 class Reuse:
     """Access statistics as a reuse histogram, as in the dlrm_datasets release and NeuroShard.
 
-    bins: [REUSE_BINS] fractions of a batch's unique rows, by how often each is seen. They sum to 1, or are all
-        0 for a table that is never accessed.
+    bins: [REUSE_BINS] fractions of a batch's unique rows, by how often each is seen. They sum to 1, or are
+        all 0 for a table that is never accessed.
     batch: samples of the batch that it was taken at, without which the bins mean nothing.
     """
 

@@ -126,7 +126,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         shard = placement.shard
         found = known.get(shard.table.name)
         if found is not shard.table and found != shard.table:
-            raise ShardCoreError(f"plan places table {shard.table.name!r}, which problem {problem.name!r} does not have "
+            raise ShardCoreError(f"plan places table {shard.table.name!r}, "
+                                 f"which problem {problem.name!r} does not have "
                                  "(or not with this shape and these statistics)")
         require_placement(placement, problem)
         by_table[shard.table.name].append(shard)
@@ -139,7 +140,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         # No cell twice, and the right number of cells: so every cell once.
         placed = sum(s.rows * s.width for s in shards)
         if placed != table.rows * table.dim:
-            raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}")
+            raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table "
+                                 f"{table.name!r}")
 
 
 def require_constraints(plan: Plan, problem: Problem) -> None:
@@ -160,10 +162,12 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                                  f"({problem.kept_whole_by(name)})")
         allowed = problem.pinned.get(name, devices)
         for wrong in (d for d in devices if d not in allowed):
-            raise ShardCoreError(f"plan places {shard.label} on device {wrong}; table {name!r} may only live on "
-                                 f"{device_names(allowed)} (constraints.pinned)")
+            raise ShardCoreError(f"plan places {shard.label} on device {wrong}; table {name!r} may only live "
+                                 f"on {device_names(allowed)} (constraints.pinned)")
         if name in problem.bundle_of:
             other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
             if len(devices) > 1 or devices != home:
-                raise ShardCoreError(f"plan places table {name!r} on {device_names(devices)} and {other!r} on "
-                                     f"{device_names(home)}; they need to be together on one (constraints.together)")
+                raise ShardCoreError(f"plan places table {name!r} on {device_names(devices)} and "
+                                     f"{other!r} on "
+                                     f"{device_names(home)}; "
+                                     "they need to be together on one (constraints.together)")

@@ -24,12 +24,13 @@ _GRACE_S = 3.0
 
 
 def when_started(calls: Sequence[Any]) -> list[Any]:
-    """Results of the first calls to new actors; raises ShardCoreError where one cannot start (FBGEMM missing, no such device
-    free)."""
+    """Results of the first calls to new actors; raises ShardCoreError where one cannot start (FBGEMM missing,
+    no such device free)."""
     try:
         return ray.get(list(calls), timeout=START_S)
     except ray.exceptions.GetTimeoutError:
-        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {START_S:g} s; {room()}") from None
+        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {START_S:g} s; "
+                             f"{room()}") from None
     except ray.exceptions.RayError as error:
         raise ShardCoreError(f"a measuring actor cannot start: {reason(error)}") from None
 
@@ -58,10 +59,11 @@ def rank_cpus(ranks: int, hosts: int = 1) -> float:
 
 @contextmanager
 def gang(actor: Any, name: str, ranks: int, device: str, hosts: int = 1) -> Iterator[list[Any]]:
-    """`ranks` actors of a class, in their order, on `hosts` hosts with equally many each; all end with the context.
+    """`ranks` actors of a class, in their order, on `hosts` hosts with equally many each; all end with the
+    context.
 
-    One placement group with a bundle a host: what is in one bundle is on one host, and different bundles are on different ones.
-    Raises ShardCoreError where they do not fit.
+    One placement group with a bundle a host: what is in one bundle is on one host, and different bundles are
+    on different ones. Raises ShardCoreError where they do not fit.
     """
     each, cpus = ranks // hosts, rank_cpus(ranks, hosts)
     bundle = {"CPU": each * cpus, "GPU": each} if device == "cuda" else {"CPU": each * cpus}
@@ -69,11 +71,12 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int = 1) -> Iter
     try:
         if not group.wait(_PLACE_S):
             nodes = sum(node["Alive"] for node in ray.nodes())
-            raise ShardCoreError(f"{ranks} ranks, {each} a host, found no room within {_PLACE_S:g} s on the Ray cluster of "
+            raise ShardCoreError(f"{ranks} ranks, {each} a host, found no room within {_PLACE_S:g} s on the "
+                                 "Ray cluster of "
                                  f"{nodes} nodes with {ray.cluster_resources()}; ask for fewer")
         members = [actor.options(name=f"{name} rank {rank}", num_cpus=cpus, num_gpus=int(device == "cuda"),
-                                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each)).remote()
-                   for rank in range(ranks)]
+                                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each))
+                   .remote() for rank in range(ranks)]
         try:
             yield members
         finally:
@@ -83,11 +86,13 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int = 1) -> Iter
         remove_placement_group(group)
 
 
-def answers(name: str, calls: Sequence[Any], timeout_s: float, silent_s: Callable[[int], float] | None = None) -> list[Any]:
+def answers(name: str, calls: Sequence[Any], timeout_s: float,
+            silent_s: Callable[[int], float] | None = None) -> list[Any]:
     """Results of one call to every rank of a gang, in the order of the ranks.
 
-    Raises ShardCoreError naming the rank and the reason where one fails or dies, or was silent for timeout_s (by what silent_s
-    says of it; without that, since now). Of several complaints, the rank that failed is named, not those that lost it.
+    Raises ShardCoreError naming the rank and the reason where one fails or dies, or was silent for timeout_s
+    (by what silent_s says of it; without that, since now). Of several complaints, the rank that failed is
+    named, not those that lost it.
     """
     waiting, lost = {call: rank for rank, call in enumerate(calls)}, {}
     began, until = time.monotonic(), math.inf
@@ -99,12 +104,15 @@ def answers(name: str, calls: Sequence[Any], timeout_s: float, silent_s: Callabl
                 ray.get(call)
             except ray.exceptions.RayError as error:
                 if not isinstance(getattr(error, "cause", None), Lost):
-                    raise ShardCoreError(f"{name}: rank {rank} of {len(calls)} failed: {reason(error)}") from None
+                    raise ShardCoreError(f"{name}: rank {rank} of {len(calls)} failed: "
+                                         f"{reason(error)}") from None
                 lost[rank] = reason(error)
                 until = min(until, time.monotonic() + _GRACE_S)
-        silent = [r for r in waiting.values() if (silent_s(r) if silent_s else time.monotonic() - began) > timeout_s]
+        silent = [r for r in waiting.values()
+                  if (silent_s(r) if silent_s else time.monotonic() - began) > timeout_s]
         if silent and not lost:
-            raise ShardCoreError(f"{name}: no word for {timeout_s:g} s from rank {_listed(silent)} of {len(calls)}: it hangs")
+            raise ShardCoreError(f"{name}: no word for {timeout_s:g} s from rank {_listed(silent)} of "
+                                 f"{len(calls)}: it hangs")
     if lost:
         rank, said = next(iter(lost.items()))
         silent = _listed(waiting.values()) or rank

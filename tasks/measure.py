@@ -1,7 +1,7 @@
 """Measuring on Ray: a worker a device for compute, a gang of ranks for exchanges.
 
-One Prefect task owns its actors (a Prefect task a sample would cost more than the sample). What comes back becomes a part of
-the dataset at once, so a run that is killed loses only what was outstanding.
+One Prefect task owns its actors (a Prefect task a sample would cost more than the sample). What comes back
+becomes a part of the dataset at once, so a run that is killed loses only what was outstanding.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _WORKER_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """How much to measure. actors: Ray actors, each measuring one device (0: one for each GPU of the cluster, or each CPU core
-    where there is none, as far as memory goes; all cores at once disturb no medians); ranks: processes of an exchange (0: the
-    most devices of `hosts` hosts that divide the batch); hosts: how many the ranks are on, evenly; chunk: samples an actor
-    call; hang_s: a device on which no op ends for so long has hung. The rest as in KernelConfig, GroupConfig,
-    CollectiveConfig and, of the steps of step_samples plans, ReplayConfig."""
+    """How much to measure. actors: Ray actors, each measuring one device (0: one for each GPU of the cluster,
+    or each CPU core where there is none, as far as memory goes; all cores at once disturb no medians); ranks:
+    processes of an exchange (0: the most devices of `hosts` hosts that divide the batch); hosts: how many the
+    ranks are on, evenly; chunk: samples an actor call; hang_s: a device on which no op ends for so long has
+    hung. The rest as in KernelConfig, GroupConfig, CollectiveConfig and, of the steps of step_samples plans,
+    ReplayConfig."""
 
     compute_samples: int = 400
     comm_samples: int = 150
@@ -67,15 +68,18 @@ class MeasureConfig:
 
     def __post_init__(self) -> None:
         counts, ranks, repeats = (0, MOST_DRAWS), (0, MOST_RANKS), (1, MOST_REPEATS)
-        require_within(self, "measure config", compute_samples=counts, comm_samples=counts, step_samples=counts, actors=ranks,
-                       ranks=ranks, hosts=(1, MOST_RANKS), chunk=(1, MOST_COUNT), hang_s=WAITS_S, seed=(0, MOST_SEED),
-                       comm_repeats=repeats, step_repeats=repeats)
+        require_within(self, "measure config", compute_samples=counts, comm_samples=counts,
+                       step_samples=counts, actors=ranks, ranks=ranks, hosts=(1, MOST_RANKS),
+                       chunk=(1, MOST_COUNT), hang_s=WAITS_S, seed=(0, MOST_SEED), comm_repeats=repeats,
+                       step_repeats=repeats)
         if self.ranks % self.hosts:
-            raise ShardCoreError(f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts")
+            raise ShardCoreError(f"measure.ranks is {self.ranks}, "
+                                 f"which does not spread evenly over {self.hosts} measure.hosts")
         self.kernels(), self.groups(), self.comm(), self.steps()
 
     def kernels(self) -> kernels.KernelConfig:
-        return kernels.KernelConfig(self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats, self.interleave)
+        return kernels.KernelConfig(self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats,
+                                    self.interleave)
 
     def groups(self) -> GroupConfig:
         return GroupConfig(max_shards=self.max_shards, max_shard_bytes=self.arena_bytes)
@@ -92,10 +96,12 @@ class Exchange:
     """One rank of a gang that measures exchanges."""
 
     def address(self) -> str:
-        self._held = services.reserve_port("")  # for as long as this rank lives, or another process may get it first
+        # for as long as this rank lives, or another process may get it first
+        self._held = services.reserve_port("")
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
-    def join(self, rank: int, ranks: int, address: str, device: str, config: collectives.CollectiveConfig) -> None:
+    def join(self, rank: int, ranks: int, address: str, device: str,
+             config: collectives.CollectiveConfig) -> None:
         torch.set_num_threads(1)
         with local_ranks.exchanging():
             self._rank = collectives.Rank(rank, ranks, address, device, config)
@@ -104,7 +110,8 @@ class Exchange:
         return self._rank.measure(requests)
 
 
-def wanted_compute(pool: Sequence[Table], setting: Setting, config: MeasureConfig) -> dict[str, ComputeRequest]:
+def wanted_compute(pool: Sequence[Table], setting: Setting,
+                   config: MeasureConfig) -> dict[str, ComputeRequest]:
     """The first compute_samples different groups of the seed's draws, by id."""
     live = tables_with_lookups(pool)
     return dict(different(lambda i: compute_request(live, i, setting, config.seed, config.groups()),
@@ -130,11 +137,13 @@ def cluster_device() -> str:
 
 
 def cluster_setting(config: SettingConfig) -> Setting:
-    """The setting of the connected cluster's devices: its hardware is theirs, not that of the machine which asks."""
+    """The setting of the connected cluster's devices: its hardware is theirs, not that of the machine which
+    asks."""
     if config.hardware != hardware.AUTO or not os.environ.get("RAY_ADDRESS"):
         return config.setting()
     device = cluster_device()
-    name = ray.remote(hardware.hardware_name).options(num_cpus=1, num_gpus=int(device == "cuda"), name="measure[hardware]")
+    name = ray.remote(hardware.hardware_name).options(num_cpus=1, num_gpus=int(device == "cuda"),
+                                                      name="measure[hardware]")
     [found] = actors.when_started([name.remote(device)])
     return dataclasses.replace(config, hardware=found).setting()
 
@@ -153,27 +162,31 @@ def with_room(resources: Mapping[str, float], arena_bytes: int) -> float:
 
 
 def rank_count(config: MeasureConfig, device: str, batch: int) -> int:
-    """Processes of an exchange: as many as asked for, or the most devices of `hosts` hosts, equally many on each, that divide
-    the batch; on CPUs two at least, though they may have to share a core. Below 2 there is no exchange."""
+    """Processes of an exchange: as many as asked for, or the most devices of `hosts` hosts, equally many on
+    each, that divide the batch; on CPUs two at least, though they may have to share a core. Below 2 there is
+    no exchange."""
     if config.ranks:
         if batch % config.ranks:
-            raise ShardCoreError(f"measure.ranks is {config.ranks}, which does not divide the batch of {batch}")
+            raise ShardCoreError(f"measure.ranks is {config.ranks}, "
+                                 f"which does not divide the batch of {batch}")
         return config.ranks
     kind = "GPU" if device == "cuda" else "CPU"
-    devices = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+    devices = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]),
+                     reverse=True)
     if len(devices) < config.hosts:
         raise ShardCoreError(f"measure.hosts is {config.hosts}; the Ray cluster has {len(devices)}")
-    fits = [r * config.hosts for r in range(1, devices[config.hosts - 1] + 1) if batch % (r * config.hosts) == 0]
+    fits = [r * config.hosts for r in range(1, devices[config.hosts - 1] + 1)
+            if batch % (r * config.hosts) == 0]
     if config.hosts > 1 and not fits:
-        raise ShardCoreError(f"no number of ranks, equally many on each of {config.hosts} hosts, divides the batch of {batch}; "
-                             "change measure.hosts")
+        raise ShardCoreError(f"no number of ranks, equally many on each of {config.hosts} hosts, "
+                             f"divides the batch of {batch}; change measure.hosts")
     return max(fits, default=1) if device == "cuda" else max([*fits, 2])
 
 
 @task(task_run_name="measure-compute")
 def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Measure the groups that the dataset lacks, on all devices of the connected cluster, and those that were disturbed once
-    more; the number of the former."""
+    """Measure the groups that the dataset lacks, on all devices of the connected cluster, and those that were
+    disturbed once more; the number of the former."""
     logger = get_run_logger()
     pool = files.read_pool(pool_path)
     wanted, known = wanted_compute(pool, setting, config), dataset.read_ids(folder, "compute")
@@ -189,7 +202,8 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
         return 0
     pool_name = dataset.write_pool(folder, pool)
     reference = reference_request(tables_with_lookups(pool), setting, config.groups())
-    count, usual_ms = min(actor_count(config, device), len(missing) or 1), dataset.usual_ms(folder, setting, reference)
+    count, usual_ms = (min(actor_count(config, device), len(missing) or 1),
+                       dataset.usual_ms(folder, setting, reference))
     transport = RayTransport(BenchSpec(setting, device, config.kernels(), reference))
     with Supervisor(transport, count, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
@@ -201,8 +215,8 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     return len(missing)
 
 
-def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Path, pool_name: str, logger: Any,
-             again: bool = False) -> None:
+def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Path, pool_name: str,
+             logger: Any, again: bool = False) -> None:
     """Measure requests and keep what comes back at once."""
     progress, failed = Progress("compute", len(requests), again), 0
     for finished in workers.measure(requests):
@@ -219,12 +233,13 @@ def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Pa
 
 @task(task_run_name="measure-comm")
 def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Measure the exchanges that the dataset lacks, by a gang of ranks in one placement group of the connected cluster; the
-    number measured. (A gang on several hosts has not been run here.)"""
+    """Measure the exchanges that the dataset lacks, by a gang of ranks in one placement group of the
+    connected cluster; the number measured. (A gang on several hosts has not been run here.)"""
     device = cluster_device()
     ranks = rank_count(config, device, setting.batch)
     if ranks < 2:
-        get_run_logger().warning("one GPU cannot exchange: no exchanges are measured, and problems need to give their links")
+        get_run_logger().warning("one GPU cannot exchange: no exchanges are measured, "
+                                 "and problems need to give their links")
         return 0
     known = dataset.read_ids(folder, "comm")
     requests = [r for k, r in wanted_comm(setting, ranks, config).items() if k not in known]
@@ -232,7 +247,8 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
         return 0
     with actors.gang(Exchange, "measure[comm]", ranks, device, config.hosts) as members:
         [address] = actors.when_started([members[0].address.remote()])
-        actors.answers("exchanges", [m.join.remote(i, ranks, address, device, config.comm()) for i, m in enumerate(members)],
+        actors.answers("exchanges", [m.join.remote(i, ranks, address, device, config.comm())
+                                     for i, m in enumerate(members)],
                        actors.START_S)
         progress = Progress("comm", len(requests))
         done, some = 0, 1
@@ -242,7 +258,8 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
             times = actors.answers("exchanges", [m.measure.options(name=name).remote(chunk) for m in members],
                                    config.hang_s * len(chunk))
             dataset.write_comm(folder, [collectives.combine(setting, r, seen, order=done + n)
-                                        for n, (r, seen) in enumerate(zip(chunk, zip(*times, strict=True), strict=True))])
+                                        for n, (r, seen) in enumerate(zip(chunk, zip(*times, strict=True),
+                                                                          strict=True))])
             progress.add(f"{ranks} ranks", len(chunk))
             progress.say()
             done, some = done + len(chunk), next_part(len(chunk), time.monotonic() - began, config.chunk)
@@ -250,8 +267,8 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
 
 
 def next_part(done: int, took_s: float, most: int) -> int:
-    """How many exchanges are measured before they are kept, after `done` that took so long: as many as take PART_S, but at most
-    twice as many as those, and `most`."""
+    """How many exchanges are measured before they are kept, after `done` that took so long: as many as take
+    PART_S, but at most twice as many as those, and `most`."""
     return max(1, min(most, 2 * done, int(done * PART_S / took_s)))
 
 

@@ -18,6 +18,7 @@ def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
         raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
     unknown = sorted(map(str, set(params) - set(SECTIONS)))
     if unknown:
-        raise ShardCoreError(f"{path} has an unknown section {show(unknown[0])}; known are {', '.join(SECTIONS)}")
+        raise ShardCoreError(f"{path} has an unknown section {show(unknown[0])}; "
+                             f"known are {', '.join(SECTIONS)}")
     found = params.get(name)
     return build(cls, {} if found is None else found, f"{path}, section {name!r}")

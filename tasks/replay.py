@@ -1,5 +1,5 @@
-"""Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host; for `evaluate`, and as
-samples of what exchanges take in steps."""
+"""Replay on Ray: one step of plans on real devices of the cluster, one actor a device, all on one host; for
+`evaluate`, and as samples of what exchanges take in steps."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ class ReplayRank:
         self._heard = time.monotonic()
 
     def address(self) -> str:
-        self._held = services.reserve_port("")  # for as long as this rank lives, or another process may get it first
+        # for as long as this rank lives, or another process may get it first
+        self._held = services.reserve_port("")
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
-    def run(self, rank: int, address: str, workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
+    def run(self, rank: int, address: str, workloads: Sequence[Workload],
+            setting: Setting, config: ReplayConfig,
             device: str, reference: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
         self._progress()
         return replay_rank(rank, address, workloads, setting, config, device, self._progress, reference)
@@ -57,14 +59,15 @@ class ReplayRank:
 @contextmanager
 def replaying(ranks: int, setting: Setting, config: ReplayConfig,
               reference: dataset.ReferenceOp | None = None) -> Iterator[Run]:
-    """A gang that replays plans of one problem after those of another, each call as `replay`, beside a dataset's reference op;
-    it ends with the context."""
+    """A gang that replays plans of one problem after those of another, each call as `replay`, beside a
+    dataset's reference op; it ends with the context."""
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
     with actors.gang(ReplayRank, "replay", ranks, device) as members:
         def run(workloads: Sequence[Workload]) -> list[StepSample]:
             for workload in workloads:
-                require_replayable(workload, workloads[0], setting, "cpu")  # GPUs are the cluster's, not this machine's
+                # GPUs are the cluster's, not this machine's
+                require_replayable(workload, workloads[0], setting, "cpu")
             found = combine_all(_marks(members, workloads, setting, config, device, reference), reference)
             return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
 
@@ -72,9 +75,9 @@ def replaying(ranks: int, setting: Setting, config: ReplayConfig,
 
 
 class EachProblem:
-    """Replays of several problems, by a gang that begins with the first one that needs it. What fails fails for its problem only:
-    the others go on, with another gang, as that one may have lost a rank. A context manager; its end raises ShardCoreError naming
-    what failed."""
+    """Replays of several problems, by a gang that begins with the first one that needs it. What fails fails
+    for its problem only: the others go on, with another gang, as that one may have lost a rank. A context
+    manager; its end raises ShardCoreError naming what failed."""
 
     def __init__(self, begin: Callable[[], AbstractContextManager[Run]]):
         self._begin, self._stack, self._run, self._begins = begin, ExitStack(), None, False
@@ -91,7 +94,8 @@ class EachProblem:
                 raise ShardCoreError(f"{error}{self._said()}") from None
             plain = isinstance(error, ShardCoreError)
             self.failed[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
-            get_run_logger().warning("%s", self.failed[name], extra={"problem": name}, exc_info=None if plain else error)
+            get_run_logger().warning("%s", self.failed[name], extra={"problem": name},
+                                     exc_info=None if plain else error)
             self._run = None
             try:
                 self._stack.close()
@@ -125,9 +129,11 @@ class EachProblem:
 
 
 @task(task_run_name="replay")
-def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None) -> list[StepSample]:
-    """Replay plans of one problem, as shardcore.measure.replay.replay_all, on one host of the connected cluster: its GPUs where
-    it has some, else its CPU cores. (Gloo; NCCL is written for the same interface and has not been run here.)
+def replay(workloads: Sequence[Workload], setting: Setting,
+           config: ReplayConfig | None = None) -> list[StepSample]:
+    """Replay plans of one problem, as shardcore.measure.replay.replay_all, on one host of the connected
+    cluster: its GPUs where it has some, else its CPU cores. (Gloo; NCCL is written for the same interface and
+    has not been run here.)
 
     Raises as replay_all, and ShardCoreError where the devices find no room.
     """
@@ -141,8 +147,8 @@ def replay(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig
 
 @task(task_run_name="measure-steps")
 def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, folder: Path) -> int:
-    """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster; the number replayed. None
-    where it cannot: a line says why."""
+    """Replay the plans whose steps the dataset lacks, by a gang on one host of the connected cluster; the
+    number replayed. None where it cannot: a line says why."""
     pool, devices = files.read_pool(pool_path), step_devices(config, setting.batch)
     if reason := why_no_steps(pool, setting, devices, config):
         get_run_logger().warning("what exchanges take in steps stays unknown: %s", reason)
@@ -154,21 +160,25 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     progress, reference = Progress("steps", total), dataset.reference_op(folder, setting)
     with EachProblem(lambda: replaying(devices, setting, config.steps(), reference)) as gang:
         for problem, made in lacking:
-            if gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run)):
+            if gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting,
+                                                                                    config.steps(), run)):
                 progress.add(f"{devices} ranks", len(made))
                 progress.say()
         for problem, made in replays.missing(folder, lacking, setting):
             if problem.name in gang.failed:
                 continue
-            get_run_logger().info("%d steps of %s were disturbed and are replayed once more", len(made), problem.name)
-            gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting, config.steps(), run))
+            get_run_logger().info("%d steps of %s were disturbed and are replayed once more", len(made),
+                                  problem.name)
+            gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting,
+                                                                                 config.steps(), run))
     return total
 
 
 def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
                  config: MeasureConfig) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The first step_samples plans of the seed's draws, by their problems."""
-    return first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed)
+    return first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes,
+                            config.seed)
 
 
 def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig) -> str | None:
@@ -182,18 +192,21 @@ def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: 
 
 
 def step_devices(config: MeasureConfig, batch: int) -> int:
-    """How many devices of one host steps run on: those of an exchange, as far as they share no core and memory goes."""
+    """How many devices of one host steps run on: those of an exchange, as far as they share no core and
+    memory goes."""
     device = cluster_device()
     most = rank_count(config, device, batch) // config.hosts
     if device == "cpu":
-        largest = max((node["Resources"] for node in ray.nodes() if node["Alive"]), key=lambda r: r.get("CPU", 0))
-        most = int(min(most, with_room(largest, config.arena_bytes)))  # the reference op's shards are as large
+        largest = max((node["Resources"] for node in ray.nodes() if node["Alive"]),
+                      key=lambda r: r.get("CPU", 0))
+        # the reference op's shards are as large
+        most = int(min(most, with_room(largest, config.arena_bytes)))
     return devices_of_a_host(most, batch)
 
 
 def devices_of_a_host(most: int, batch: int) -> int:
-    """How many devices of one host of the connected cluster can replay plans without sharing a core, `most` at most; they divide
-    the batch."""
+    """How many devices of one host of the connected cluster can replay plans without sharing a core, `most`
+    at most; they divide the batch."""
     kind = "GPU" if cluster_device() == "cuda" else "CPU"
     there = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
     return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
@@ -204,7 +217,8 @@ def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setti
     """What replay_rank gives of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))
-    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting, config, device, reference)
+    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting,
+                                                                         config, device, reference)
              for rank, m in enumerate(members)]
     heard = [time.monotonic()] * len(members)
 

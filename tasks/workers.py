@@ -15,7 +15,8 @@ from tasks import actors
 _PROBE_S = 5.0
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})  # one that Ray restarts would fail the next, innocent call
+# one that Ray restarts would fail the next, innocent call
+@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class DeviceWorker(DeviceBench):
     @ray.method(concurrency_group="watch")  # so that it answers while the device works
     def look(self) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""Shared by the tests: what they need of the machine, how they are dealt to workers, and small tables and problems."""
+"""Shared by the tests: what they need of the machine, how they are dealt to workers, and small tables and
+problems."""
 
 import importlib.util
 import os
@@ -32,7 +33,8 @@ os.environ |= {
 }
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the processes that tests start would ignore it too
+    # or the processes that tests start would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from ray_fixtures import actor_processes, another_node, cluster, ray_env, written_stack  # noqa: E402, F401
 
@@ -41,7 +43,7 @@ from shardcore.types import Problem, Reuse, Table, Zipf  # noqa: E402
 
 MIB = 1 << 20
 
-# --- what the machine has ----------------------------------------------------------------------------------------------
+# --- what the machine has -----------------------------------------------------------------------------------
 
 
 def can_mount() -> bool:
@@ -56,7 +58,8 @@ HAS = {
     "prometheus": lambda: bool(shutil.which("prometheus")),
     "torchrec": lambda: importlib.util.find_spec("torchrec") is not None,
 }
-"""What some tests need, and are skipped without. CI names all of it in SHARDCORE_REQUIRE, so that none is skipped there."""
+"""What some tests need, and are skipped without. CI names all of it in SHARDCORE_REQUIRE, so that none is
+skipped there."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -66,16 +69,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if unknown := sorted(set(required) - set(HAS)):
         pytest.exit(f"SHARDCORE_REQUIRE names {unknown[0]!r}; known are {', '.join(HAS)}", returncode=4)
     if missing := [name for name in required if not HAS[name]()]:
-        pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; its tests would be skipped",
-                    returncode=4)
-    subprocess.run([sys.executable, HERE / "warm_up.py"], cwd=HERE.parent, env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-                   check=True)
+        pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; "
+                    "its tests would be skipped", returncode=4)
+    subprocess.run([sys.executable, HERE / "warm_up.py"], cwd=HERE.parent,
+                   env={**os.environ, "PYTHONPATH": str(HERE.parent)}, check=True)
 
 
-# --- how tests are dealt to the workers --------------------------------------------------------------------------------
+# --- how tests are dealt to the workers ---------------------------------------------------------------------
 
-RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py",
-       "tasks/test_ray_replay.py", "tasks/test_workers.py")
+RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_tasks.py",
+       "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py", "tasks/test_workers.py")
 """These use one Ray cluster."""
 FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
 """The longest begin first, so that the workers end together."""
@@ -101,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-# --- tables and problems -----------------------------------------------------------------------------------------------
+# --- tables and problems ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -110,9 +113,9 @@ def tables() -> tuple[Table, ...]:
     cold = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
     hot = Reuse((0.2, 0.2, 0.2, 0.2, 0.2) + (0.0,) * 12, 256)
     return (
-        Table("cold", 50_000, 16, 4.0, cold), Table("hot", 3_000, 32, 20.0, hot), Table("wide", 2_000, 64, 2.5, cold),
-        Table("zipf", 10_000, 8, 10.0, Zipf(1.1)), Table("one", 1, 4, 1.0, Zipf(0.0)),
-        Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256)),
+        Table("cold", 50_000, 16, 4.0, cold), Table("hot", 3_000, 32, 20.0, hot),
+        Table("wide", 2_000, 64, 2.5, cold), Table("zipf", 10_000, 8, 10.0, Zipf(1.1)),
+        Table("one", 1, 4, 1.0, Zipf(0.0)), Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256)),
     )
 
 
@@ -123,8 +126,8 @@ def problem(tables) -> Problem:
 
 @dataclass
 class Outcome:
-    """What a failure came to: whether the work still ran when it struck, the line that tells of it, what was lost, and whether
-    the next run completed."""
+    """What a failure came to: whether the work still ran when it struck, the line that tells of it, what was
+    lost, and whether the next run completed."""
 
     hit: bool = False
     said: str = ""

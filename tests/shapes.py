@@ -25,7 +25,8 @@ def sends(**entering) -> np.ndarray:
 
 def entering(found: np.ndarray) -> dict[str, list[float]]:
     """Of traffic [C, D] the channels that run, by name."""
-    return {name: found[CHANNELS.index(c)].tolist() for name, c in CHANNEL.items() if found[CHANNELS.index(c)].any()}
+    return {name: found[CHANNELS.index(c)].tolist() for name, c in CHANNEL.items()
+            if found[CHANNELS.index(c)].any()}
 
 
 def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:

@@ -1,4 +1,5 @@
-"""The garbage collector runs rarely while a command or a search works, and as before when it has ended, however it did."""
+"""The garbage collector runs rarely while a command or a search works, and as before when it has ended,
+however it did."""
 
 import gc
 

@@ -1,4 +1,5 @@
-"""What numba compiles is kept in a folder of the sources' version, and can be given to a copy of the package."""
+"""What numba compiles is kept in a folder of the sources' version, and can be given to a copy of the
+package."""
 
 import os
 import shutil
@@ -23,7 +24,8 @@ for f in {**vars(annealing), **vars(compiled)}.values():
 @pytest.fixture
 def copy(tmp_path):
     """Of the package, without what is compiled."""
-    return Path(shutil.copytree(PACKAGE, tmp_path / "shardcore", ignore=shutil.ignore_patterns("__pycache__")))
+    return Path(shutil.copytree(PACKAGE, tmp_path / "shardcore",
+                                ignore=shutil.ignore_patterns("__pycache__")))
 
 
 def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_other(copy, monkeypatch):
@@ -61,7 +63,8 @@ def test_where_the_package_cannot_be_written_the_user_s_cache_has_it(copy, tmp_p
 
 def test_a_copy_that_is_given_what_is_compiled_compiles_nothing(copy):
     compiling.copy_compiled(PACKAGE, copy)
-    said = subprocess.run([sys.executable, "-c", COMPILED], cwd=copy.parent, env={**os.environ, "PYTHONPATH": str(copy.parent)},
+    said = subprocess.run([sys.executable, "-c", COMPILED], cwd=copy.parent,
+                          env={**os.environ, "PYTHONPATH": str(copy.parent)},
                           text=True, stdout=subprocess.PIPE, check=True, timeout=300).stdout.split()
     paths, misses = said[::2], said[1::2]
     assert len(paths) >= 8 and all(Path(path).is_relative_to(copy) for path in paths) and set(misses) == {"0"}

@@ -41,8 +41,10 @@ def test_bad_values_are_named(make, named):
 
 
 def test_pins_and_groups_say_where_tables_may_live_and_which_stay_whole():
-    problem = constrained(unsplit=("v",), pinned=(("s", (3, 0, "a")), ("u", ("b", 0)), ("v", ("a", "b"))), together=(("s", "t"),))
-    assert [problem.allowed_devices(name) for name in "stuv"] == [(0, 1, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)]
+    problem = constrained(unsplit=("v",), pinned=(("s", (3, 0, "a")), ("u", ("b", 0)), ("v", ("a", "b"))),
+                          together=(("s", "t"),))
+    assert [problem.allowed_devices(name) for name in "stuv"] == [(0, 1, 3), (0, 1, 3), (0, 2, 3),
+                                                                  (0, 1, 2, 3)]
     assert set(problem.pinned) == {"s", "t", "u"} and problem.whole == {"s", "t", "v"}
     assert dict(problem.bundle_of) == {"s": ("s", "t"), "t": ("s", "t")}
     on_one = constrained(pinned=(("s", (0, 2)), ("t", ("b",)), ("u", (1,))), together=(("t", "s"),))
@@ -58,7 +60,8 @@ def test_ten_thousand_tables_on_a_thousand_devices_are_pinned():
     pinned = tuple((f"t{i}", (f"h{i % 128}", i % 1024)) for i in range(10_000))
     problem = Problem("p", tables, topology, 1024, constraints=Constraints(pinned=pinned))
     assert sum(len(problem.allowed_devices(t.name)) for t in tables) == sum(
-        8 + (i % 1024 // 8 != i % 128) for i in range(10_000))  # a host's eight, and one that may be among them
+        # a host's eight, and one that may be among them
+        8 + (i % 1024 // 8 != i % 128) for i in range(10_000))
 
 
 def test_pins_that_mean_millions_of_devices_are_refused():

@@ -212,7 +212,8 @@ def test_models_round_trip_and_a_touched_one_is_refused(tmp_path):
     for touched in (content[:-1], content[:-8]
                     + np.float64(7.0).tobytes()):  # the second is whole safetensors
         weights.write_bytes(touched)
-        with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest in model.json"):
+        with pytest.raises(ShardCoreError,
+                           match="weights.safetensors does not match the digest in model.json"):
             files.read_model(tmp_path)
 
 
@@ -249,7 +250,8 @@ def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
     content, ran = written(Payload(tmp_path / "ran")), tmp_path / "ran"
     files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
     (tmp_path / files.MODEL_WEIGHTS).write_bytes(content)
-    meta = json.loads((tmp_path / files.MODEL_JSON).read_text()) | {"weights_sha256": hashlib.sha256(content).hexdigest()}
+    meta = (json.loads((tmp_path / files.MODEL_JSON).read_text())
+            | {"weights_sha256": hashlib.sha256(content).hexdigest()})
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
     files.write_json(tmp_path / files.MODEL_JSON, meta)
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):

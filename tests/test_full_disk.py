@@ -1,4 +1,5 @@
-"""A disk that is full while a part is written: a limit of the file's size, at which the kernel refuses to write."""
+"""A disk that is full while a part is written: a limit of the file's size, at which the kernel refuses to
+write."""
 
 import contextlib
 import os
@@ -40,7 +41,8 @@ def test_a_part_that_finds_no_room_loses_nothing_that_was_there(tmp_path):
     name = dataset.write_pool(tmp_path, pool())
     dataset.write_compute(tmp_path, samples[:20], name)
     there = sorted(os.listdir(tmp_path))
-    with room_for(2000), pytest.raises(ShardCoreError, match=r"^cannot write \S+/compute-\S+: File too large$"):
+    with room_for(2000), pytest.raises(ShardCoreError,
+                                       match=r"^cannot write \S+/compute-\S+: File too large$"):
         dataset.write_compute(tmp_path, samples[20:], name)
     assert sorted(os.listdir(tmp_path)) == there
     assert {s.id for s in dataset.read_compute(tmp_path, SETTING)} == {s.id for s in samples[:20]}

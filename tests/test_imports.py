@@ -1,4 +1,5 @@
-"""The house's import directions, and that every DVC stage depends on the code, the data and the parameters of its flow."""
+"""The house's import directions, and that every DVC stage depends on the code, the data and the parameters of
+its flow."""
 
 import ast
 from functools import cache
@@ -30,7 +31,8 @@ def module_file(name: str) -> Path | None:
 
 @cache
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports anywhere, packages of `from a import b` resolved to a.b where that is a module."""
+    """Modules that a file imports anywhere, packages of `from a import b` resolved to a.b where that is a
+    module."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -49,8 +51,8 @@ def our_files() -> list[Path]:
 
 @cache
 def reached(start: Path) -> set[Path]:
-    """Files of ours that a file reaches through imports, packages' __init__ included (shardcore's own imports lazily: it
-    counts, but is not followed)."""
+    """Files of ours that a file reaches through imports, packages' __init__ included (shardcore's own imports
+    lazily: it counts, but is not followed)."""
     seen, waiting = set(), [start]
     while waiting:
         path = waiting.pop()
@@ -88,7 +90,7 @@ def test_directions(path):
         assert not any(n.startswith(("shardcore.measure", "shardcore.search")) for n in ours)
 
 
-# --- what the stages of dvc.yaml depend on ------------------------------------------------------------------------------
+# --- what the stages of dvc.yaml depend on ------------------------------------------------------------------
 
 STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 each_stage = pytest.mark.parametrize("stage", STAGES)
@@ -111,20 +113,23 @@ def is_within(path: str | Path, folders) -> bool:
 @cache
 def trees(stage: str) -> list[ast.AST]:
     """Of the flow and of the tasks that it reaches."""
-    files = (p for p in reached(ROOT / f"flows/{stage}.py") if p.parent.name in ("flows", "tasks") and p.name != "paths.py")
+    files = (p for p in reached(ROOT / f"flows/{stage}.py") if p.parent.name in ("flows", "tasks")
+             and p.name != "paths.py")
     return [ast.parse(p.read_text()) for p in files]
 
 
 def sections_read(stage: str) -> set[str]:
     """First arguments of params.section(...)."""
-    return {node.args[0].value for tree in trees(stage) for node in ast.walk(tree) if isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "params.section"}
+    return {node.args[0].value for tree in trees(stage) for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "params.section"}
 
 
 def data_named(stage: str) -> set[Path]:
-    """The places paths.NAME that are data; datasets too, where a task reads which of them a model was trained on."""
+    """The places paths.NAME that are data; datasets too, where a task reads which of them a model was trained
+    on."""
     nodes = [node for tree in trees(stage) for node in ast.walk(tree)]
-    names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"}
+    names = {node.attr for node in nodes
+             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"}
     found = {getattr(paths, name) for name in names} - {paths.PARAMS, paths.PROBLEMS}
     joined = any(isinstance(node, ast.Constant) and node.value == "datasets" for node in nodes)
     return found | ({paths.DATASETS} if joined else set())
@@ -168,8 +173,8 @@ def test_stages_make_what_the_project_keeps_and_dvc_leaves_what_grows():
     assert files == {
         "tables": {"data/pool.json"}, "measure": {"data/measurements"},
         "train": {"data/model", "data/card.md", "data/curves.csv"},
-        "evaluate": {f"data/evaluation/{n}" for n in ("predictions.png", "replays", "metrics.json", "predictions.csv",
-                                                      "sharders.csv")}}
+        "evaluate": {f"data/evaluation/{n}" for n in ("predictions.png", "replays", "metrics.json",
+                                                      "predictions.csv", "sharders.csv")}}
     growing = {out for stage in STAGES for out, options in made(stage).items() if options.get("persist")}
     assert growing == {"data/measurements", "data/evaluation/replays"}
 

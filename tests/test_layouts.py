@@ -3,7 +3,18 @@
 from collections import Counter
 
 import pytest
-from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, column, host_row, on_hosts, replica, row
+from shapes import (
+    ACROSS,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WITHIN,
+    column,
+    host_row,
+    on_hosts,
+    replica,
+    row,
+)
 
 from shardcore import layouts
 from shardcore.errors import ShardCoreError
@@ -118,7 +129,8 @@ def test_rows_in_even_ranges(rows, n, expected):
     (column(TABLE, 4), TWO, r"plan places t\[0:10, 0:16\] on device 4; problem 'p' has devices 0 to 3"),
     (Placement("row", Shard.whole(TABLE), (0, 1, 2, 4)), TWO, "on device 4; problem 'p' has devices 0 to 3"),
     (Placement("column", Shard.whole(TABLE), (0, 1)), TWO,
-     "by column on devices 0, 1; such a shard lives on device 0 or device 1 or device 2 or ..., in this order"),
+     "by column on devices 0, 1; such a shard lives on device 0 or device 1 or device 2 or ..., "
+     "in this order"),
     (Placement("column", Shard(TABLE, 0, 5, 0, 16), (0,)), TWO,
      "by column on device 0; it needs all rows of the table"),
     (Placement("row", Shard.whole(TABLE), (0, 1, 2)), TWO,
@@ -164,4 +176,5 @@ def test_groups_that_a_table_can_be_on():
 
 def test_devices_for_people():
     assert device_names([3]) == "device 3" and device_names(range(2)) == "devices 0, 1"
-    assert device_names(range(8)) == "devices 0, 1, 2, 3, 4, 5, 6, 7" and device_names(range(10)).endswith("6, 7 and 2 more")
+    assert (device_names(range(8)) == "devices 0, 1, 2, 3, 4, 5, 6, 7"
+            and device_names(range(10)).endswith("6, 7 and 2 more"))

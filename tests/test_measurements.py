@@ -30,13 +30,16 @@ def test_bad_values_are_named(make, named):
 
 
 def test_values_at_their_limits_are_taken():
-    assert CollectiveRequest((0, 4), 2, STILL, busy_ms=0).hosts == 1 and CollectiveRequest((4, 4), 3, STILL, "all_reduce").batch == 3
+    assert (CollectiveRequest((0, 4), 2, STILL, busy_ms=0).hosts == 1
+            and CollectiveRequest((4, 4), 3, STILL, "all_reduce").batch == 3)
 
 
 def test_what_is_not_said_has_its_default():
     request = CollectiveRequest((4, 4), 2, STILL)
-    assert (request.collective, request.payload, request.hosts, request.busy_ms) == ("all_to_all", "fp32", 1, 0.0)
-    sample = ComputeSample("id", Setting("x", 1), ComputeRequest((), 1), Spread(1.0, 1, 1, 3), Spread(2.5, 2, 3, 3), 0.0)
+    assert ((request.collective, request.payload, request.hosts, request.busy_ms)
+            == ("all_to_all", "fp32", 1, 0.0))
+    sample = ComputeSample("id", Setting("x", 1), ComputeRequest((), 1), Spread(1.0, 1, 1, 3),
+                           Spread(2.5, 2, 3, 3), 0.0)
     assert sample.total_ms == 3.5 and sample.slowdown == 1.0 and sample.error is None
 
 
@@ -44,5 +47,6 @@ def test_a_replay_on_a_slow_machine_is_corrected_to_its_usual_speed():
     parts = (1.0, 2.0), (3.0, 5.0), (0.5, 0.25), (0.125, 4.0), (7.0, 0.0)
     slow = StepSample(*parts, step=Spread(12.0, 10.0, 14.0, 5), oversubscribed=True, slowdown=2.0)
     usual = slow.at_usual_speed()
-    assert usual.device_ms == (11.625 / 2, 11.25 / 2) and usual.waiting_ms == (3.5, 0.0) and usual.oversubscribed
+    assert (usual.device_ms == (11.625 / 2, 11.25 / 2) and usual.waiting_ms == (3.5, 0.0)
+            and usual.oversubscribed)
     assert usual.step == Spread(6.0, 5.0, 7.0, 5) and usual.slowdown == 1.0 and slow.slowdown == 2.0

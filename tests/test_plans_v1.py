@@ -1,4 +1,5 @@
-"""Plan files of version 1 read as what they meant. tests/files holds one that the commit before kinds (facde50) wrote."""
+"""Plan files of version 1 read as what they meant. tests/files holds one that the commit before kinds
+(facde50) wrote."""
 
 import json
 from pathlib import Path
@@ -29,9 +30,9 @@ def test_a_kept_file_is_read(kept):
     problem, plan = kept
     t = {x.name: x for x in problem.tables}
     assert set(plan.placements) == {
-        column(t["cut"], 0, 0, 8), column(t["cut"], 3, 8, 24), column(t["whole"], 1), row(t["divided"], problem.topology),
-        replica(t["replica"], problem.topology), host_row(t["host"], (2, 3)), host_row(t["grid"], (0, 1), 0, 12),
-        host_row(t["grid"], (2, 3), 12, 32)}
+        column(t["cut"], 0, 0, 8), column(t["cut"], 3, 8, 24),
+        column(t["whole"], 1), row(t["divided"], problem.topology), replica(t["replica"], problem.topology),
+        host_row(t["host"], (2, 3)), host_row(t["grid"], (0, 1), 0, 12), host_row(t["grid"], (2, 3), 12, 32)}
     assert (plan.provenance["algorithm"], plan.provenance["seed"]) == ("by hand", 3)
 
 
@@ -52,7 +53,8 @@ def test_each_device_has_the_cells_that_the_file_says(kept):
     _, plan = kept
     written = json.loads((KEPT / "plan-v1.json").read_text())["placements"]
     said = {(p["table"], *p["rows"], *p["columns"], d) for p in written for d in p["devices"]}
-    assert {(s.table.name, s.row_lo, s.row_hi, s.col_lo, s.col_hi, d) for p in plan.placements for d, s in shards_on(p)} == said
+    assert {(s.table.name, s.row_lo, s.row_hi, s.col_lo, s.col_hi, d) for p in plan.placements
+            for d, s in shards_on(p)} == said
 
 
 def test_it_cost_another_price_than_rows_of_a_host_have(kept):
@@ -64,9 +66,11 @@ def test_it_cost_another_price_than_rows_of_a_host_have(kept):
     assert entered["reduce_scatter_host"] == [256 * 4 * 12] * 2 + [256 * 4 * (16 + 20)] * 2
     together = np.array(entered["reduce_scatter"]) + entered["reduce_scatter_host"]
     compute_ms = np.array(now.compute_ms) - model.launch_ms
-    comm = model.comm(sends(all_to_all=entered["all_to_all"], reduce_scatter=together, all_reduce=entered["all_reduce"]),
+    comm = model.comm(sends(all_to_all=entered["all_to_all"], reduce_scatter=together,
+                            all_reduce=entered["all_reduce"]),
                       compute_ms, problem.topology)
-    assert max(compute_ms + comm.total_ms) == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9) != now.total_ms
+    assert (max(compute_ms + comm.total_ms) == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
+            != now.total_ms)
 
 
 def test_it_is_written_as_the_version_of_today_and_read_back(kept, tmp_path):
@@ -94,7 +98,8 @@ def test_row_ranges_become_one_placement():
     assert read(TALL, "xyxy", *by_rank) == read(TALL, "xyxy", *by_rank[::-1]) == (row(TALL, mixed),)
     assert read(ORDERED, "xyxy", *by_rank) == (row(ORDERED, mixed),)
     by_number = ((0, 3, 0), (3, 6, 1), (6, 9, 2), (9, 10, 3))
-    assert read(TALL, "xyxy", *by_number) == (row(TALL, mixed),)  # hashed ids do not mind which device has which
+    # hashed ids do not mind which device has which
+    assert read(TALL, "xyxy", *by_number) == (row(TALL, mixed),)
     with pytest.raises(ShardCoreError, match="4 ranges of"):
         read(ORDERED, "xyxy", *by_number)
     assert read(TALL, "xyxy", (0, 5, 3), (5, 10, 1), columns=(4, 8)) == (host_row(TALL, (1, 3), 4, 8),)
@@ -114,14 +119,17 @@ def test_replicas_on_all_devices_are_read_in_whatever_order():
     ("aaaa", [(0, 3, 0), (3, 6, 1), (6, 9, 2)]),  # the last is lacking
 ])
 def test_rows_that_no_kind_divides_so_are_refused(hosts, parts):
-    with pytest.raises(ShardCoreError, match=f"plan has rows of table 't' in {len(parts)} ranges of .* on devices? [0-3, ]+; "
-                                             "TorchRec divides rows evenly, over all devices or those of one host: plan again"):
+    with pytest.raises(ShardCoreError,
+                       match=f"plan has rows of table 't' in {len(parts)} ranges of .* on devices? [0-3, ]+; "
+                                             "TorchRec divides rows evenly, "
+                                             "over all devices or those of one host: plan again"):
         read(TALL, hosts, *parts)
 
 
 def test_a_replica_on_some_devices_is_refused():
     problem = Problem("p", (TALL,), on_hosts("aabb"), 48)
-    with pytest.raises(ShardCoreError, match="by data_parallel on devices 0, 1; such a shard lives on devices 0, 1, 2, 3"):
+    with pytest.raises(ShardCoreError,
+                       match="by data_parallel on devices 0, 1; such a shard lives on devices 0, 1, 2, 3"):
         lower(Plan(read(TALL, "aabb", (0, 10, (0, 1)))), problem)
 
 

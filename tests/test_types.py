@@ -28,7 +28,8 @@ FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
     (lambda: Shard(Table("t", 10, 8, 1.0), 0, 10, 2, 8), ["[2, 8)", "multiples of 4"]),
     (lambda: Placement("data_parallel", Shard.whole(Table("t", 10, 8, 1.0)), (1, 1)), ["(1, 1)"]),
     (lambda: Problem("p", (Table("t", 10, 8, 1.0),) * 2, Topology((Device(1),)), 4), ["'p'", "'t'"]),
-    (lambda: Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1),) * 3), 4), ["global_batch 4", "3 devices"]),
+    (lambda: Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1),) * 3), 4),
+     ["global_batch 4", "3 devices"]),
     (lambda: Problem("../p", (Table("t", 10, 8, 1.0),), Topology((Device(1),)), 4), ["'../p'", "folder"]),
     (lambda: Table("", 10, 8, 1.0), ["a table has name ''"]),
     (lambda: Table("a\nb", 10, 8, 1.0), ["a table has name 'a\\nb'", "1 to 200 printable characters"]),
@@ -57,7 +58,8 @@ FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
     (lambda: Problem("p", (), HOSTS, 4), ["no tables"]),
     (lambda: Problem("p", FOUR, HOSTS, 0), ["global_batch 0", "at least 1"]),
     (lambda: Problem("p", FOUR, HOSTS, 4, "adam"), ["'adam'", "exact_sgd"]),
-    (lambda: Problem("p", (*FOUR, Table("h", 1, 4, 0.0, precision="fp16")), HOSTS, 4), ["mixes", "fp16", "fp32"]),
+    (lambda: Problem("p", (*FOUR, Table("h", 1, 4, 0.0, precision="fp16")), HOSTS, 4),
+     ["mixes", "fp16", "fp32"]),
     (lambda: Setting("x", 1, "fp8"), ["'fp8'"]),
     (lambda: Setting("a/b", 4), ["'a/b'"]),
     (lambda: Setting("x", 0), ["batch 0"]),
@@ -84,7 +86,8 @@ def test_what_is_not_said_has_its_default():
 
 
 def test_nouns_are_values_that_nobody_changes():
-    nouns = [x for module in (types, topology, constraints, measurements, workload) for x in vars(module).values()
+    nouns = [x for module in (types, topology, constraints, measurements, workload)
+             for x in vars(module).values()
              if dataclasses.is_dataclass(x) and x.__module__ == module.__name__]
     assert len(nouns) > 15 and all(x.__dataclass_params__.frozen for x in nouns)
     by_array = {x.__name__ for x in nouns if not x.__dataclass_params__.eq}
@@ -100,13 +103,15 @@ def test_nouns_are_values_that_nobody_changes():
 def test_tables_that_differ_in_anything_differ_as_keys():
     table = Table("t", 10, 8, 1.0)
     others = [dataclasses.replace(table, **change) for change in (
-        {"name": "u"}, {"rows": 11}, {"dim": 4}, {"pooling": 2.0}, {"access": Zipf(0)}, {"precision": "fp16"}, {"ordered": True})]
+        {"name": "u"}, {"rows": 11}, {"dim": 4}, {"pooling": 2.0}, {"access": Zipf(0)}, {"precision": "fp16"},
+        {"ordered": True})]
     assert len({hash(t) for t in (table, *others)}) == 8 and len({table, *others, Table("t", 10, 8, 1)}) == 8
 
 
 def test_a_shard_knows_its_shape():
     shard = Shard(Table("t", 10, 16, 1.0, precision="fp16"), 2, 10, 4, 16)
-    assert (shard.rows, shard.width, shard.bytes, shard.full_rows, shard.label) == (8, 12, 192, False, "t[2:10, 4:16]")
+    assert (shard.rows, shard.width, shard.bytes, shard.full_rows, shard.label) == (8, 12, 192, False,
+                                                                                    "t[2:10, 4:16]")
     assert Shard(shard.table, 0, 10, 4, 8).full_rows and Shard.whole(shard.table).label == "t[0:10, 0:16]"
 
 
@@ -120,7 +125,8 @@ def test_a_problem_of_another_setting_is_refused_with_both_shown(problem):
     problem.require_setting(Setting("anything", 256))  # a topology without hardware takes the model's
     named = dataclasses.replace(problem, topology=dataclasses.replace(problem.topology, hardware="h"))
     named.require_setting(Setting("h", 256))
-    for other in (Setting("i", 256), Setting("h", 128), Setting("h", 256, "fp16"), Setting("h", 256, "fp32", "rowwise_adagrad")):
+    for other in (Setting("i", 256), Setting("h", 128), Setting("h", 256, "fp16"),
+                  Setting("h", 256, "fp32", "rowwise_adagrad")):
         with pytest.raises(SettingMismatch):
             named.require_setting(other)
     with pytest.raises(SettingMismatch) as error:
@@ -133,7 +139,8 @@ def test_a_table_stays_a_key_across_processes(tables):
     for table in tables:
         hash(table)
         taken = pickle.loads(pickle.dumps(table))
-        assert "_hash" in vars(table) and "_hash" not in vars(taken) and taken == table and hash(taken) == hash(table)
+        assert ("_hash" in vars(table) and "_hash" not in vars(taken) and taken == table
+                and hash(taken) == hash(table))
 
 
 def test_equal_tables_have_equal_files():

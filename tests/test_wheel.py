@@ -15,13 +15,17 @@ def test_the_wheel_builds_installs_and_carries_its_data(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheel", source],  # asks no index
+    # asks no index
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w",
+                    tmp_path / "wheel", source],
                    check=True, capture_output=True)
     [wheel] = (tmp_path / "wheel").glob("shardcore-*.whl")
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
-    code = ("import sys, shardcore; from shardcore.tables import public; assert 'site' in shardcore.__file__; "
+    code = ("import sys, shardcore; from shardcore.tables import public; "
+            "assert 'site' in shardcore.__file__; "
             "assert not {'prefect', 'ray', 'mlflow', 'dvc', 'fbgemm_gpu', 'yaml'} & set(sys.modules); "
             "print(len(public.public_pool('mlperf-dlrm-dcnv2')), sorted(shardcore.SHARDERS)[0])")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, check=True,
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path,
+                          env={"PYTHONPATH": str(tmp_path / "site")}, check=True,
                           capture_output=True, text=True)
     assert done.stdout.split() == ["26", "anneal"]

@@ -46,8 +46,10 @@ def test_a_plan_runs_one_op_a_kind_and_device():
     (place(column(A, 0), column(A, 1, 4, 8), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 4:8]"]),
     (place(column(A, 0), row(A, TWO), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 0:8]"]),
     (place(column(A, 2), column(B, 1), column(C, 0)), ["device 2", "0 to 1"]),
-    (place(column(A, 1), column(B, 1), Placement("data_parallel", Shard.whole(C), (0, 2))), ["device 2", "0 to 1"]),
-    (place(column(A, 1), column(B, 1), Placement("column", Shard.whole(C), (0, 1))), ["c[0:10, 0:16] by column", "lives on"]),
+    (place(column(A, 1), column(B, 1), Placement("data_parallel", Shard.whole(C), (0, 2))),
+     ["device 2", "0 to 1"]),
+    (place(column(A, 1), column(B, 1), Placement("column", Shard.whole(C), (0, 1))),
+     ["c[0:10, 0:16] by column", "lives on"]),
     (place(column(dataclasses.replace(A, pooling=9.0), 0), column(B, 1), column(C, 0)), ["'a'"]),
 ])
 def test_a_plan_that_does_not_cover_its_problem_is_refused(plan, named):
@@ -61,13 +63,18 @@ SPREAD = on_hosts("axxa", 1 << 20)
 
 
 @pytest.mark.parametrize("constraints, named", [
-    (Constraints(unsplit=("a",)), ["cuts table 'a'", "a[0:100, 0:4]", "must stay whole (constraints.unsplit)"]),
-    (Constraints(unsplit=("b",)), ["cuts table 'b'", "b[0:15, 0:4]", "must stay whole (constraints.unsplit)"]),
+    (Constraints(unsplit=("a",)),
+     ["cuts table 'a'", "a[0:100, 0:4]", "must stay whole (constraints.unsplit)"]),
+    (Constraints(unsplit=("b",)),
+     ["cuts table 'b'", "b[0:15, 0:4]", "must stay whole (constraints.unsplit)"]),
     (Constraints(together=(("a", "c"),)), ["cuts table 'a'", "(constraints.together)"]),
     (Constraints(pinned=(("a", (1,)),)), ["cuts table 'a'", "(constraints.pinned)"]),
-    (Constraints(pinned=(("b", (1, 2)),)), ["b[0:60, 0:4] on device 0", "table 'b' may only live on devices 1, 2"]),
-    (Constraints(pinned=(("c", ("x",)),)), ["c[0:10, 0:16] on device 0", "table 'c' may only live on devices 1, 2"]),
-    (Constraints(together=(("c",),)), ["'c' on devices 0, 3, 1, 2", "together on one (constraints.together)"]),
+    (Constraints(pinned=(("b", (1, 2)),)),
+     ["b[0:60, 0:4] on device 0", "table 'b' may only live on devices 1, 2"]),
+    (Constraints(pinned=(("c", ("x",)),)),
+     ["c[0:10, 0:16] on device 0", "table 'c' may only live on devices 1, 2"]),
+    (Constraints(together=(("c",),)),
+     ["'c' on devices 0, 3, 1, 2", "together on one (constraints.together)"]),
 ])
 def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
     problem = dataclasses.replace(PROBLEM, topology=SPREAD, constraints=constraints)
@@ -79,8 +86,10 @@ def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
 
 def test_rows_over_a_host_respect_pins_and_tables_that_stay_whole():
     plan = place(column(A, 0), host_row(B, (1, 2)), column(C, 3))
-    lower(plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=Constraints(pinned=(("b", ("x",)),))))
-    for constraints, said in ((Constraints(pinned=(("b", ("a", 1)),)), "on device 2; table 'b' may only live on devices 0, 1, 3"),
+    lower(plan,
+          dataclasses.replace(PROBLEM, topology=SPREAD, constraints=Constraints(pinned=(("b", ("x",)),))))
+    for constraints, said in ((Constraints(pinned=(("b", ("a", 1)),)),
+                               "on device 2; table 'b' may only live on devices 0, 1, 3"),
                               (Constraints(unsplit=("b",)),
                                r"cuts table 'b', one shard being b\[0:30, 0:4\]")):
         with pytest.raises(ShardCoreError, match=said):
@@ -101,7 +110,8 @@ def test_a_column_too_few_or_too_many_is_noticed_however_large_the_table():
 def test_shards_cover_a_table_in_whatever_order_they_are_listed():
     wide = Table("wide", 100, 16, 2.0)
     problem = Problem("p", (wide,), on_hosts("aabb"), 64)
-    quarters = [column(wide, 0, 0, 4), column(wide, 3, 4, 8), host_row(wide, (0, 1), 8, 12), host_row(wide, (2, 3), 12, 16)]
+    quarters = [column(wide, 0, 0, 4), column(wide, 3, 4, 8), host_row(wide, (0, 1), 8, 12),
+                host_row(wide, (2, 3), 12, 16)]
     for order in permutations(quarters):
         lower(place(*order), problem)
         with pytest.raises(ShardCoreError, match="cells twice"):
@@ -113,9 +123,11 @@ def test_shards_cover_a_table_in_whatever_order_they_are_listed():
 def test_tables_kept_together_share_a_device():
     def plan(device_of_c):
         return place(column(A, 0), column(B, 1), column(C, device_of_c))
-    problem = dataclasses.replace(PROBLEM, constraints=Constraints(pinned=(("b", (1,)),), together=(("a", "c"),)))
+    problem = dataclasses.replace(PROBLEM,
+                                  constraints=Constraints(pinned=(("b", (1,)),), together=(("a", "c"),)))
     lower(plan(0), problem)
-    with pytest.raises(ShardCoreError, match="table 'c' on device 1 and 'a' on device 0; they need to be together"):
+    with pytest.raises(ShardCoreError,
+                       match="table 'c' on device 1 and 'a' on device 0; they need to be together"):
         lower(plan(1), problem)
 
 
@@ -129,7 +141,8 @@ def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     with pytest.raises(Infeasible, match="device 1 of problem 'p' would hold .*; it may hold "):
         lower(plan, problem)
     enough = dataclasses.replace(problem, topology=Topology((Device(1), Device(needed + reserved))))
-    assert lower(plan, enough).memory_bytes == (0, needed)  # on the first, where even less than nothing is free, is nothing
+    # on the first, where even less than nothing is free, is nothing
+    assert lower(plan, enough).memory_bytes == (0, needed)
     assert memory.free_bytes(enough) == [1 - reserved, needed]
 
 
@@ -140,12 +153,14 @@ def test_memory_is_weights_state_outputs_and_a_replicas_dense_gradient():
     assert memory.shard_bytes(half, 64, "exact_sgd", dense_gradient=True) == 2 * 50 * 4 * 4 + 2 * 64 * 4 * 4
     small = Shard.whole(Table("h", 100, 8, 2.0, precision="fp16"))  # outputs and dense gradients are FP32
     assert memory.shard_bytes(small, 64, "exact_sgd") == 100 * 8 * 2 + 2 * 64 * 8 * 4
-    assert memory.shard_bytes(small, 64, "exact_sgd", dense_gradient=True) == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4
+    assert (memory.shard_bytes(small, 64, "exact_sgd", dense_gradient=True)
+            == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4)
 
 
-@pytest.mark.parametrize("n_bytes, shown", [(3 * 2**30, "3.0 GiB"), (2**30 // 10 + 1, "0.1 GiB"), (2**30 // 11, "93.1 MiB"),
-                                            (2**20, "1.0 MiB"), (104_857, "104857 bytes"), (0, "0 bytes"),
-                                            (-(2**30), "-1.0 GiB")])
+@pytest.mark.parametrize("n_bytes, shown",
+                         [(3 * 2**30, "3.0 GiB"), (2**30 // 10 + 1, "0.1 GiB"), (2**30 // 11, "93.1 MiB"),
+                          (2**20, "1.0 MiB"), (104_857, "104857 bytes"), (0, "0 bytes"),
+                          (-(2**30), "-1.0 GiB")])
 def test_sizes_for_people(n_bytes, shown):
     assert memory.gib(n_bytes) == shown
 
@@ -154,7 +169,8 @@ def test_what_devices_exchange_adds_up_by_kind():
     """Four devices on two hosts, unlike in all but the replica."""
     d, where = Table("d", 41, 8, 1.0), on_hosts("xyxy", 1 << 20)
     problem = Problem("p", (A, B, C, d), where, 48)
-    work = lower(place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)), replica(C, where)), problem)
+    work = lower(place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)),
+                       replica(C, where)), problem)
     copy = ("data_parallel", 12, ["c[0:10, 0:16]"])
     assert [[(op.kind, op.batch, [s.label for s in op.shards]) for op in ops] for ops in work.ops] == [
         [("column", 48, ["a[0:100, 0:4]"]), ("row", 48, ["b[0:15, 0:4]"]), copy],
@@ -163,12 +179,13 @@ def test_what_devices_exchange_adds_up_by_kind():
         [("row", 48, ["b[45:60, 0:4]"]), ("host_row", 48, ["d[21:41, 0:8]"]), copy]]
     assert entering(work.traffic) == {
         "all_to_all": [48 * 4 * 4, 0, 48 * 4 * 4, 0], "reduce_scatter": [48 * 4 * 4] * 4,
-        "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4], "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4],
-        "all_reduce": [10 * 16 * 4] * 4}
+        "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4],
+        "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4], "all_reduce": [10 * 16 * 4] * 4}
     assert work.traffic.shape == (len(CHANNELS), 4) and work.traffic.dtype == float
     everywhere = 15 * 4 * 4 + 2 * 48 * 4 * 4 + 2 * 10 * 16 * 4 + 2 * 12 * 16 * 4
     columns, ranges = 100 * 4 * 4 + 2 * 48 * 4 * 4, [rows * 8 * 4 + 2 * 48 * 8 * 4 for rows in (21, 20)]
-    assert work.memory_bytes == (everywhere + columns, everywhere + ranges[0], everywhere + columns, everywhere + ranges[1])
+    assert work.memory_bytes == (everywhere + columns, everywhere + ranges[0], everywhere + columns,
+                                 everywhere + ranges[1])
     assert (work.topology, work.global_batch) == (problem.topology, 48)
 
 
@@ -177,7 +194,8 @@ def test_shards_of_a_kind_on_a_device_are_one_op_and_add_their_bytes():
     problem = Problem("p", (A, B, other), where, 64)
     work = lower(place(column(A, 1), host_row(B, (0, 1)), host_row(other, (0, 1))), problem)
     assert work.ops[0] == (Op("host_row", (Shard(B, 0, 30, 0, 4), Shard(other, 0, 30, 0, 4)), 64),)
-    assert entering(work.traffic) == {"all_to_all": [0, 64 * 8 * 4, 0, 0], "reduce_scatter_host": [64 * 8 * 4] * 2 + [0, 0],
+    assert entering(work.traffic) == {"all_to_all": [0, 64 * 8 * 4, 0, 0],
+                                      "reduce_scatter_host": [64 * 8 * 4] * 2 + [0, 0],
                                       "all_to_all_cross": [32 * 8 * 4] * 2 + [0, 0]}
     assert work.ops[2:] == ((), ())
 

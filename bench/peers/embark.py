@@ -111,7 +111,8 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         replicas = _replicas(problem, rows)
         if (plans and not meter.left()) or (rows and not replicas):
             continue
-        search = _Search(problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest, replicas, meter)
+        search = _Search(problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest,
+                         replicas, meter)
         best = search.run(config.rounds)
         if best.stuck is None:
             found = [*search.replicas, *placed(best.chosen, best.devices, problem)]
@@ -156,10 +157,12 @@ def _replica_bytes(table: Table, problem: Problem) -> int:
 class _Search:
     """One search with fixed parameters."""
 
-    def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter) -> None:
+    def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table],
+                 meter: Meter) -> None:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
-        self.replicas = [Placement(replicating(problem).name, Shard.whole(t), problem.topology.ranks) for t in replicas]
+        self.replicas = [Placement(replicating(problem).name, Shard.whole(t), problem.topology.ranks)
+                         for t in replicas]
         taken = sum(_replica_bytes(t, problem) for t in replicas)
         self.free = [f - taken for f in free_bytes(problem)]
         self.tables = [t for t in problem.tables if t not in set(replicas)]

@@ -1,4 +1,5 @@
-"""A mixed-integer program on an additive surrogate, solved by HiGHS (Huangfu and Hall 2018; scipy.optimize.milp).
+"""A mixed-integer program on an additive surrogate, solved by HiGHS (Huangfu and Hall 2018;
+scipy.optimize.milp).
 
 Bundles b go to devices d, and their bytes have to fit. Minimise the largest load of a device:
 
@@ -73,7 +74,8 @@ class MilpConfig:
     gap: float = 0.001
 
     def __post_init__(self) -> None:
-        if not self.surrogates or not set(self.surrogates) <= set(SURROGATES) or not self.shares or min(self.shares) <= 0:
+        if (not self.surrogates or not set(self.surrogates) <= set(SURROGATES) or not self.shares
+            or min(self.shares) <= 0):
             raise ShardCoreError(f"{self} needs surrogates out of {', '.join(SURROGATES)} and shares above 0")
         if self.nodes < 1 or self.gap < 0:
             raise ShardCoreError(f"{self} needs 1 or more nodes and a gap of 0 or more")
@@ -98,7 +100,8 @@ class _Limits:
         if self.end is None:
             return {"mip_rel_gap": gap, "node_limit": self.nodes}
         # Divide the remaining time evenly over the remaining programs.
-        return {"mip_rel_gap": gap, "time_limit": max(0.0, (self.end - time.monotonic()) / (self.programs + 1))}
+        return {"mip_rel_gap": gap,
+                "time_limit": max(0.0, (self.end - time.monotonic()) / (self.programs + 1))}
 
 
 def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
@@ -140,7 +143,8 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
                       for d in (start, devices)]
     best = min(plans, key=lambda p: p.provenance["predicted_ms"])
     shares = [s if s < np.inf else None for s in config.shares]
-    return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config) | {"shares": shares}})
+    return replace(best, provenance={**best.provenance, "evals": meter.evals,
+                                     "config": asdict(config) | {"shares": shares}})
 
 
 def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
@@ -200,7 +204,8 @@ class _Program:
                 room.put(shard, d)
         return devices
 
-    def improve(self, devices: np.ndarray, group: np.ndarray, options: dict[str, float]) -> tuple[np.ndarray, int]:
+    def improve(self, devices: np.ndarray, group: np.ndarray,
+                options: dict[str, float]) -> tuple[np.ndarray, int]:
         """devices [B], with the bundles of one group of devices reassigned if HiGHS finds that cheaper.
 
         Also returns the number of nodes.
@@ -278,13 +283,15 @@ def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarra
     each = sparse.csr_array((np.ones(n), (i, np.arange(n))), shape=(n_bundles, n + 1))
     # The load of each device is at most the last variable.
     makespan = sparse.csr_array((np.append(load[i, d], -np.ones(n_devices)),
-                                 (np.append(d, np.arange(n_devices)), np.append(np.arange(n), np.full(n_devices, n)))))
+                                 (np.append(d, np.arange(n_devices)),
+                                  np.append(np.arange(n), np.full(n_devices, n)))))
     memory = sparse.csr_array((needs[i] * scale, (d, np.arange(n))), shape=(n_devices, n + 1))
     # Leave out devices that could hold everything: fewer constraints.
     scarce = np.flatnonzero(needs @ allowed > free)
     result = optimize.milp(
         np.append(np.zeros(n), 1.0), integrality=np.append(np.ones(n), 0),
-        bounds=optimize.Bounds(np.append(np.zeros(n), load.min(1).max()), np.append(np.ones(n), _LARGEST)), options=options,
+        bounds=optimize.Bounds(np.append(np.zeros(n), load.min(1).max()), np.append(np.ones(n), _LARGEST)),
+        options=options,
         constraints=[optimize.LinearConstraint(each, 1, 1), optimize.LinearConstraint(makespan, -np.inf, 0),
                      optimize.LinearConstraint(memory[scarce], -np.inf, np.maximum(free, 0)[scarce] * scale)])
     nodes = int(getattr(result, "mip_node_count", None) or 1)

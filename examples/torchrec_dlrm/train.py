@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc_per_node=2 train.py
 
-Tables, multi-hot sizes and skew are those of MLPerf DLRM-DCNv2 (Criteo 1TB, multi-hot), with rows and columns scaled down; the
-clicks are synthetic: each id has a hidden score, which the model has to learn. Step times are compared. --check trains an
-unsharded copy on every rank too, with the batches of all ranks, and compares parameters at the end.
+Tables, multi-hot sizes and skew are those of MLPerf DLRM-DCNv2 (Criteo 1TB, multi-hot), with rows and columns
+scaled down; the clicks are synthetic: each id has a hidden score, which the model has to learn. Step times
+are compared. --check trains an unsharded copy on every rank too, with the batches of all ranks, and compares
+parameters at the end.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ TABLES = [replace(t, rows=max(3, t.rows // ROWS_SCALE), dim=DIM) for t in public
 
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
-    tables = [EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name],
-                                 weight_init_min=-0.1, weight_init_max=0.1) for t in TABLES]
-    return DLRM_DCN(EmbeddingBagCollection(tables=tables, device=torch.device("cpu")), DENSE, [DIM], [32, 1], 2, 16)
+    tables = [EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                 feature_names=[t.name], weight_init_min=-0.1, weight_init_max=0.1)
+              for t in TABLES]
+    return DLRM_DCN(EmbeddingBagCollection(tables=tables, device=torch.device("cpu")), DENSE, [DIM],
+                    [32, 1], 2, 16)
 
 
 def batch(seed: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
@@ -60,7 +63,8 @@ def batch(seed: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
         lengths.append(sizes)
     score = 2 * (score - score.mean()) / score.std() + 3 * dense[:, 0]
     clicks = rng.random(BATCH) < 1 / (1 + np.exp(-score))
-    features = KeyedJaggedTensor(keys=[t.name for t in TABLES], values=torch.from_numpy(np.concatenate(values)),
+    features = KeyedJaggedTensor(keys=[t.name for t in TABLES],
+                                 values=torch.from_numpy(np.concatenate(values)),
                                  lengths=torch.from_numpy(np.concatenate(lengths)).int())
     return torch.from_numpy(dense).float(), features, torch.from_numpy(clicks).float()
 
@@ -68,16 +72,21 @@ def batch(seed: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
 def plans(rank: int, world: int, args: argparse.Namespace) -> dict:
     """TorchRec's planner as its users call it, and ours in its place."""
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling], compute_kernels=["fused"], min_partition=8,
-                                                sharding_types=["table_wise", "column_wise", "row_wise"]) for t in TABLES}
+    constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling], compute_kernels=["fused"],
+                                                min_partition=8,
+                                                sharding_types=["table_wise", "column_wise", "row_wise"])
+                   for t in TABLES}
     module, sharders = build(), [EmbeddingBagCollectionSharder()]
     theirs = EmbeddingShardingPlanner(topology, BATCH, constraints=constraints)
 
-    model = (shardcore.load_model(args.model) if args.model else AnalyticModel(  # of the order of two CPU cores, not measured
-        Setting("cpu", BATCH * world), launch_us=500, table_us=20, lookup_ns=20, gather_gbps=8, update_gbps=2, exchange_gbps=1))
+    # of the order of two CPU cores, not measured
+    model = (shardcore.load_model(args.model) if args.model else AnalyticModel(
+        Setting("cpu", BATCH * world), launch_us=500, table_us=20, lookup_ns=20, gather_gbps=8, update_gbps=2,
+        exchange_gbps=1))
     ours = ShardCorePlanner(topology, BATCH, model=model, lookups=[batch(seed)[1] for seed in range(world)],
                             budget=Budget(evals=100_000))
-    found = {"shardcore": ours.collective_plan(module, sharders), "torchrec": theirs.collective_plan(module, sharders)}
+    found = {"shardcore": ours.collective_plan(module, sharders),
+             "torchrec": theirs.collective_plan(module, sharders)}
     if rank == 0 and args.out:
         write_torchrec(args.out, found["shardcore"])
     return found
@@ -93,11 +102,14 @@ class Trainer:
             sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD,
                                                                   "learning_rate": LEARNING_RATE})
             whole = self.model.state_dict()
-            self.model = DistributedModelParallel(build(), device=torch.device("cpu"), plan=plan, sharders=[sharder])
-            for name, mine, part in shards(self.model):  # TorchRec draws new weights for shards; a comparison needs the same
+            self.model = DistributedModelParallel(build(), device=torch.device("cpu"), plan=plan,
+                                                  sharders=[sharder])
+            # TorchRec draws new weights for shards; a comparison needs the same
+            for name, mine, part in shards(self.model):
                 mine.copy_(whole[name][part])
         fused = {name for name, _, _ in shards(self.model)}  # their kernels update them
-        tables = [p for n, p in self.model.named_parameters() if "embedding_bags" in n and n.removeprefix("module.") not in fused]
+        tables = [p for n, p in self.model.named_parameters()
+                  if "embedding_bags" in n and n.removeprefix("module.") not in fused]
         dense = [p for n, p in self.model.named_parameters() if "embedding_bags" not in n]
         self.optimizers = [torch.optim.SGD(dense, lr=0.1, momentum=0.9)]
         if tables:  # data-parallel, or unsharded
@@ -106,7 +118,8 @@ class Trainer:
     def step(self, batches) -> None:
         """Over the mean of the batches: a rank's own or, unsharded, all ranks'."""
         began = time.perf_counter()
-        loss = torch.stack([torch.nn.functional.binary_cross_entropy_with_logits(self.model(dense, features).squeeze(1), clicks)
+        loss = torch.stack([torch.nn.functional.binary_cross_entropy_with_logits(
+            self.model(dense, features).squeeze(1), clicks)
                             for dense, features, clicks in batches]).mean()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -144,7 +157,8 @@ def slowest_ms(trainer: Trainer) -> np.ndarray:
 
 
 def ratio(times: np.ndarray, of: np.ndarray, seed: int = 0) -> str:
-    """Median of one step's time over another's, step by step, with the 95% interval of a bootstrap over steps."""
+    """Median of one step's time over another's, step by step, with the 95% interval of a bootstrap over
+    steps."""
     each = times / of
     drawn = np.median(np.random.default_rng(seed).choice(each, (2000, len(each))), axis=1)
     low, high = np.quantile(drawn, (0.025, 0.975))
@@ -152,7 +166,8 @@ def ratio(times: np.ndarray, of: np.ndarray, seed: int = 0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--model", help="folder of a cost model measured here (python -m shardcore train)")
     parser.add_argument("--check", action="store_true", help="train an unsharded copy too, and compare")
@@ -175,13 +190,15 @@ def main() -> None:
         if unsharded:
             unsharded.step(batches)
 
-    times = {name: slowest_ms(trainer) for name, trainer in [*trainers.items(), ("unsharded", unsharded)] if trainer}
+    times = {name: slowest_ms(trainer) for name, trainer in [*trainers.items(), ("unsharded", unsharded)]
+             if trainer}
     for name, trainer in trainers.items():
         kinds = [s.sharding_type for module in trainer.plan.plan.values() for s in module.values()]
         losses = torch.tensor(trainer.losses)
         dist.all_reduce(losses)
         losses /= world
-        say = (f"{name:10} loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}   step {np.median(times[name]):.1f} ms   "
+        say = (f"{name:10} loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}   step "
+               f"{np.median(times[name]):.1f} ms   "
                + ", ".join(f"{kinds.count(k)} {k}" for k in sorted(set(kinds))))
         if unsharded:
             say += f"   differs from unsharded by {largest_difference(trainer.model, unsharded.model):.1e}"

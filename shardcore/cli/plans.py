@@ -278,7 +278,8 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.search import torchrec
 
     if args.uneven_rows:
-        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; leave it out")
+        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; "
+                             "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     plan = files.read_plan(args.plan, problem)

@@ -41,7 +41,8 @@ def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     return model.head(_sums(model, samples))
 
 
-def intervals(model: NeuralModel, samples: Sequence[ComputeSample], confidence: float) -> tuple[np.ndarray, np.ndarray]:
+def intervals(model: NeuralModel, samples: Sequence[ComputeSample],
+              confidence: float) -> tuple[np.ndarray, np.ndarray]:
     """[S] ms, low and high, around the measured forward + backward with probability `confidence`."""
     return model.interval(_sums(model, samples), confidence)
 
@@ -53,7 +54,8 @@ def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
 
-def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]) -> dict[str, float]:
+def evaluate(model: NeuralModel, compute: Sequence[ComputeSample],
+             comm: Sequence[CollectiveSample]) -> dict[str, float]:
     """Accuracy on measurements, as flat metrics. Errors are in percent.
 
     compute_*: errors of forward + backward of fused ops.
@@ -62,7 +64,8 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
 
     A kind without samples has no metrics.
     """
-    compute, comm = ([s for s in samples if s.error is None] for samples in (compute, collective_model.priced(comm)))
+    compute, comm = ([s for s in samples if s.error is None]
+                     for samples in (compute, collective_model.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         sums = _sums(model, compute)
@@ -70,7 +73,8 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequenc
         # [S, 2] measured ms, forward and backward.
         found = np.array([[s.forward.median_ms, s.backward.median_ms] for s in compute])
         total, measured = both.sum(1), found.sum(1)
-        metrics |= {"compute_mape": mape(total, measured), "forward_compute_mape": mape(both[:, 0], found[:, 0]),
+        metrics |= {"compute_mape": mape(total, measured),
+                    "forward_compute_mape": mape(both[:, 0], found[:, 0]),
                     "backward_compute_mape": mape(both[:, 1], found[:, 1]),
                     "compute_mse_ms2": float(((total - measured) ** 2).mean()),
                     "compute_kendall_tau": kendall_tau(total, measured)}

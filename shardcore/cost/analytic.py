@@ -27,9 +27,11 @@ BYTES_PER_MS_PER_GBPS = 1e6
 class AnalyticModel:
     """Costs from the work of an op, each driver at a constant rate.
 
-    compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
+    compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered +
+    bytes updated
 
-    transfer = latency + bytes that leave a device / bandwidth, the same for all: nobody is done before the last sender
+    transfer = latency + bytes that leave a device / bandwidth, the same for all: nobody is done before the
+    last sender
 
     waiting = max over devices of (compute + backward transfer) - the device's own
 
@@ -51,7 +53,8 @@ class AnalyticModel:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if not (value > 0 if field.name.endswith("gbps") else value >= 0):
-                raise ShardCoreError(f"analytic model has {field.name} {value}; bandwidths need to be positive, costs 0 or more")
+                raise ShardCoreError(f"analytic model has {field.name} {value}; "
+                                     "bandwidths need to be positive, costs 0 or more")
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.
@@ -142,7 +145,8 @@ class AnalyticModel:
         # [n, n] masks of pairs. A device sends nothing to itself.
         same_host = (hosts[:, None] == hosts) & ~np.eye(n_devices, dtype=bool)
         other_host = ~same_host & ~np.eye(n_devices, dtype=bool)
-        within = np.maximum(own * same_host.sum(1), own @ same_host)  # a link is as busy as the busier of its two directions
+        # a link is as busy as the busier of its two directions
+        within = np.maximum(own * same_host.sum(1), own @ same_host)
         between = np.maximum(own * other_host.sum(1), own @ other_host)
         # Both kinds of link transfer at the same time; the slower one decides.
         slowest = np.maximum(

@@ -58,7 +58,8 @@ uplink_bytes: the most of any host. Its devices may share an uplink.
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
 LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 10)
 
-WAYS = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"), "all_reduce": ("backward",)}
+WAYS = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
+        "all_reduce": ("backward",)}
 """The directions in which a collective runs. A reduce-scatter's backward is an all-gather."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
@@ -69,7 +70,7 @@ BYTES_PER_MS_PER_GBPS = 1e6
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
 
-# --- terms -------------------------------------------------------------------------------------------------------------
+# --- terms --------------------------------------------------------------------------------------------------
 
 Terms = Sequence[np.ndarray | float]
 """One of each of EXCHANGE_TERMS, in a shape that broadcasts to [..., D]."""
@@ -139,13 +140,14 @@ def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
     return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far]
 
 
-# --- prices ------------------------------------------------------------------------------------------------------------
+# --- prices -------------------------------------------------------------------------------------------------
 
 
 def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
     # Terms without a rate are skipped: most rates are 0.
-    latency, near, far = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r), np.zeros(()))
+    latency, near, far = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r),
+                              np.zeros(()))
                           for part in (LATENCY, NEAR, FAR))
     return latency + np.maximum(near, far)
 
@@ -203,7 +205,8 @@ def weight(channel: Channel, way: str) -> str:
     return f"exchange_{_name(channel)}_{way}"
 
 
-def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str) -> np.ndarray | None:
+def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel,
+           way: str) -> np.ndarray | None:
     """A channel's own weight. If absent, that of its collective over all devices, or of the all-to-all."""
     tried = (channel, Channel(channel.collective), ALL_TO_ALL)
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
@@ -282,10 +285,11 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
 
 def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
     """Whether backward time depends on a device's own bytes, besides the busiest device's."""
-    return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any() for c in CHANNELS)
+    return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any()
+               for c in CHANNELS)
 
 
-# --- fit ---------------------------------------------------------------------------------------------------------------
+# --- fit ----------------------------------------------------------------------------------------------------
 
 
 def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
@@ -293,9 +297,11 @@ def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveS
     """[E] rates of each measured collective and direction, named by `weight`."""
     rates = {}
     for collective, ways in WAYS.items():
-        known, unseen = ([s for s in side if s.request.collective == collective] for side in (train_side, validation))
+        known, unseen = ([s for s in side if s.request.collective == collective]
+                         for side in (train_side, validation))
         for way in ways if len(known) >= FEWEST_SAMPLES else ():
-            (terms, measured), (unseen_terms, unseen_measured) = observed(known, way), observed(unseen or known, way)
+            (terms, measured), (unseen_terms, unseen_measured) = (observed(known, way),
+                                                                  observed(unseen or known, way))
             # Without validation samples, training samples stand in for the report.
             rates[weight(Channel(collective), way)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
@@ -335,7 +341,8 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
     return [s for s in samples if s.request.payload == "fp32"
-            and (s.error or min(x.median_ms for way in WAYS[s.request.collective] for x in getattr(s, way)) > 0)]
+            and (s.error
+                 or min(x.median_ms for way in WAYS[s.request.collective] for x in getattr(s, way)) > 0)]
 
 
 def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
@@ -350,7 +357,8 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     # Ranks are numbered host by host, and hosts are of one size.
     hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
     first = way == WAYS[r.collective][0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts, max(r.start_ms) - min(r.start_ms) if first else 0.0)
+    terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts,
+                           max(r.start_ms) - min(r.start_ms) if first else 0.0)
     return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
 
 
@@ -359,10 +367,11 @@ def owned_bytes(sample: CollectiveSample) -> np.ndarray:
     return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
 
 
-# --- accuracy ----------------------------------------------------------------------------------------------------------
+# --- accuracy -----------------------------------------------------------------------------------------------
 
 
-def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
+def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample],
+              way: str) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [sum of D]. All samples have to be of one collective."""
     terms, measured = observed(samples, way)
     return transfer_ms(terms, rates_of(w, Channel(samples[0].request.collective), way)), measured

@@ -27,7 +27,8 @@ unique_rows: distinct rows touched.
 unique_cells: unique_rows × width, fetched from memory.
 """
 
-CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows", "bytes", "batch")
+CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows",
+              "bytes", "batch")
 """What changes the price of the drivers. All are natural logarithms.
 
 width, rows, batch: of the shard and the op.
@@ -45,17 +46,19 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
         width, height, element_bytes, pooling = np.array(
-            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s)) for s in shards],
+            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s))
+             for s in shards],
             dtype=float).T
         # Lookups scale with the share that hits the shard's rows.
-        unique, lookups, row_bytes = access.unique_rows_of(shards, batch), pooling * batch, width * element_bytes
+        unique, lookups, row_bytes = (access.unique_rows_of(shards, batch), pooling * batch,
+                                      width * element_bytes)
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
         additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
-        conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique * row_bytes + 1, height, height * row_bytes,
-                      np.full(len(shards), float(batch)))
+        conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique * row_bytes + 1, height,
+                      height * row_bytes, np.full(len(shards), float(batch)))
         for k, of in enumerate((*additive, *map(_log, conditions))):
             found[:, k] = of
     return found[:, : len(DRIVERS)], found[:, len(DRIVERS) :]

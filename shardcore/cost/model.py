@@ -200,4 +200,5 @@ def price(workload: Workload, model: CostModel) -> StepCost:
             backward[device] += (1 - share) * cost
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
-    return StepCost(*(tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms)))
+    return StepCost(*(tuple(map(float, x))
+                      for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms)))

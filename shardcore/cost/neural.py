@@ -52,7 +52,8 @@ class NeuralModel:
         None: the setting's batch.
         """
         # In chunks, which bound the memory (see _AT_ONCE).
-        found = [nets.encode(self.weights, *features.features(shards[i:i + _AT_ONCE], batch or self.setting.batch))
+        found = [nets.encode(self.weights,
+                             *features.features(shards[i:i + _AT_ONCE], batch or self.setting.batch))
                  for i in range(0, max(1, len(shards)), _AT_ONCE)]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
@@ -80,9 +81,10 @@ class NeuralModel:
         w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
         # The order of parameters is that of compiled.contended.
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
-        arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"], w["contention.0.weight"],
-                  w["contention.0.bias"], w["contention.1.weight"])
-        return Compiled(compiled.contended, np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
+        arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"],
+                  w["contention.0.weight"], w["contention.0.bias"], w["contention.1.weight"])
+        return Compiled(compiled.contended,
+                        np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[...] the share of forward in an op's ms. 0 for an empty op."""
@@ -132,10 +134,13 @@ class NeuralModel:
         """
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
         if len(topology) > 1 and topology.within_host_gbps is None and not measured:
-            raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: give the topology's "
-                                 "within_host_gbps (and between_hosts_gbps), or measure exchanges and train again")
+            raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: "
+                                 "give the topology's "
+                                 "within_host_gbps (and between_hosts_gbps), "
+                                 "or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
-        forward, backward = map(sum, zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
+        forward, backward = map(sum,
+                                zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
         # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
@@ -147,7 +152,8 @@ class NeuralModel:
         """Transfers [..., D] in ms of each channel, forward and backward. compute_ms: [..., D]."""
         skew_ms, found = np.ptp(compute_ms, axis=-1), {}
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
-            found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes, topology, skew_ms)
+            found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes,
+                                                            topology, skew_ms)
             if "forward" in collective_model.WAYS[channel.collective]:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
@@ -160,8 +166,8 @@ def physical(model: NeuralModel) -> NeuralModel:
     Raises ShardCoreError for a fine-tuned model: its rates mean nothing without the correction.
     """
     if "start" in model.meta.get("provenance", {}):
-        raise ShardCoreError(f"the cost model for ({model.setting}) was fine-tuned: its rates say nothing without its "
-                             "correction; give the folder of another model")
+        raise ShardCoreError(f"the cost model for ({model.setting}) was fine-tuned: "
+                             "its rates say nothing without its correction; give the folder of another model")
     n = len(features.CONDITIONS)
     learned = ("network.", "contention.1.")
     weights = {k: v for k, v in model.weights.items() if not k.startswith(learned)}
@@ -170,16 +176,18 @@ def physical(model: NeuralModel) -> NeuralModel:
     return NeuralModel(model.setting, weights, model.meta)
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 _NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITIONS),
           "exchange_terms": list(collective_model.EXCHANGE_TERMS)}
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:
-    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
+    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would
+    refuse."""
     required.require(model.weights)
-    files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}, model.weights)
+    files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)},
+                      model.weights)
 
 
 def load(folder: str | Path) -> NeuralModel:
@@ -194,8 +202,8 @@ def load(folder: str | Path) -> NeuralModel:
     for what, names in _NAMES.items():
         found = meta.pop(what, None)
         if found != names:
-            raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; this ShardCore computes "
-                                 f"{schema.show(names)}: train again")
+            raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; "
+                                 f"this ShardCore computes {schema.show(names)}: train again")
     files.read_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:
         required.require(weights)
@@ -216,7 +224,7 @@ class _Meta:
     steps: int = 0
 
 
-# --- the measured range ------------------------------------------------------------------------------------------------
+# --- the measured range -------------------------------------------------------------------------------------
 
 SLACK = 1.1
 """A size counts as measured up to a tenth beyond the range."""
@@ -280,8 +288,10 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 found[name] += zip(named, values, strict=True)
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
-        found["exchange_bytes"] += [(f"device {d}", b) for sent in workload.traffic for d, b in enumerate(sent)]
-    sentences = [s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))]
+        found["exchange_bytes"] += [(f"device {d}", b) for sent in workload.traffic
+                                    for d, b in enumerate(sent)]
+    sentences = [s for name, values in found.items()
+                 for s in _beyond(name, values, model.meta["ranges"].get(name))]
     return sentences + list(_unmeasured(model, workload))
 
 
@@ -289,7 +299,8 @@ def _name(shard: Shard) -> str:
     return f"table {shard.table.name!r}" if shard == Shard.whole(shard.table) else f"shard {shard.label}"
 
 
-def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None) -> Iterable[str]:
+def _beyond(name: str, values: Sequence[tuple[str, float]],
+            measured: Sequence[float] | None) -> Iterable[str]:
     """At most two sentences on one quantity: above its range, and below it."""
     quantity = QUANTITIES[name]
     if measured is None:
@@ -302,7 +313,8 @@ def _beyond(name: str, values: Sequence[tuple[str, float]], measured: Sequence[f
         if side:
             value, owner = side[0]
             more = f" (and {len(side) - 1} more)" if len(side) > 1 else ""
-            yield f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; {end} measured {quantity.show(limit)}"
+            yield (f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
+                   f"{end} measured {quantity.show(limit)}")
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
@@ -312,17 +324,22 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1]
     links = [collective_model.measured_links(model.weights, c) for c in used]
     given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
-             if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms") and getattr(topology, f.name) is not None]
+             if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms")
+             and getattr(topology, f.name) is not None]
     if given and len(topology) > 1:
-        yield f"the topology gives {', '.join(given)}: the explicit link model prices its exchanges from there, not measured"
-    if len(topology.hosts) > 1 and topology.between_hosts_gbps is None and any("between" not in x for x in links):
+        yield (f"the topology gives {', '.join(given)}: the explicit link model prices its exchanges from "
+               "there, not measured")
+    if (len(topology.hosts) > 1 and topology.between_hosts_gbps is None
+        and any("between" not in x for x in links)):
         yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
     if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:
         yield "devices share a host; links within hosts count as those measured between hosts"
-    for channel in (c for c in used if c != collective_model.ALL_TO_ALL and not collective_model.is_measured(model.weights, c)):
+    for channel in (c for c in used if c != collective_model.ALL_TO_ALL
+                    and not collective_model.is_measured(model.weights, c)):
         kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels)
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
-        yield f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the measured hardware"
+        yield (f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "
+               "measured hardware")

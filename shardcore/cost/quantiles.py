@@ -62,6 +62,6 @@ def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float
 def error(w: Mapping[str, np.ndarray], level: float) -> float:
     """The quantile of the errors at a level. Raises as `quantile` does."""
     if not LEVELS[0] <= level <= LEVELS[-1]:
-        raise ShardCoreError(f"confidence leads to level {level:g} of the costs' distribution; known are those within "
-                             f"{LEVELS[0]} and {LEVELS[-1]}")
+        raise ShardCoreError(f"confidence leads to level {level:g} of the costs' distribution; "
+                             f"known are those within {LEVELS[0]} and {LEVELS[-1]}")
     return float(np.interp(level, w["band.level"], w["band.error"]))

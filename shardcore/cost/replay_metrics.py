@@ -97,7 +97,8 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
 
     nan where a problem has too few plans.
     """
-    found: dict[str, list[float]] = {k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret")}
+    found: dict[str, list[float]] = {k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret",
+                                                     "ours_regret")}
     for own in _grouped(rows).values():
         plans = distinct(own)
         predicted, replayed = _arrays(plans)
@@ -170,7 +171,8 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     for name, rival in rivals(rows).items():
         if name != OURS:
             found |= {f"{name}_relative_cost": rival.cost.mean, f"{name}_relative_cost_low": rival.cost.low,
-                      f"{name}_relative_cost_high": rival.cost.high, f"{name}_losses": float(len(rival.losses))}
+                      f"{name}_relative_cost_high": rival.cost.high,
+                      f"{name}_losses": float(len(rival.losses))}
             found |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
     return {name: value for name, value in found.items() if np.isfinite(value)}
 
@@ -182,14 +184,15 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
     The 95% interval of the difference has to exclude 0. FEWEST problems are needed.
     """
     new, old = by_problem(challenger), by_problem(champion)
-    for name, words, sign, form in (("regret", "regret", 1, "{:.1f}%"), ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}")):
+    for name, words, sign, form in (("regret", "regret", 1, "{:.1f}%"),
+                                    ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}")):
         # The same problems in both, so differences are paired.
         worse_by = sign * (new[name] - old[name])
         if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
             ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))
             low, high = form.format(by.low), form.format(by.high)
-            return (f"{words} of {ours} against {theirs} on the same replays of {len(worse_by)} problems (worse by {low} to "
-                    f"{high} with 95% confidence)")
+            return (f"{words} of {ours} against {theirs} on the same replays of {len(worse_by)} problems "
+                    f"(worse by {low} to {high} with 95% confidence)")
     return None
 
 

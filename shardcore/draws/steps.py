@@ -16,7 +16,8 @@ from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
-"""The plans of a problem: whether it has tables with divided rows, and replicas. All have others by columns."""
+"""The plans of a problem: whether it has tables with divided rows, and replicas. All have others by
+columns."""
 _STEP_SEED = 2**32 - 3
 _STEP_TABLES = (8, 24)
 _STEP_DIMS = (16, 32, 64, 128)
@@ -66,7 +67,8 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
     kinds = [[k for k, wanted in zip(_sharing(drawn.topology), shared, strict=True) if wanted]
              for shared in _SHARED if small or not shared[1]]
-    return drawn, [(", ".join(k.name for k in (WHOLE_ROWS, *some)), _step_plan(drawn, some, small, rng)) for some in kinds]
+    return drawn, [(", ".join(k.name for k in (WHOLE_ROWS, *some)), _step_plan(drawn, some, small, rng))
+                   for some in kinds]
 
 
 def _sharing(topology: Topology) -> tuple[Layout, Layout]:
@@ -83,7 +85,8 @@ def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
             if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
 
 
-def _step_plan(drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator) -> Plan:
+def _step_plan(drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table],
+               rng: np.random.Generator) -> Plan:
     """A random plan with tables of these kinds, the others by columns. Of `small`, some are replicated."""
     everywhere = drawn.topology.ranks
     dividing, replicating = _sharing(drawn.topology)

@@ -1,17 +1,18 @@
 """Collectives among real processes, as a step of training makes them: gloo between CPUs, NCCL between GPUs.
 
-Each rank runs one Rank; all are given the same requests (measurements.CollectiveRequest defines the collectives). An exchange's waiting
-lasts until the last rank starts, its transfer from there to a rank's own end.
+Each rank runs one Rank; all are given the same requests (measurements.CollectiveRequest defines the
+collectives). An exchange's waiting lasts until the last rank starts, its transfer from there to a rank's own
+end.
 
-BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and decoded after the
-collective, inside the timed part, for a step pays for both. Gloo sums BF16 (seen with torch 2.13).
+BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and decoded
+after the collective, inside the timed part, for a step pays for both. Gloo sums BF16 (seen with torch 2.13).
 
-In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, the caches hold other
-things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
+In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, the
+caches hold other things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
 
-Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is corrected by its
-offset, from ping-pongs over the process group. NCCL and several hosts are written for the same interface and have not been run
-here.
+Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is
+corrected by its offset, from ping-pongs over the process group. NCCL and several hosts are written for the
+same interface and have not been run here.
 
 Shapes: D ranks, B batch rows, R repeats.
 """
@@ -58,35 +59,38 @@ class CollectiveConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        require_within(self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), timeout_s=WAITS_S)
+        require_within(self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS),
+                       timeout_s=WAITS_S)
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; forward is None for an
-    all-reduce. oversubscribed: the rank's host has more ranks than cores."""
+    """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; forward
+    is None for an all-reduce. oversubscribed: the rank's host has more ranks than cores."""
 
     forward: tuple[tuple[float, ...], tuple[float, ...]] | None
     backward: tuple[tuple[float, ...], tuple[float, ...]]
     oversubscribed: bool = False
 
 
-# --- a gang ------------------------------------------------------------------------------------------------------------
+# --- a gang -------------------------------------------------------------------------------------------------
 
 
-def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, config: CollectiveConfig | None = None,
-                device: str = "cpu") -> Iterator[CollectiveSample]:
-    """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a sample is yielded
-    as soon as all ranks have it.
+def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting,
+                config: CollectiveConfig | None = None, device: str = "cpu") -> Iterator[CollectiveSample]:
+    """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a
+    sample is yielded as soon as all ranks have it.
 
-    Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the GPUs, and while
-    it runs where a rank dies or hangs: it names rank and reason, no process stays behind, and samples yielded before are good.
+    Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the
+    GPUs, and while it runs where a rank dies or hangs: it names rank and reason, no process stays behind, and
+    samples yielded before are good.
     """
     config = config or CollectiveConfig()
     for request in requests:
         _require_fits(request, ranks, hosts=1)
     if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; here are {torch.cuda.device_count()}")
+        raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; "
+                             f"here are {torch.cuda.device_count()}")
     return _measured(list(requests), ranks, setting, config, device)
 
 
@@ -96,7 +100,8 @@ def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Settin
         return
     seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
     order = 0
-    with closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device), config.timeout_s)) as heard:
+    with closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device),
+                                 config.timeout_s)) as heard:
         for rank, times in heard:
             seen[rank].append(times)
             if all(seen):
@@ -104,8 +109,8 @@ def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Settin
                 order += 1
 
 
-def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: int, requests: Sequence[CollectiveRequest],
-          config: CollectiveConfig, device: str) -> None:
+def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: int,
+          requests: Sequence[CollectiveRequest], config: CollectiveConfig, device: str) -> None:
     """One process of measure_all's gang: it says its times of one request after the other."""
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -119,7 +124,8 @@ def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: 
     member.close()
 
 
-def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTimes], order: int = 0) -> CollectiveSample:
+def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTimes],
+            order: int = 0) -> CollectiveSample:
     """One sample from what all ranks saw of a request."""
     def parts_ms(way: str) -> tuple[np.ndarray, np.ndarray]:
         start, end = (np.array([getattr(r, way)[k] for r in ranks]) for k in (0, 1))
@@ -128,24 +134,27 @@ def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTi
     ways = {way: parts_ms(way) for way in ("forward", "backward") if getattr(ranks[0], way)}
     transfer = {way: tuple(map(spread, ms)) for way, (_, ms) in ways.items()}
     first_waiting, _ = next(iter(ways.values()))
-    return CollectiveSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"), transfer["backward"],
+    return CollectiveSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"),
+                            transfer["backward"],
                       tuple(map(float, np.median(first_waiting, axis=1))), time.time(), order=order,
                       oversubscribed=any(r.oversubscribed for r in ranks))
 
 
 def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An exchange's two parts [D, R], before and after the last rank's start; a rank that is done by then only waited."""
+    """An exchange's two parts [D, R], before and after the last rank's start; a rank that is done by then
+    only waited."""
     last = np.minimum(start.max(0), end)
     return last - start, end - last
 
 
 def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
     if len(request.widths) != ranks or request.hosts != hosts:
-        raise ShardCoreError(f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not fit a gang of "
-                             f"{ranks} ranks with hosts {hosts}: it needs one width a rank, and as many hosts as there are")
+        raise ShardCoreError(f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not "
+                             f"fit a gang of {ranks} ranks with hosts {hosts}: it needs one width a rank, "
+                             "and as many hosts as there are")
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------------
+# --- one rank -----------------------------------------------------------------------------------------------
 
 
 def host_id() -> str:
@@ -166,33 +175,39 @@ def _store(host: str, port: int, rank: int, ranks: int, timeout: timedelta) -> d
     if ipaddress.ip_address(host).is_loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # they exchange there, too
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
-    return dist.TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening)
+    return dist.TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False,
+                         master_listen_fd=listening)
 
 
 class Rank:
-    """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT" (a numeric address of rank 0's host, the only one
-    where it then listens), the same on all ranks.
+    """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT" (a numeric address of rank 0's
+    host, the only one where it then listens), the same on all ranks.
 
-    hosts: how many the ranks are on, as host_id tells. Raises ShardCoreError where they are not spread over them evenly.
+    hosts: how many the ranks are on, as host_id tells. Raises ShardCoreError where they are not spread over
+    them evenly.
     """
 
-    def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu", config: CollectiveConfig | None = None):
+    def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu",
+                 config: CollectiveConfig | None = None):
         self.rank, self.ranks, self.config = rank, ranks, config or CollectiveConfig()
         self.device = torch.device(device)
         timeout = timedelta(seconds=self.config.timeout_s)
         where = _address(init_method)
         found = {"store": _store(*where, rank, ranks, timeout)} if where else {"init_method": init_method}
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timeout, **found)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks,
+                                timeout=timeout, **found)
         ranks_on = Counter(_gather(host_id()))
         self.hosts = len(ranks_on)
         if len(set(ranks_on.values())) > 1:
-            raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many")
+            raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; "
+                                 "each needs as many")
         self._oversubscribed = ranks_on[host_id()] > len(os.sched_getaffinity(0))
         self._offset_s = self._clock_offset_s()
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
     def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
-        """Times of each request; all ranks must be given the same ones. Raises local_ranks.Lost where another rank breaks one."""
+        """Times of each request; all ranks must be given the same ones. Raises local_ranks.Lost where another
+        rank breaks one."""
         if self.hosts > 1:  # their clocks drift apart
             self._offset_s = self._clock_offset_s()
         return [self._measure(r) for r in requests]
@@ -207,7 +222,8 @@ class Rank:
         for _ in range(self.config.warmups + self.config.repeats):
             if forward:
                 times[0].append(self._timed(forward, request.start_ms[self.rank], request.busy_ms))
-            times[1].append(self._timed(backward, 0.0 if forward else request.start_ms[self.rank], request.busy_ms))
+            times[1].append(self._timed(backward, 0.0 if forward else request.start_ms[self.rank],
+                                        request.busy_ms))
         ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
         return RankTimes(*ways, self._oversubscribed)
 
@@ -224,7 +240,8 @@ class Rank:
         with local_ranks.exchanging():
             dist.barrier()
             due = time.perf_counter() + start_ms / 1e3
-            while time.perf_counter() < due:  # a rank that still computes occupies its device: spin, do not sleep
+            # a rank that still computes occupies its device: spin, do not sleep
+            while time.perf_counter() < due:
                 pass
             start = time.perf_counter()
             transfer.run()
@@ -233,7 +250,8 @@ class Rank:
             return start + self._offset_s, time.perf_counter() + self._offset_s
 
     def _clock_offset_s(self) -> float:
-        """To be added to this host's clock to have rank 0's: the best estimate of its ranks, and 0 on rank 0's own host."""
+        """To be added to this host's clock to have rank 0's: the best estimate of its ranks, and 0 on rank
+        0's own host."""
         with local_ranks.exchanging():
             round_trip_s, offset_s = estimate_clock_offset(self.device)
             found = _gather((host_id(), round_trip_s, offset_s))
@@ -242,10 +260,11 @@ class Rank:
 
 def estimate_clock_offset(device: torch.device | str = "cpu",
                           clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """(round trip, offset) in s of this rank's clock to rank 0's; all ranks of the process group need to call it.
+    """(round trip, offset) in s of this rank's clock to rank 0's; all ranks of the process group need to call
+    it.
 
-    Of some ping-pongs the fastest counts, and rank 0 is taken to have read its clock in the middle (Cristian 1989), so the
-    offset is wrong by half the round trip at most. Rank 0 has (0, 0).
+    Of some ping-pongs the fastest counts, and rank 0 is taken to have read its clock in the middle (Cristian
+    1989), so the offset is wrong by half the round trip at most. Rank 0 has (0, 0).
     """
     at = torch.zeros(1, dtype=torch.float64, device=device)
     rank, best = dist.get_rank(), (0.0, 0.0)
@@ -272,7 +291,7 @@ def _gather(value: Any) -> list[Any]:
     return found
 
 
-# --- one exchange ------------------------------------------------------------------------------------------------------
+# --- one exchange -------------------------------------------------------------------------------------------
 
 
 Collective = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -281,7 +300,8 @@ Collective = Callable[[torch.Tensor, torch.Tensor], Any]
 
 @dataclass(eq=False)
 class Transfer:
-    """One collective, over and over: from FP32 `source` to FP32 `into`, flat, cast on the way where the payload is "bf16"."""
+    """One collective, over and over: from FP32 `source` to FP32 `into`, flat, cast on the way where the
+    payload is "bf16"."""
 
     collective: Collective
     source: torch.Tensor
@@ -304,17 +324,22 @@ class Transfer:
             self.into.copy_(self._arrived)
 
 
-def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu") -> tuple[Transfer | None, Transfer]:
-    """What `rank` does of a request forward (None: nothing) and backward, over buffers of its own that hold zeros."""
-    def both(outputs: int, arrived: int, forward: Collective, backward: Collective) -> tuple[Transfer, Transfer]:
+def transfers(request: CollectiveRequest, rank: int,
+              device: torch.device | str = "cpu") -> tuple[Transfer | None, Transfer]:
+    """What `rank` does of a request forward (None: nothing) and backward, over buffers of its own that hold
+    zeros."""
+    def both(outputs: int, arrived: int, forward: Collective,
+             backward: Collective) -> tuple[Transfer, Transfer]:
         there, here = _filled(outputs, device), _filled(arrived, device)
-        return Transfer(forward, there, here, request.payload), Transfer(backward, here, there, request.payload)
+        return (Transfer(forward, there, here, request.payload),
+                Transfer(backward, here, there, request.payload))
 
     ranks, batch, width = len(request.widths), request.batch, max(request.widths)
     local = batch // ranks
     if request.collective == "all_to_all":
         mine, theirs = [local * request.widths[rank]] * ranks, [local * w for w in request.widths]
-        return both(sum(mine), sum(theirs), lambda into, source: dist.all_to_all_single(into, source, theirs, mine),
+        return both(sum(mine), sum(theirs),
+                    lambda into, source: dist.all_to_all_single(into, source, theirs, mine),
                     lambda into, source: dist.all_to_all_single(into, source, mine, theirs))
     if request.collective == "reduce_scatter":
         return both(batch * width, local * width, reduce_scatter, all_gather)
@@ -323,12 +348,14 @@ def transfers(request: CollectiveRequest, rank: int, device: torch.device | str 
 
 
 def _filled(elements: int, device: torch.device | str) -> torch.Tensor:
-    """Zeros, which stay finite however often they are summed; written, for memory that was only reserved reads faster."""
+    """Zeros, which stay finite however often they are summed; written, for memory that was only reserved
+    reads faster."""
     return torch.empty(elements, device=device).fill_(0.0)
 
 
 def reduce_scatter(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source, group=group)  # torch 2.13 renames it
+    # torch 2.13 renames it
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source, group=group)
 
 
 def all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -1,4 +1,5 @@
-"""`python -m shardcore measure`: what a folder lacks, measured on this machine's device in a supervised process."""
+"""`python -m shardcore measure`: what a folder lacks, measured on this machine's device in a supervised
+process."""
 
 from __future__ import annotations
 
@@ -45,18 +46,21 @@ def measure(args: argparse.Namespace) -> None:
     require_within(args, "measure", exchanges=counts, steps=counts, ranks=ranks, hang_s=WAITS_S)
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
     hardware.require_device(device)
-    setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision, args.optimizer)
+    setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision,
+                      args.optimizer)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError(f"{args.pool} holds no table with lookups")
     config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
                                   max_repeats=args.max_repeats, interleave=args.interleave)
-    groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width, max_shard_bytes=config.arena_bytes)
+    groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width,
+                         max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
-        raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, here are {cores}")
+        raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, "
+                             f"here are {cores}")
     exchanges = _missing_exchanges(args, setting) if args.exchanges else []
     steps = _missing_steps(args, live, setting) if args.steps else []
     plans = sum(len(made) for _, made in steps)
@@ -76,8 +80,10 @@ def measure(args: argparse.Namespace) -> None:
             if args.dry_run:
                 _estimate(args, bench, missing)
             else:
-                print(f"measuring for {setting} into {args.out}, {len(known)} samples there already", flush=True)
-                beside = [compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)]
+                print(f"measuring for {setting} into {args.out}, {len(known)} samples there already",
+                      flush=True)
+                beside = [compute_request(live, i, setting, args.seed, groups)
+                          for i in range(config.interleave)]
                 _measure_compute(args, bench, missing, beside, dataset.write_pool(args.out, pool))
     else:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
@@ -109,11 +115,13 @@ def _measure_compute(args: argparse.Namespace, bench: Supervisor, missing: Itera
         if sample is None or now - said > _PROGRESS_S:
             said, elapsed = now, now - began
             print(f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
-                  f"{bench.kernel_s / elapsed:.0%} of the time in kernels, {bench.kept_s / elapsed:.0%} in runs that entered a "
+                  f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
+                  f"{bench.kept_s / elapsed:.0%} in runs that entered a "
                   f"median, {max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
 
     in_time = itertools.takewhile(lambda _: time.monotonic() - began < args.minutes * 60, missing)
-    _keep(bench.samples(in_time), args.chunk, lambda samples: dataset.write_compute(args.out, samples, pool), tell)
+    _keep(bench.samples(in_time), args.chunk, lambda samples: dataset.write_compute(args.out, samples, pool),
+          tell)
     tell()
 
 
@@ -132,8 +140,8 @@ def _estimate(args: argparse.Namespace, bench: Supervisor, missing: Iterable[Com
 
 def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> None:
     if setting.batch % args.ranks or args.ranks < 2:
-        raise ShardCoreError(f"--ranks is {args.ranks}; an exchange needs at least 2, and a number that divides the batch of "
-                             f"{setting.batch}")
+        raise ShardCoreError(f"--ranks is {args.ranks}; an exchange needs at least 2, "
+                             f"and a number that divides the batch of {setting.batch}")
     if device == "cuda" and torch.cuda.device_count() < args.ranks:
         raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
 
@@ -145,38 +153,45 @@ def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[Colle
     return [r for key, r in draws if key not in known]
 
 
-def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveRequest], setting: Setting, device: str) -> None:
+def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveRequest], setting: Setting,
+                       device: str) -> None:
     began, done = time.monotonic(), 0
 
     def tell(_: CollectiveSample) -> None:
         nonlocal done
         done += 1
         if done % args.chunk == 0 or done == len(missing):
-            print(f"{done} of {len(missing)} exchanges, {done / (time.monotonic() - began):.1f} a second", flush=True)
+            print(f"{done} of {len(missing)} exchanges, {done / (time.monotonic() - began):.1f} a second",
+                  flush=True)
 
     samples = collectives.measure_all(missing, args.ranks, setting, collectives.CollectiveConfig(), device)
     _keep(samples, args.chunk, lambda some: dataset.write_comm(args.out, some), tell)
 
 
-def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Setting) -> list[tuple[Problem, list]]:
+def _missing_steps(args: argparse.Namespace, live: Sequence[Table],
+                   setting: Setting) -> list[tuple[Problem, list]]:
     """The plans to replay, by their problems."""
     arena = of_samples(int(args.arena_gib * 2**30), args.hang_s).arena_bytes
     drawn = first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
     return replays.missing(args.out, drawn, setting)
 
 
-def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting, device: str) -> None:
-    config, reference = of_samples(int(args.arena_gib * 2**30), args.hang_s), dataset.reference_op(args.out, setting)
+def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting,
+                   device: str) -> None:
+    config, reference = (of_samples(int(args.arena_gib * 2**30), args.hang_s),
+                         dataset.reference_op(args.out, setting))
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
-        replays.append(args.out, problem, made, setting, config, lambda w: replay_all(w, setting, config, device, reference))
+        replays.append(args.out, problem, made, setting, config,
+                       lambda w: replay_all(w, setting, config, device, reference))
         done += len(made)
         print(f"{done} of {total} steps, {(time.monotonic() - began) / done:.1f} s each", flush=True)
 
 
-def _keep(samples: Iterable[Any], chunk: int, write: Callable[[list[Any]], Any], tell: Callable[[Any], None]) -> None:
-    """Write samples in parts of `chunk` as they come, what has come every _KEEP_EVERY_S, and what is left also where an error or
-    Ctrl-C ends them."""
+def _keep(samples: Iterable[Any], chunk: int, write: Callable[[list[Any]], Any],
+          tell: Callable[[Any], None]) -> None:
+    """Write samples in parts of `chunk` as they come, what has come every _KEEP_EVERY_S, and what is left
+    also where an error or Ctrl-C ends them."""
     waiting: list[Any] = []
     failed: list[Exception] = []
     taking, ended = threading.Lock(), threading.Event()

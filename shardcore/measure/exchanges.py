@@ -1,7 +1,8 @@
-"""The exchanges of a replayed step: how a rank takes part in each channel of layouts, with buffers of its own.
+"""The exchanges of a replayed step: how a rank takes part in each channel of layouts, with buffers of its
+own.
 
-The channels of a kind form a chain. Forward, what arrives over one is what enters the next; backward, gradients go the other
-way. Gloo on CPU; NCCL has the same interface and has not been run here.
+The channels of a kind form a chain. Forward, what arrives over one is what enters the next; backward,
+gradients go the other way. Gloo on CPU; NCCL has the same interface and has not been run here.
 
 Shapes: n ranks of a group, B global batch, W columns of an op.
 """
@@ -31,12 +32,13 @@ class Exchange(Protocol):
         """What arrives, for what this rank enters (None: nothing)."""
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradients of what it entered, in `into` where that has their shape. gradients: of what arrived (None: the dense
-        part's)."""
+        """The gradients of what it entered, in `into` where that has their shape. gradients: of what arrived
+        (None: the dense part's)."""
 
 
 def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
-    """The own groups for some channels. All ranks of the gang have to call this together, ranks being devices."""
+    """The own groups for some channels. All ranks of the gang have to call this together, ranks being
+    devices."""
     found: dict[str, tuple[Sequence[int], dist.ProcessGroup | None]] = {WORLD: (range(len(topology)), None)}
     on_hosts = topology.on_hosts
     of = {HOST: on_hosts, CROSS: tuple(zip(*on_hosts, strict=True)) if topology.equal_hosts else ()}
@@ -57,7 +59,8 @@ def used_channels(workload: Workload) -> list[Channel]:
 def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[str, list[Exchange]]:
     """The exchanges of each kind that carry something, in the order of layouts."""
     used = used_channels(workload)
-    return {kind: [_EXCHANGES[c.collective](workload, c, rank, full, own_groups[c.group]) for c in layout.channels]
+    return {kind: [_EXCHANGES[c.collective](workload, c, rank, full, own_groups[c.group])
+                   for c in layout.channels]
             for kind, layout in LAYOUTS.items() if set(layout.channels) & set(used)}
 
 
@@ -74,7 +77,8 @@ def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
 
 
 class _AllToAll:
-    """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples are."""
+    """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples
+    are."""
 
     def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
@@ -82,9 +86,11 @@ class _AllToAll:
         local = workload.global_batch // len(workload.ops)
         elements = [round(workload.traffic[CHANNELS.index(channel), r] / OUTPUT_BYTES) for r in ranks]
         columns = [n // (local * len(ranks)) for n in elements]
-        self._none, self._entered, self._sent = full((0,)), full((elements[ranks.index(rank)],)), full((local * sum(columns),))
+        self._none, self._entered, self._sent = (full((0,)), full((elements[ranks.index(rank)],)),
+                                                 full((local * sum(columns),)))
         self._arrived = torch.empty_like(self._sent)
-        self._mine, self._theirs = [local * columns[ranks.index(rank)]] * len(ranks), [local * width for width in columns]
+        self._mine, self._theirs = ([local * columns[ranks.index(rank)]] * len(ranks),
+                                    [local * width for width in columns])
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         entered = self._none if outputs is None else outputs.view(-1)
@@ -99,14 +105,15 @@ class _AllToAll:
 
 
 class _ReduceScatter:
-    """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer columns pads, for
-    every rank gives as much."""
+    """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer
+    columns pads, for every rank gives as much."""
 
     def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
         batch = workload.global_batch
-        width = max(round(workload.traffic[CHANNELS.index(channel), r] / (batch * OUTPUT_BYTES)) for r in ranks)
+        width = max(round(workload.traffic[CHANNELS.index(channel), r] / (batch * OUTPUT_BYTES))
+                    for r in ranks)
         self._padded, self._sent = full((batch, width)), full((batch // len(ranks), width))
         self._arrived = torch.empty_like(self._sent)
 
@@ -128,7 +135,8 @@ class _AllReduce:
 
     def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
-        self._dense, self._group = full((round(workload.traffic[CHANNELS.index(channel), rank] / OUTPUT_BYTES),)), group[1]
+        self._dense, self._group = full(
+            (round(workload.traffic[CHANNELS.index(channel), rank] / OUTPUT_BYTES),)), group[1]
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         return outputs

@@ -20,12 +20,13 @@ def detect_device() -> str:
 def require_device(device: str) -> None:
     """Raise ShardCoreError where there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'")
+        raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; "
+                             "measure on 'cpu'")
 
 
 def hardware_name(device: str) -> str:
-    """The name of this machine's device as settings and model registries use it: "nvidia-h200", "cpu-amd-epyc-9654". Raises
-    ShardCoreError where there is no such device."""
+    """The name of this machine's device as settings and model registries use it: "nvidia-h200",
+    "cpu-amd-epyc-9654". Raises ShardCoreError where there is no such device."""
     require_device(device)
     if device == "cuda":
         return _slug(torch.cuda.get_device_name())
@@ -42,8 +43,9 @@ def _slug(name: str) -> str:
 
 
 def require_fbgemm(device: str) -> None:
-    """Import FBGEMM and run one row of it on the device; raises ShardCoreError saying what to install where FBGEMM is missing,
-    was built for another torch, or is the CPU build on a GPU machine, and where there is no such device."""
+    """Import FBGEMM and run one row of it on the device; raises ShardCoreError saying what to install where
+    FBGEMM is missing, was built for another torch, or is the CPU build on a GPU machine, and where there is
+    no such device."""
     require_device(device)
     try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401 (loads the ops)
@@ -51,11 +53,12 @@ def require_fbgemm(device: str) -> None:
         offsets = torch.tensor([0, 1], device=device)
         torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=device))
     except ImportError as error:
-        raise ShardCoreError("FBGEMM is not installed: pip install 'shardcore[cpu]' (or [gpu] on a CUDA machine); "
+        raise ShardCoreError("FBGEMM is not installed: pip install 'shardcore[cpu]' (or [gpu] on a CUDA "
+                             "machine); "
                              f"importing it said: {_line(error)}") from None
     except (AttributeError, OSError, RuntimeError) as error:
-        raise ShardCoreError(f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, 1.7 with 2.12, 1.6 with "
-                             f"2.11): {_line(error)}") from None
+        raise ShardCoreError(f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, "
+                             f"1.7 with 2.12, 1.6 with 2.11): {_line(error)}") from None
 
 
 def _line(error: BaseException) -> str:

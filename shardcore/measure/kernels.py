@@ -211,7 +211,8 @@ class KernelBench:
         slowdown, finished = self._log.fit(), []
         for run in full:
             times = _at_usual_speed(run, slowdown)
-            if len(times) >= self.config.max_repeats or timing.relative_ci(times.sum(1)) <= self.config.tolerance_on(self.device):
+            if (len(times) >= self.config.max_repeats
+                or timing.relative_ci(times.sum(1)) <= self.config.tolerance_on(self.device)):
                 self._active.remove(run)
                 self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
                 finished.append(self._sample(run, slowdown))
@@ -267,7 +268,8 @@ class KernelBench:
         key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch, seed)
         if key not in self._streams:
             ids, offsets = streams.stream(shard.table, batch, seed)
-            self._streams[key] = torch.from_numpy(ids).to(self.device), torch.from_numpy(offsets).to(self.device)
+            self._streams[key] = (torch.from_numpy(ids).to(self.device),
+                                  torch.from_numpy(offsets).to(self.device))
         ids, offsets = self._streams[key]
         if shard.full_rows:
             return ids, offsets

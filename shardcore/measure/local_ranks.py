@@ -1,8 +1,8 @@
 """A gang: one local process a rank, started together, heard while they work, and ended together.
 
-Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends its pipe and is
-noticed at once; a rank that has nothing to say for the allowed time hangs. Of several complaints, the rank that failed is
-named, not those that lost it.
+Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends
+its pipe and is noticed at once; a rank that has nothing to say for the allowed time hangs. Of several
+complaints, the rank that failed is named, not those that lost it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 from shardcore.errors import ShardCoreError
 
 _GRACE_S = 1.0
-"""How long a rank that lost another waits to be told why: the other's own report comes first if there is one."""
+"""How long a rank that lost another waits to be told why: the other's own report comes first if there is
+one."""
 
 
 class Lost(ShardCoreError):
@@ -39,12 +40,14 @@ def exchanging() -> Iterator[None]:
 
 def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[Any],
         timeout_s: float) -> Iterator[tuple[int, Any]]:
-    """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each say(value) as it comes.
+    """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each
+    say(value) as it comes.
 
     init_method: for collectives.Rank, one for all: a port of this machine's loopback. Processes are named
     "<name>-rank-<rank>". `work` and `arguments` need to be picklable.
-    Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or none says anything for
-    timeout_s: it names the rank and the reason. No process is left when the iterator ends, raises or is closed.
+    Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or
+    none says anything for timeout_s: it names the rank and the reason. No process is left when the iterator
+    ends, raises or is closed.
     """
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
     with _reserved_port() as port:
@@ -67,7 +70,8 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free port of the loopback. It is taken, without listening, until rank 0 listens there; both allow that (SO_REUSEADDR)."""
+    """A free port of the loopback. It is taken, without listening, until rank 0 listens there; both allow
+    that (SO_REUSEADDR)."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -75,7 +79,8 @@ def _reserved_port() -> Iterator[int]:
 
 
 def end_with_parent() -> None:
-    """Have this process, which multiprocessing started, end as soon as the one that started it has, however that ended."""
+    """Have this process, which multiprocessing started, end as soon as the one that started it has, however
+    that ended."""
     def watch() -> None:
         wait([multiprocessing.parent_process().sentinel])
         os._exit(1)
@@ -83,7 +88,8 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_method: str, arguments: Sequence[Any]) -> None:
+def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_method: str,
+                  arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
     end_with_parent()
     try:
@@ -91,14 +97,17 @@ def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_m
         pipe.send(("done", None))
     except Lost as error:
         pipe.send(("lost", _line(error)))
-    except (ShardCoreError, RuntimeError) as error:  # any other is a bug: it prints its traceback and ends the process
+    # any other is a bug: it prints its traceback and ends the process
+    except (ShardCoreError, RuntimeError) as error:
         pipe.send(("failed", _line(error)))
 
 
-def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any], timeout_s: float) -> Iterator[tuple[int, Any]]:
+def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any],
+           timeout_s: float) -> Iterator[tuple[int, Any]]:
     done: set[int] = set()
     lost: dict[int, str] = {}
-    deadline = time.monotonic() + timeout_s + _GRACE_S  # a rank that waits in an exchange speaks up after timeout_s
+    # a rank that waits in an exchange speaks up after timeout_s
+    deadline = time.monotonic() + timeout_s + _GRACE_S
     while len(done) < len(pipes):
         running = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in done and rank not in lost}
         ready = wait(list(running), max(0.0, deadline - time.monotonic())) if running else []
@@ -124,9 +133,11 @@ def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any], tim
 def _why(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
     silent = ", ".join(map(str, silent))
     if not lost:
-        return f"{name}: no word for {timeout_s:g} s from rank {silent}: it hangs, or its work needs a longer timeout_s"
+        return (f"{name}: no word for {timeout_s:g} s from rank {silent}: it hangs, "
+                "or its work needs a longer timeout_s")
     rank, said = next(iter(lost.items()))
-    return f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); rank {rank}: {said}"
+    return (f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); "
+            f"rank {rank}: {said}")
 
 
 def end_of(process: Any) -> str:
@@ -134,7 +145,8 @@ def end_of(process: Any) -> str:
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+        return f"it was killed by {signal.Signals(-code).name}" + (" (out of memory?)"
+                                                                   if -code == signal.SIGKILL else "")
     return f"it ended with exit code {code}; what it wrote to standard error says why"
 
 

@@ -1,4 +1,5 @@
-"""Measuring workers as local processes, each fed and heard over a pipe. Between answers it says that it lives."""
+"""Measuring workers as local processes, each fed and heard over a pipe. Between answers it says that it
+lives."""
 
 from __future__ import annotations
 
@@ -108,4 +109,5 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
         return
     except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
         refused = bench is None and isinstance(error, ShardCoreError)
-        say("refused" if refused else "ended", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        say("refused" if refused else "ended",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")

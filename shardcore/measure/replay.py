@@ -153,7 +153,7 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
                              f"{torch.cuda.device_count()}")
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------------
+# --- one rank -----------------------------------------------------------------------------------------------
 
 
 def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,

@@ -1,10 +1,11 @@
-"""Supervised measuring: one worker a device, sharing out the requests; what ends or hangs a worker costs one request.
+"""Supervised measuring: one worker a device, sharing out the requests; what ends or hangs a worker costs one
+request.
 
-The policy stands here once, over a small Transport: local processes (local_workers.py) or Ray actors (tasks/workers.py).
-A worker's window of ops is carried over from call to call, so no time is lost at the ends of chunks. What was handed
-to a worker is outstanding until its sample is back. A worker that dies or hangs is replaced. Its outstanding requests
-are suspects: each is measured again, alone. That finds the one that kills, which is recorded with its reason.
-Where no replacement starts (its host is gone), the others do the rest.
+The policy stands here once, over a small Transport: local processes (local_workers.py) or Ray actors
+(tasks/workers.py). A worker's window of ops is carried over from call to call, so no time is lost at the ends
+of chunks. What was handed to a worker is outstanding until its sample is back. A worker that dies or hangs is
+replaced. Its outstanding requests are suspects: each is measured again, alone. That finds the one that kills,
+which is recorded with its reason. Where no replacement starts (its host is gone), the others do the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _logger = logging.getLogger(__name__)
 START_S = 300.0
 """Seconds that a worker may take to start and to touch its arena."""
 PART_S = 5.0
-"""A call brings back what has finished after so many seconds, whatever the chunk: at most so much is lost at a kill."""
+"""A call brings back what has finished after so many seconds, whatever the chunk: at most so much is lost at
+a kill."""
 _STARTS = 3
 """Workers of one device that may die while they start (memory was short, say) before it is given up."""
 
@@ -74,9 +76,10 @@ class DeviceBench(KernelBench):
     def use_reference(self, reference_ms: float) -> None:
         self.reference_ms = reference_ms
 
-    def take(self, requests: Sequence[ComputeRequest], last: bool, seconds: float) -> tuple[list[ComputeSample], int]:
-        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples that
-        finished meanwhile, the reference's among them, and how many requests were taken in."""
+    def take(self, requests: Sequence[ComputeRequest], last: bool,
+             seconds: float) -> tuple[list[ComputeSample], int]:
+        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples
+        that finished meanwhile, the reference's among them, and how many requests were taken in."""
         began, samples, taken = time.monotonic(), [], 0
         for request in requests:
             if taken and time.monotonic() > began + seconds:
@@ -94,14 +97,16 @@ class Worker(Protocol):
     counts: tuple[float, float]
     """DeviceBench.counts as last heard."""
 
-    def call(self, method: str, *arguments: Any, label: str = "") -> None: ...  # label: for people who watch calls
+    # label: for people who watch calls
+    def call(self, method: str, *arguments: Any, label: str = "") -> None: ...
     def answer(self) -> Any: ...
     def look(self) -> None: ...  # has counts as they are now, if it still tells them
     def end(self) -> None: ...
 
 
 class Transport(Protocol):
-    """Where workers run. wait: those whose call has ended, once one has or time is up; room: what there is, for errors."""
+    """Where workers run. wait: those whose call has ended, once one has or time is up; room: what there is,
+    for errors."""
 
     spec: BenchSpec
 
@@ -112,8 +117,8 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """What came back from one device: samples (the reference's too), how many of the requests they settle, and the
-    call's seconds in kernels."""
+    """What came back from one device: samples (the reference's too), how many of the requests they settle,
+    and the call's seconds in kernels."""
 
     device: str
     samples: list[ComputeSample]
@@ -153,12 +158,13 @@ def chunk_size(waiting: int, devices: int, most: int) -> int:
 class Supervisor:
     """`count` workers of a transport; a context manager, which starts and ends them.
 
-    reference_ms: the reference op's ms at the devices' usual speed; without it, calibrate first. chunk: requests a call
-    at most; hang_s: a device has hung where no op ended for so long. Raises ShardCoreError where a worker cannot start
-    or the devices are of different hardware.
+    reference_ms: the reference op's ms at the devices' usual speed; without it, calibrate first. chunk:
+    requests a call at most; hang_s: a device has hung where no op ended for so long. Raises ShardCoreError
+    where a worker cannot start or the devices are of different hardware.
     """
 
-    def __init__(self, transport: Transport, count: int = 1, reference_ms: float | None = None, chunk: int = 1,
+    def __init__(self, transport: Transport, count: int = 1, reference_ms: float | None = None,
+                 chunk: int = 1,
                  hang_s: float = 60.0, logger: logging.Logger | logging.LoggerAdapter = _logger):
         self.hang_s, self.reference_ms = hang_s, reference_ms
         require_within(self, "a measuring process", hang_s=WAITS_S)
@@ -183,8 +189,8 @@ class Supervisor:
                         device.starts = 0
                         found.add(name)
             if len(found) > 1:  # a setting may carry a name of its own for one kind of hardware
-                raise ShardCoreError(f"the cluster's devices are of different hardware, {sorted(found)}; measure "
-                                     f"({self.spec.setting}) on one kind at a time")
+                raise ShardCoreError("the cluster's devices are of different hardware, "
+                                     f"{sorted(found)}; measure ({self.spec.setting}) on one kind at a time")
             [self._hardware] = found
         except BaseException:
             self.__exit__()
@@ -197,11 +203,11 @@ class Supervisor:
                 device.worker.end()
 
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> float:
-        """The reference op's ms, found in so many seconds where it is not known. One figure for all, so that their
-        timings are at one slowdown: the mean of what each finds, all running at once.
+        """The reference op's ms, found in so many seconds where it is not known. One figure for all, so that
+        their timings are at one slowdown: the mean of what each finds, all running at once.
 
-        Where every worker ends, fresh ones try half of the requests. Raises ShardCoreError where the reference op
-        alone ends them.
+        Where every worker ends, fresh ones try half of the requests. Raises ShardCoreError where the
+        reference op alone ends them.
         """
         few = list(requests[: self.spec.config.interleave])
         while self.reference_ms is None:
@@ -209,7 +215,8 @@ class Supervisor:
             if found:
                 self.reference_ms = sum(found) / len(found)
             elif ended and not few:
-                raise ShardCoreError(f"the reference op cannot be measured on {self.spec.device}: {ended.popitem()[1]}")
+                raise ShardCoreError(f"the reference op cannot be measured on {self.spec.device}: "
+                                     f"{ended.popitem()[1]}")
             elif ended:
                 few = few[: len(few) // 2]
             for device in ended:
@@ -220,13 +227,15 @@ class Supervisor:
         return self.reference_ms
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[Finished]]:
-        """Measure requests (of different ids), all devices at once; yields what came back, until all is. They are taken
-        as there is work for them. One that ends or hangs its worker again when alone is among the samples with its reason.
+        """Measure requests (of different ids), all devices at once; yields what came back, until all is. They
+        are taken as there is work for them. One that ends or hangs its worker again when alone is among the
+        samples with its reason.
 
         Raises ShardCoreError where no worker is left.
         """
         feed, finished = iter(requests), []
-        self._unfed = len(requests) if isinstance(requests, Sized) else 0  # what draws endlessly has no length
+        # what draws endlessly has no length
+        self._unfed = len(requests) if isinstance(requests, Sized) else 0
         ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
         while True:
             for device in self._devices:
@@ -256,7 +265,8 @@ class Supervisor:
         device.handed.update((self._id(r), r) for r in device.chunk)
         if device.handed:
             waiting = self._unfed + len(self._waiting) + len(self._suspects)
-            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S, label=f"{waiting} waiting")
+            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S,
+                       label=f"{waiting} waiting")
 
     def _collect(self) -> list[Finished]:
         """Wait for calls to end; what they brought."""
@@ -277,8 +287,8 @@ class Supervisor:
         return finished
 
     def _ask(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device, Ended]]:
-        """What a call to every idle device answers, and the devices that it ended. Where none is idle, waits a while for
-        one that starts."""
+        """What a call to every idle device answers, and the devices that it ended. Where none is idle, waits
+        a while for one that starts."""
         asked, answers, ended = [d for d in self._devices if not d.busy], [], {}
         for device in asked:
             self._call(device, method, *arguments)
@@ -316,19 +326,22 @@ class Supervisor:
         return heard
 
     def _look(self, device: _Device) -> None:
-        """Raises Ended where a device starts for too long, or did no more kernels since it was last looked at."""
+        """Raises Ended where a device starts for too long, or did no more kernels since it was last looked
+        at."""
         if (now := time.monotonic()) < device.due:
             return
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
-            raise Refused(f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}")
+            raise Refused(f"{late} measuring workers found no free device in {START_S:g} s; "
+                          f"{self._transport.room()}")
         device.worker.look()
         if device.worker.counts == device.seen:
             raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _count(self, device: _Device) -> None:
-        kernel_s, kept_s = (now - before for now, before in zip(device.worker.counts, device.counted, strict=True))
+        kernel_s, kept_s = (now - before
+                            for now, before in zip(device.worker.counts, device.counted, strict=True))
         self.kernel_s, self.kept_s = self.kernel_s + kernel_s, self.kept_s + kept_s
         device.counted, device.kernel_s = device.worker.counts, device.kernel_s + kernel_s
 
@@ -336,17 +349,20 @@ class Supervisor:
         """A fresh worker for one that ended; what it had in hand is suspect, or found."""
         failed, finished = device.handed, []
         if device.alone:
-            finished = [Finished(device.name, [ComputeSample(key, self.spec.setting, r, None, None, time.time(),
-                                                             f"ended its worker: {reason}")], 1, device.kernel_s)
+            finished = [Finished(device.name,
+                                 [ComputeSample(key, self.spec.setting, r, None, None, time.time(),
+                                                f"ended its worker: {reason}")], 1, device.kernel_s)
                         for key, r in failed.items()]
         else:
-            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
+            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason,
+                                 len(failed))
             self._suspects.extend(failed.values())
         self._start(device)
         return finished
 
     def _start(self, device: _Device, error: Ended | None = None) -> None:
-        """A fresh worker, whose start the others need not wait to see. error: what ended the last one while it started."""
+        """A fresh worker, whose start the others need not wait to see. error: what ended the last one while
+        it started."""
         if device.worker:
             device.worker.end()
         if error and (isinstance(error, Refused) or device.starts == _STARTS):
@@ -368,7 +384,8 @@ class Supervisor:
             device.worker.end()
             self._devices.remove(device)
             if not self._devices:
-                raise ShardCoreError(f"no measuring worker is left: {reason}; what was done is kept") from None
+                raise ShardCoreError(f"no measuring worker is left: {reason}; "
+                                     "what was done is kept") from None
             self._logger.warning("%s is left out: %s", device.name, reason)
 
     def _id(self, request: ComputeRequest) -> str:

@@ -188,7 +188,8 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 
 def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
     def sample(row: Row) -> CollectiveSample:
-        request = CollectiveRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"],
+        request = CollectiveRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]),
+                                    row["collective"],
                               row["payload"], row["hosts"], row["busy_ms"])
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])

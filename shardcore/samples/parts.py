@@ -60,7 +60,8 @@ COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
                   ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
                   ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64())])
-"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. Older parts have no busy_ms: it was 0."""
+"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. Older parts have no busy_ms:
+it was 0."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 
 Row = dict[str, Any]

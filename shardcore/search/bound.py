@@ -101,7 +101,8 @@ class _Shards:
         self.problem, self.model, self.kinds = problem, model, (WHOLE_ROWS, *shared)
         self.speed = np.array([d.speed for d in problem.topology.devices])
         groups = [layout.groups(problem.topology) for layout in self.kinds]
-        self.n_groups, self.group_size = np.array([len(g) for g in groups]), np.array([len(g[0]) for g in groups])
+        self.n_groups, self.group_size = (np.array([len(g) for g in groups]),
+                                          np.array([len(g[0]) for g in groups]))
         n, tables = len(self.speed), problem.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])
         whole = np.array([t.name in problem.whole for t in tables])
@@ -120,7 +121,8 @@ class _Shards:
             some = [i for i, shard in enumerate(least) if shard is not None]
             self.at[kind][some, 1] = len(shards) + np.arange(len(some))
             if some:
-                codes.append(np.asarray(model.encode([least[i] for i in some], layout.batch(problem)), dtype=float))
+                codes.append(np.asarray(model.encode([least[i] for i in some], layout.batch(problem)),
+                                        dtype=float))
                 shards += [least[i] for i in some]
         self.codes = np.concatenate(codes)
         self.kind = np.zeros(len(shards), dtype=int)
@@ -133,7 +135,8 @@ class _Shards:
             i, u = np.nonzero(at >= 0)
             self.table[at[i, u]], units[at[i, u]] = i, u
         allowed = [list(problem.allowed_devices(t.name)) for t in tables]
-        n_devices, fastest = np.array([len(d) for d in allowed]), np.array([self.speed[d].max() for d in allowed])
+        n_devices, fastest = (np.array([len(d) for d in allowed]),
+                              np.array([self.speed[d].max() for d in allowed]))
         self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
         of_kind = np.array([max(self.speed[list(group)].min() for group in of) for of in groups])
         self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
@@ -145,7 +148,8 @@ class _Shards:
         self.latency_ms, per_byte = self._exchanges()
         self.exchange_ms = self.copies * carried * per_byte[self.kind]
         kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
-        self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1) for mix in combinations(kinds, n_kinds)]
+        self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1)
+                      for mix in combinations(kinds, n_kinds)]
 
     def _widths(self, columns: int) -> list[int]:
         """The widths in units that a shard may have."""
@@ -168,7 +172,8 @@ class _Shards:
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in layout.channels.values()])
             for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
                 traffic = np.zeros((len(CHANNELS), n))
-                traffic[[CHANNELS.index(c) for c in layout.channels]] = each * (entering / entering[0])[:, None]
+                traffic[[CHANNELS.index(c) for c in layout.channels]] = (each
+                                                                         * (entering / entering[0])[:, None])
                 ms[k] = self.model.comm(traffic, np.zeros(n), self.problem.topology).total_ms.max()
         # At least one group is used. Devices of other groups may not wait at all.
         used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)
@@ -198,8 +203,10 @@ class _Shards:
     def space(self) -> str:
         """The plans for which a bound holds, in words."""
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
-        others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True) if (at >= 0).any()]
-        return f"each table whole or cut by columns ({widths})" + "".join(f", or with {words}" for words in others)
+        others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True)
+                  if (at >= 0).any()]
+        return f"each table whole or cut by columns ({widths})" + "".join(f", or with {words}"
+                                                                          for words in others)
 
 
 def shared_layouts(topology: Topology) -> tuple[Layout, ...]:

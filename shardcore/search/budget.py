@@ -28,7 +28,8 @@ class Budget:
         for name in ("evals", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, or None for no limit")
+                raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, "
+                                     "or None for no limit")
 
     def start(self) -> Meter:
         """Start the clock."""
@@ -59,7 +60,8 @@ class Meter:
         if self.budget.seconds is not None and seconds_each > 0:
             # The estimate may be wrong: callers ask again after each chunk of work.
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
-        return wanted if self.budget.evals is None else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
+        return (wanted if self.budget.evals is None
+                else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each)))
 
     def seconds(self) -> float:
         """Seconds since the start."""

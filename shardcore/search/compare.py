@@ -34,7 +34,8 @@ class Outcome:
     error: str | None = None
 
 
-def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None) -> Outcome:
+def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
+        budget: Budget | None = None) -> Outcome:
     """Run one sharder. Infeasible becomes part of the outcome; other errors are raised."""
     algorithm = known(algorithm)
     began = time.monotonic()
@@ -59,7 +60,8 @@ def compile_searches(problem: Problem, model: CostModel) -> None:
             run(name, few, model, budget=Budget(evals=1))
 
 
-def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3) -> list[Outcome]:
+def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None,
+          random: int = 3) -> list[Outcome]:
     """Plans of each of WORTH_REPLAYING, and `random` random ones. Sharders without a plan are left out.
 
     The same seed gives the same plans.
@@ -104,11 +106,13 @@ def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str,
     common = np.isfinite(table).all(0)
     found = {}
     for i, name in enumerate(costs):
-        others = [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        others = ([list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i]
+                  or [i])
         # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
         own_s = np.array(seconds[name], dtype=float)
-        found[name] = Standing(float(np.isfinite(table[i]).mean()), int(common.sum()), float(ratios.mean()), float(ratios.max()),
+        found[name] = Standing(float(np.isfinite(table[i]).mean()), int(common.sum()), float(ratios.mean()),
+                               float(ratios.max()),
                                float(own_s[common].mean()) if len(own_s) and common.any() else float("nan"))
     return found
 

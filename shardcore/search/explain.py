@@ -112,18 +112,18 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     # Bytes of all channels, [D].
     sent = workload.traffic.sum(0)
     if known is None:
-        baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in (*BASELINES, "neuroshard")
-                          if name != algorithm)
+        baselines = tuple(_searched(name, problem, name, model, seed, budget)
+                          for name in (*BASELINES, "neuroshard") if name != algorithm)
     else:
-        baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error) for name, x in known.items()
-                          if name != algorithm)
+        baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error)
+                          for name, x in known.items() if name != algorithm)
     changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
                     for what, changed, keeps in _changes(problem))
     return Explanation(
-        algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms else "exchange", cost,
-        _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)), workload.memory_bytes,
-        tuple(free_bytes(problem)), compare.balance(cost), bound(problem, model), baselines, changes,
-        f"{searcher}, seed {seed}, {_words(budget)} each")
+        algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms
+        else "exchange", cost, _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)),
+        workload.memory_bytes, tuple(free_bytes(problem)), compare.balance(cost), bound(problem, model),
+        baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each")
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
@@ -135,7 +135,8 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         # An op with a single shard disappears with it, launch included.
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
-        found += [ShardCost(s.label, op.kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)]
+        found += [ShardCost(s.label, op.kind, float(ms), s.bytes)
+                  for s, ms in zip(op.shards, saves, strict=True)]
     return tuple(sorted(found, key=lambda s: -s.saves_ms))
 
 
@@ -144,7 +145,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
     topology = problem.topology
     for share in MORE_MEMORY:
         devices = tuple(replace(d, memory_bytes=int(d.memory_bytes * (1 + share))) for d in topology.devices)
-        yield f"{share:.0%} more memory on each device", replace(problem, topology=replace(topology, devices=devices)), True
+        yield (f"{share:.0%} more memory on each device",
+               replace(problem, topology=replace(topology, devices=devices)), True)
     n = len(topology)
     # The global batch has to divide evenly over the devices.
     more = next((m for m in range(n + 1, MOST_TIMES_DEVICES * n + 1) if problem.global_batch % m == 0), None)
@@ -152,7 +154,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
         added = more - n
         why = "" if added == 1 else f" (the next number that divides the batch of {problem.global_batch})"
         what = f"{added} more device{'s' * (added > 1)}: {more}{why}"
-        yield what, replace(problem, topology=replace(topology, devices=(*topology.devices, *_like(topology, added)))), False
+        yield what, replace(
+            problem, topology=replace(topology, devices=(*topology.devices, *_like(topology, added)))), False
 
 
 def _like(topology: Topology, n: int) -> Iterator[Device]:
@@ -170,7 +173,8 @@ def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, see
               kept_ms: float | None = None) -> Alternative:
     """The cost of a problem under an algorithm. kept_ms: cost of the present plan there, if possible."""
     try:
-        ms, error = SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"], None
+        ms, error = (SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"],
+                     None)
     # That an alternative has no plan is an answer, not an error.
     except Infeasible as refused:
         ms, error = None, str(refused)

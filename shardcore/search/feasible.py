@@ -13,7 +13,17 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
 from shardcore.search.free_memory import bundle_bytes, bytes_alone
-from shardcore.search.packing import NODES, Packing, cut, largest_free, least_bytes, pack, surely_fits, too_tall, whole_impossible
+from shardcore.search.packing import (
+    NODES,
+    Packing,
+    cut,
+    largest_free,
+    least_bytes,
+    pack,
+    surely_fits,
+    too_tall,
+    whole_impossible,
+)
 from shardcore.search.shards import Bundle, bundles, division
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
@@ -48,7 +58,8 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     free = free_bytes(problem)
     needed, available = least_bytes(problem), sum(max(0, f) for f in free)
     if needed > available:
-        raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; its {len(free)} devices may hold "
+        raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; "
+                                   f"its {len(free)} devices may hold "
                                    f"{gib(available)} together, {gib(needed - available)} too little")
     # Bundles and whole tables cannot be cut, so each needs a device that holds it.
     uncut = bundles((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
@@ -63,7 +74,8 @@ def feasible_shards(problem: Problem) -> list[Shard]:
             [largest] = largest_free(problem, [table], free)
             columns = (Shard(table, 0, table.rows, 0, MIN_WIDTH),)
             too_much = _too_much(columns, problem, largest)
-            raise _infeasible(problem, f"{MIN_WIDTH} columns of table {table.name!r} take {too_much}, and {why}")
+            raise _infeasible(problem, f"{MIN_WIDTH} columns of table {table.name!r} take {too_much}, "
+                              f"and {why}")
     _require_pins_fit(problem, free)
     if len(problem.tables) > MOST_PACKED and needed > _NEARLY * available and not surely_fits(problem)(free):
         pack_or_raise(problem)
@@ -82,7 +94,8 @@ def _too_much(bundle: Bundle, problem: Problem, largest: int) -> str:
     """How much a bundle takes, and by how much that is too much."""
     needed = bundle_bytes(bundle, problem)
     where = " where it may live" if bundle[0].table.name in problem.pinned else ""
-    return f"{gib(needed)} with outputs; the largest device{where} may hold {gib(largest)}, {gib(needed - largest)} too little"
+    return (f"{gib(needed)} with outputs; the largest device{where} may hold {gib(largest)}, "
+            f"{gib(needed - largest)} too little")
 
 
 def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | None:
@@ -93,15 +106,17 @@ def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | N
         if len(allowed) == 1:
             return "there is no other device to have some of its rows"
         if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
-            return f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: the last would have none"
-        return "TorchRec divides rows over all devices, or a whole host, where it may not be (constraints.pinned)"
+            return (f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: "
+                    "the last would have none")
+        return ("TorchRec divides rows over all devices, or a whole host, "
+                "where it may not be (constraints.pinned)")
     devices = whole.devices
     for d, shard in shards_on(whole):
         needed = bytes_alone(shard, problem)
         if needed > free[d]:
             which = f"{'all' if len(devices) == len(free) else 'its'} {len(devices)} devices"
-            return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needed)} on device {d}, which may hold "
-                    f"{gib(free[d])}")
+            return (f"its rows, which TorchRec divides evenly over {which}, "
+                    f"take {gib(needed)} on device {d}, which may hold {gib(free[d])}")
     return None
 
 
@@ -117,10 +132,12 @@ def _require_pins_fit(problem: Problem, free: list[int]) -> None:
     needs = {devices: bundle_bytes(shards, problem) for devices, shards in pinned.items()}
     # All tables whose devices lie within this set compete for its memory.
     for devices in sorted(pinned, key=len):
-        needed, available = sum(n for d, n in needs.items() if d <= devices), sum(max(0, free[d]) for d in devices)
+        needed, available = (sum(n for d, n in needs.items() if d <= devices),
+                             sum(max(0, free[d]) for d in devices))
         if needed > available:
             names = [s.table.name for d, shards in pinned.items() if d <= devices for s in shards]
-            raise _infeasible(problem, f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
+            raise _infeasible(problem,
+                              f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
                                        f"{shown(names)}, take {gib(needed)} with their outputs; "
                                        f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
                                        f"{gib(needed - available)} too little")
@@ -139,16 +156,21 @@ def pack_or_raise(problem: Problem) -> Packing:
     if packing is not None:
         return packing
     needed, available = least_bytes(problem), sum(max(0, f) for f in free)
-    total = f"its tables take {needed / available:.1%} of the {gib(available)} that its {len(free)} devices may hold"
+    total = (f"its tables take {needed / available:.1%} of the {gib(available)} that its {len(free)} "
+             "devices may hold")
     whole = [t.name for t in problem.tables if t.name in problem.whole]
     if whole_impossible(problem, free):
         why = ", ".join(sorted({problem.kept_whole_by(name) for name in whole}))
-        raise _infeasible(problem, f"tables {shown(whole)} must stay whole ({why}) and do not fit side by side"
-                                   f"{' where they may live' if problem.pinned else ''}; every assignment was tried ({total})")
-    raise _infeasible(problem, f"no way was found to pack it: {total}, but the gaps are too small. Tried: best fit with "
-                               f"{NODES} steps of backtracking; then the same for the tables that must stay whole "
-                               f"({len(whole)}) and the others cut by columns into the gaps"
-                               f"{'; then pinned tables first' if problem.pinned else ''}; and all of that with the rows of "
+        raise _infeasible(problem,
+                          f"tables {shown(whole)} must stay whole ({why}) and do not fit side by side"
+                                   f"{' where they may live' if problem.pinned else ''}; "
+                                   f"every assignment was tried ({total})")
+    raise _infeasible(problem, f"no way was found to pack it: {total}, but the gaps are too small. Tried: "
+                               "best fit with "
+                               f"{NODES} steps of backtracking; then the same for the tables that must "
+                               f"stay whole ({len(whole)}) and the others cut by columns into the gaps"
+                               f"{'; then pinned tables first' if problem.pinned else ''}; "
+                               "and all of that with the rows of "
                                "the tallest tables divided over the devices evenly, as TorchRec trains them")
 
 
@@ -175,10 +197,13 @@ def _remedy(problem: Problem) -> str:
     if n_devices:
         remedies.append(f"{n_devices} more device{'s' * (n_devices > 1)} like the largest")
     # Would it fit without pins and bundles?
-    loose = replace(problem, constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
+    loose = replace(problem,
+                    constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
     eased = loose.constraints != problem.constraints and enough_of(loose)(free)
-    otherwise = "It needs smaller tables" if few else "It needs more memory, fewer constraints or smaller tables"
-    return (f"It would fit with {' or '.join(remedies)}, or with less in the tables" if remedies else otherwise
+    otherwise = ("It needs smaller tables" if few else "It needs more memory, "
+                 "fewer constraints or smaller tables")
+    return (f"It would fit with {' or '.join(remedies)}, or with less in the tables"
+            if remedies else otherwise
             ) + (", or without its pins and groups" if eased else "")
 
 

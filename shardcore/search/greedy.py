@@ -31,7 +31,8 @@ Choose = Callable[[float, np.ndarray, np.ndarray], int]
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Place tables by falling size, each on a random device with memory."""
     rng = np.random.default_rng(seed)
-    return _place("random", problem, model, seed, lambda s: 0.0, lambda _, fits, left: int(rng.choice(np.flatnonzero(fits))))
+    return _place("random", problem, model, seed, lambda s: 0.0,
+                  lambda _, fits, left: int(rng.choice(np.flatnonzero(fits))))
 
 
 def size_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -49,7 +50,8 @@ def lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: 
     return _greedy("lookup_greedy", problem, model, seed, looked_up)
 
 
-def size_lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
+def size_lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0,
+                       budget: Budget | None = None) -> Plan:
     """Balance pooling factor × dim × log10(rows)."""
     return _greedy("size_lookup_greedy", problem, model, seed, lambda s: looked_up(s) * math.log10(s.rows))
 
@@ -79,7 +81,8 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
     return _place(name, problem, model, seed, load, least)
 
 
-def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float], choose: Choose) -> Plan:
+def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float],
+           choose: Choose) -> Plan:
     """Place all bundles by falling load with `choose`. Falls back to `packing` where one does not fit."""
     problem.require_setting(model.setting)
     shards = feasible_shards(problem)

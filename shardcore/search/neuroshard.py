@@ -67,7 +67,8 @@ class NeuroShardConfig:
 
     def __post_init__(self) -> None:
         if min(self.beam, self.candidates, len(self.caps)) < 1 or self.steps < 0:
-            raise ShardCoreError(f"{self} needs a beam, candidates and passes of 1 or more, and steps of 0 or more")
+            raise ShardCoreError(f"{self} needs a beam, candidates and passes of 1 or more, "
+                                 "and steps of 0 or more")
 
     @property
     def caps(self) -> tuple[float, ...]:
@@ -144,7 +145,8 @@ def _packed(problem: Problem, model: CostModel) -> tuple[ShardCostCache, _Found]
     return cache, _Found(cache.plan_ms(state, devices), state, devices)
 
 
-def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter: Meter, state_s: float) -> _Found:
+def _beam(cache: ShardCostCache, start: _Found, config: NeuroShardConfig, meter: Meter,
+          state_s: float) -> _Found:
     """The best plan of a beam that starts from the state of `start`, or `start` itself.
 
     state_s: seconds that one state takes.
@@ -243,7 +245,8 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
         state.place(strip, units, d)
         devices[:, :, i] = d
 
-    total_ms = np.where(fits_all, state.cost_ms(), np.inf) if fits_all.any() else np.full(fits_all.shape, np.inf)
+    total_ms = (np.where(fits_all, state.cost_ms(), np.inf)
+                if fits_all.any() else np.full(fits_all.shape, np.inf))
     return total_ms, np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1), devices
 
 

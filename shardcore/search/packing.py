@@ -98,7 +98,8 @@ def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> 
             if table_bytes(t, batch, optimizer, MIN_WIDTH) > largest and t.name not in whole]
 
 
-def _with(division: Division, tables: Sequence[Table], problem: Problem, most: int | None = None) -> tuple[Division, int]:
+def _with(division: Division, tables: Sequence[Table], problem: Problem,
+          most: int | None = None) -> tuple[Division, int]:
     """The division with up to `most` further tables divided by rows, and how many those are.
 
     Tables whose rows cannot be divided, or do not fit, are passed over.
@@ -108,13 +109,15 @@ def _with(division: Division, tables: Sequence[Table], problem: Problem, most: i
         if len(done) == most:
             break
         whole = divided(table, problem)
-        ranges = [] if whole is None else [(s, d) for d, s in shards_on(_on_further(whole, len(left), problem))]
+        ranges = [] if whole is None else [(s, d)
+                                           for d, s in shards_on(_on_further(whole, len(left), problem))]
         needs = {d: bytes_alone(s, problem) for s, d in ranges}
         if needs and all(n <= left[d] for d, n in needs.items()):
             left = [f - needs.get(d, 0) for d, f in enumerate(left)]
             rows += ranges
             done.add(table.name)
-    return Division(tuple(rows), tuple(t for t in division.tables if t.name not in done), tuple(left)), len(done)
+    return (Division(tuple(rows), tuple(t for t in division.tables if t.name not in done), tuple(left)),
+            len(done))
 
 
 def _on_further(whole: Placement, n_devices: int, problem: Problem) -> Placement:
@@ -137,7 +140,8 @@ def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
 def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     """The other tables, halved by columns as far as needed. None if that does not suffice."""
     shards: list[Shard] = []
-    for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free), strict=True):
+    for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free),
+                              strict=True):
         waiting = [Shard.whole(table)]
         if table_bytes(table, problem.global_batch, problem.optimizer) <= largest:
             shards += waiting
@@ -194,11 +198,14 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
     """
     if problem.pinned or problem.bundle_of:
         return lambda free: False
-    rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables], dtype=float).T
+    rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables],
+                                dtype=float).T
     # Bytes as in memory.table_bytes, for arrays of tables.
     cell_bytes = float(PRECISION_BYTES[problem.precision])
-    state, pooled = float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]), 2.0 * problem.global_batch * OUTPUT_BYTES
-    order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))  # as they are packed, or nearly so
+    state, pooled = (float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]),
+                     2.0 * problem.global_batch * OUTPUT_BYTES)
+    # as they are packed, or nearly so
+    order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))
     rows, dim, whole = rows[order], dim[order], whole[order] > 0
     table = rows * (dim * cell_bytes + state) + dim * pooled
     narrowest = rows * (MIN_WIDTH * cell_bytes + state) + MIN_WIDTH * pooled
@@ -272,7 +279,8 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
 
     def options(i: int) -> Iterator[int]:
         room, where = rooms(i + 1), allowed[i] if allowed and allowed[i] is not None else range(len(left))
-        by_room = {room[d]: d for d in reversed(where) if left[d] >= sizes[i]}  # of equal devices, one will do
+        # of equal devices, one will do
+        by_room = {room[d]: d for d in reversed(where) if left[d] >= sizes[i]}
         return iter([by_room[r] for r in sorted(by_room)])
 
     levels = [options(0)] if sizes else []
@@ -318,12 +326,14 @@ def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[li
         if devices is not None and devices not in met:
             met.add(devices)
             inside, numbers = set(devices), {}
-            classes = [numbers.setdefault((c, d in inside), len(numbers)) for d, c in enumerate(classes or [0] * n_devices)]
+            classes = [numbers.setdefault((c, d in inside), len(numbers))
+                       for d, c in enumerate(classes or [0] * n_devices)]
         result.append(classes)
     return result[::-1]
 
 
-def _poured(problem: Problem, free: Sequence[int], nodes: int, groups: Sequence[Sequence[Table]]) -> Placed | None:
+def _poured(problem: Problem, free: Sequence[int], nodes: int,
+            groups: Sequence[Sequence[Table]]) -> Placed | None:
     """Pack groups of tables, one after another. In each, tables that must stay whole go first."""
     room = FreeMemory(problem, free)
     placed: Placed = []
@@ -371,7 +381,8 @@ def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
             device, first, rest = int(fits[np.argmin(room.left[fits])]), shard, []
         else:
             allowed = room.allowed(shard)
-            device = int(np.argmax(room.left if allowed is None else np.where(allowed, room.left, np.iinfo(np.int64).min)))
+            device = int(np.argmax(room.left if allowed is None
+                                   else np.where(allowed, room.left, np.iinfo(np.int64).min)))
             both = _first_columns(shard, room, device)
             if both is None:
                 return None

@@ -73,7 +73,8 @@ class PlacementState:
         if not self.priced:
             return
         # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.
-        sums = (self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was])) * (self.width[of_kind] > 0)[..., None]
+        sums = ((self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was]))
+                * (self.width[of_kind] > 0)[..., None])
         self.sums[of_kind] = sums
         self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
 

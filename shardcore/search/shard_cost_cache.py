@@ -65,7 +65,8 @@ class ShardCostCache:
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
         of_strip = [layout_of_shard(bundle[0], problem) for bundle in self._strips]
-        self.kinds = tuple(layout for layout in LAYOUTS.values() if layout is WHOLE_ROWS or layout in of_strip)
+        self.kinds = tuple(layout for layout in LAYOUTS.values()
+                           if layout is WHOLE_ROWS or layout in of_strip)
         self.kind = np.array([self.kinds.index(layout) for layout in of_strip])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
@@ -207,7 +208,8 @@ class ShardCostCache:
         sums, width = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))], axis=1)
                        for of in (self.codes, self.width))
         # The shards of a kind run as one fused op: price sums, not shards.
-        compute_ms = self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1) / self.speed
+        compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
+                      / self.speed)
         return float(self.total_ms(compute_ms, width))
 
 

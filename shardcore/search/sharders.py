@@ -17,15 +17,16 @@ from shardcore.types import Plan, Problem
 class Sharder(Protocol):
     """The signature of every sharder (see shardcore/search/__init__.py)."""
 
-    def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan: ...
+    def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0,
+                 budget: Budget | None = None) -> Plan: ...
 
 
 DEFAULT_SHARDER = "anneal_columns"
 BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""
 
-_all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard, "anneal": annealing.anneal,
-        "anneal_columns": annealing.anneal_columns}
+_all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard,
+        "anneal": annealing.anneal, "anneal_columns": annealing.anneal_columns}
 if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
 SHARDERS: dict[str, Sharder] = {name: rare_collections()(sharder) for name, sharder in _all.items()}
@@ -39,6 +40,6 @@ def known(name: str) -> str:
     if found in SHARDERS:
         return found
     if name in _GONE:
-        raise ShardCoreError(f"algorithm {name!r} is not known any more: {_GONE[name]} for comparisons only, in bench/peers "
-                             f"(python -m bench.search); use {DEFAULT_SHARDER}")
+        raise ShardCoreError(f"algorithm {name!r} is not known any more: {_GONE[name]} for comparisons only, "
+                             f"in bench/peers (python -m bench.search); use {DEFAULT_SHARDER}")
     raise ShardCoreError(f"algorithm {name!r} is not known; there are {', '.join(SHARDERS)}")

@@ -142,7 +142,8 @@ def _deal(shards: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], i
             taken = min(width, shard.width)
             yield Placement(_KINDS[kind], replace(shard, col_hi=shard.col_lo + taken), devices)
             width -= taken
-            shard = replace(shard, col_lo=shard.col_lo + taken) if taken < shard.width else next(waiting, shard)
+            shard = (replace(shard, col_lo=shard.col_lo + taken)
+                     if taken < shard.width else next(waiting, shard))
 
 
 def _position(shard: Shard) -> tuple[str, int, int, int, int]:
@@ -185,4 +186,5 @@ def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, 
     """The consolidated plan of these placements, with provenance and predicted cost. Raises as `to_plan`."""
     plan = Plan(consolidate(placements))
     predicted_ms = price(lower(plan, problem), model).total_ms
-    return replace(plan, provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})
+    return replace(plan,
+                   provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

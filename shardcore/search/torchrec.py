@@ -122,8 +122,8 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                     break
                 found = theirs.plan(all_types, min_partition, config.grid, meter)
                 if found is not None:
-                    plans.append(priced([*given.placements, *found], problem, model, algorithm="torchrec", seed=seed,
-                                        packed=False, swept=[all_types, min_partition]))
+                    plans.append(priced([*given.placements, *found], problem, model, algorithm="torchrec",
+                                        seed=seed, packed=False, swept=[all_types, min_partition]))
     if not plans:
         packing = pack_or_raise(problem)
         plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="torchrec", seed=seed,
@@ -190,7 +190,8 @@ class _Theirs:
         self.sharders = [EmbeddingBagCollectionSharder()]
         precision = {"fp32": DataType.FP32, "fp16": DataType.FP16}[problem.precision]
         self.module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-            EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n], data_type=precision)
+            EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n],
+                               data_type=precision)
             for n, t in self.names.items()])
         devices, hosts = problem.topology.devices, problem.topology.hosts
         self.ranks = problem.topology.ranks
@@ -202,16 +203,19 @@ class _Theirs:
         """Bandwidths in bytes per ms, by TorchRec's names. Unknown ones are left out."""
         ours, known = self.problem.topology, {}
         one_ms = exchange_ms(self.problem, model)
-        for name, gbps in (("intra_host_bw", ours.within_host_gbps), ("inter_host_bw", ours.between_hosts_gbps)):
+        for name, gbps in (("intra_host_bw", ours.within_host_gbps),
+                           ("inter_host_bw", ours.between_hosts_gbps)):
             if gbps or one_ms > 0:
                 known[name] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
         topology = self.topology(known)
-        options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module, self.sharders)
+        options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module,
+                                                                                     self.sharders)
         # Scale memory bandwidth so that both sides agree on the cost of all tables.
-        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options if o.sharding_type == WHOLE_ROWS.torchrec_whole
-                        for s in o.shards)
+        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options
+                        if o.sharding_type == WHOLE_ROWS.torchrec_whole for s in o.shards)
         ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
-        return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {})
+        return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0
+                        and ours_ms > 0 else {})
 
     def topology(self, bandwidths: Mapping[str, float]) -> Any:
         """TorchRec's Topology with our devices' memory, speed and work given before."""
@@ -219,8 +223,8 @@ class _Theirs:
 
         # Memory differs by device; TorchRec's constructor takes one value for all.
         left = [int(self.given.left[d]) for d in self.ranks]
-        topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0, local_world_size=self.per_host,
-                            **bandwidths)
+        topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0,
+                            local_world_size=self.per_host, **bandwidths)
         for device, d in zip(topology.devices, self.ranks, strict=True):
             device.storage.hbm = int(self.given.left[d])
             device.perf = _Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
@@ -238,7 +242,8 @@ class _Theirs:
 
         def of(table: Table) -> list[str]:
             whole = table.name in self.problem.whole
-            return [WHOLE_ROWS.torchrec_whole] if whole else [k for k in types if k not in over or even_rows(table.rows, over[k])]
+            return ([WHOLE_ROWS.torchrec_whole]
+                    if whole else [k for k in types if k not in over or even_rows(table.rows, over[k])])
 
         return {n: ParameterConstraints(sharding_types=of(t),
                                         compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
@@ -267,7 +272,8 @@ class _Theirs:
                 seen.add(key)
                 yield all_types, min_partition
 
-    def plan(self, all_types: bool, min_partition: int | None, grid: int, meter: Meter) -> list[Placement] | None:
+    def plan(self, all_types: bool, min_partition: int | None, grid: int,
+             meter: Meter) -> list[Placement] | None:
         """The planner's best plan. None if it finds none."""
         from torchrec.distributed.planner import EmbeddingShardingPlanner
         from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
@@ -275,11 +281,13 @@ class _Theirs:
         from torchrec.distributed.planner.types import PlannerError
 
         topology, constraints = self.topology(self.bandwidths), self.constraints(all_types, min_partition)
-        proposers = [GridSearchProposer(grid), GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+        proposers = [GridSearchProposer(grid), GreedyProposer(), GreedyProposer(use_depth=False),
+                     UniformProposer()]
         planner = EmbeddingShardingPlanner(
-            topology, self.problem.local_batch, self.enumerator(topology, constraints), constraints=constraints, stats=[],
-            storage_reservation=FixedPercentageStorageReservation(percentage=0.0), performance_model=_Slowest(topology),
-            proposer=_Metered(proposers, meter), debug=False)
+            topology, self.problem.local_batch, self.enumerator(topology, constraints),
+            constraints=constraints, stats=[],
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+            performance_model=_Slowest(topology), proposer=_Metered(proposers, meter), debug=False)
         try:
             plan = planner.plan(self.module, self.sharders)
         except PlannerError:
@@ -328,7 +336,8 @@ class _OurBytes:
     def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
         from torchrec.distributed.planner.types import Storage
 
-        sharding_options.sort(key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
+        sharding_options.sort(key=lambda o: (int(o.name[1:]),
+                                             (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
         for option in sharding_options:
             layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
             for theirs in option.shards:
@@ -375,7 +384,8 @@ def _quiet() -> Iterator[None]:
     """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
     from torchrec.distributed.logger import method_logger
 
-    root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in ("torchrec", method_logger.name)}
+    root, levels = logging.getLogger(), {name: logging.getLogger(name).level
+                                         for name in ("torchrec", method_logger.name)}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     root.addFilter(_not_of_replicas)

@@ -15,14 +15,18 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     before, after = (files.read_plan(p, files.read_problem(problem)) for p in (old, new))
     assert before == after and f"starting from {old}, which cost" in capsys.readouterr().out
     assert main(again) == 0
-    assert files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"] < before.provenance["predicted_ms"]
-    assert main([*again, "--algorithm", "neuroshard"]) == 1 and "--start is for --algorithm anneal" in capsys.readouterr().err
-    assert main([*again[:-2], "--max-moved-gib", "1"]) == 1 and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
+    assert (files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
+            < before.provenance["predicted_ms"])
+    assert (main([*again, "--algorithm", "neuroshard"]) == 1
+            and "--start is for --algorithm anneal" in capsys.readouterr().err)
+    assert (main([*again[:-2], "--max-moved-gib", "1"]) == 1
+            and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
 
 
 def test_plan_and_price_explain(stored, model, capsys):
     problem, plan = (str(stored / n) for n in ("problem.json", "plan.json"))
-    asked = ["plan", problem, "--model", str(model), "--algorithm", "neuroshard", "--budget-evals", "400", "--out", plan]
+    asked = ["plan", problem, "--model", str(model), "--algorithm", "neuroshard", "--budget-evals", "400",
+             "--out", plan]
     assert main([*asked, "--explain"]) == 0
     said = capsys.readouterr().out
     assert "is ready last" in said and "size_greedy" in said
@@ -36,13 +40,15 @@ def test_plan_and_price_explain(stored, model, capsys):
 def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
     asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
     assert main([*asked, "--second-model", value]) == 1
-    assert capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n" and not (stored / "plan.json").exists()
+    assert (capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n"
+            and not (stored / "plan.json").exists())
 
 
 def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
     asked = ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--module", "m"]
     assert main([*asked, "--uneven-rows", "--out", str(stored / "torchrec.json")]) == 1
-    assert capsys.readouterr().err == ("error: --uneven-rows is gone: plans divide rows evenly now, as TorchRec "
+    assert capsys.readouterr().err == ("error: --uneven-rows is gone: plans divide rows evenly now, "
+                                       "as TorchRec "
                                        "does; leave it out\n")
 
 

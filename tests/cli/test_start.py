@@ -8,7 +8,8 @@ import pytest
 from shardcore.cli import main
 from shardcore.search import DEFAULT_SHARDER
 
-COMMANDS = ("plan", "price", "replay", "export", "problem", "measure", "train", "report", "history", "diff", "drift")
+COMMANDS = ("plan", "price", "replay", "export", "problem", "measure", "train", "report", "history",
+            "diff", "drift")
 RUN = """
 import sys
 from shardcore.cli import main
@@ -43,7 +44,8 @@ def test_every_command_has_help(command, capsys):
 def test_help_names_the_default_sharder(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "-h"])
-    assert f"--algorithm ALGORITHM {DEFAULT_SHARDER}, the default" in " ".join(capsys.readouterr().out.split())
+    assert f"--algorithm ALGORITHM {DEFAULT_SHARDER}, the default" in " ".join(
+        capsys.readouterr().out.split())
 
 
 def test_planning_and_pricing_need_no_torch(stored, model):

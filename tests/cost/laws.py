@@ -18,7 +18,8 @@ WIDTHS = (4, 8, 16, 32, 64)
 
 def pool(n: int = 24) -> list[Table]:
     rng = np.random.default_rng(0)
-    return [Table(f"t{i}", int(10 ** rng.uniform(2.5, 5)), int(rng.choice(WIDTHS)), round(float(rng.lognormal(1, 1)), 2),
+    return [Table(f"t{i}", int(10 ** rng.uniform(2.5, 5)), int(rng.choice(WIDTHS)),
+                  round(float(rng.lognormal(1, 1)), 2),
                   COLD if i % 2 else Zipf(0.9)) for i in range(n)]
 
 
@@ -28,7 +29,8 @@ def linear_law(shards, batch: int) -> tuple[float, float]:
     for s in shards:
         lookups = s.table.pooling * access.access_share(s) * batch
         forward += 2e-6 * batch + 1e-5 * lookups + 1e-7 * lookups * s.width
-        backward += 2e-5 * lookups + 4e-5 * access.unique_rows(s, batch) + 1e-6 * access.unique_rows(s, batch) * s.width
+        backward += (2e-5 * lookups + 4e-5 * access.unique_rows(s, batch)
+                     + 1e-6 * access.unique_rows(s, batch) * s.width)
     return forward, backward
 
 
@@ -57,14 +59,14 @@ def compute_samples(law, n: int = 240, setting: Setting = SETTING, noise: float 
             shards.append(Shard(table, 0, hi, 0, int(rng.choice([w for w in WIDTHS if w <= table.dim]))))
         request = ComputeRequest(tuple(shards), batch)
         forward, backward = (ms * math.exp(noise * rng.normal()) for ms in law(shards, batch))
-        samples.append(ComputeSample(dataset.compute_id(setting, request), setting, request, spread(forward), spread(backward),
-                                     0.0))
+        samples.append(ComputeSample(dataset.compute_id(setting, request), setting, request, spread(forward),
+                                     spread(backward), 0.0))
     return samples
 
 
 def exchange_law(widths, batch: int, skew_ms: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """ms per rank: 0.1, 0.02 a peer, 1 GB/s for the busiest, and for what goes out and in 4 GB/s forward and 2 GB/s backward;
-    forward 0.05 a ms of skew, up to 10 of them."""
+    """ms per rank: 0.1, 0.02 a peer, 1 GB/s for the busiest, and for what goes out and in 4 GB/s forward and
+    2 GB/s backward; forward 0.05 a ms of skew, up to 10 of them."""
     owned = np.array(widths) * batch * 4.0
     n = len(owned)
     out, into = owned * (n - 1) / n, (owned.sum() - owned) / n
@@ -73,7 +75,8 @@ def exchange_law(widths, batch: int, skew_ms: float = 0.0) -> tuple[np.ndarray, 
 
 
 def ring_law(collective: str, widths, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """ms per rank: 0.2 a round, 0.5 GB/s for a reduce-scatter, 1 GB/s for an all-gather; an all-reduce is both, at once."""
+    """ms per rank: 0.2 a round, 0.5 GB/s for a reduce-scatter, 1 GB/s for an all-gather; an all-reduce is
+    both, at once."""
     n = len(widths)
     moved = max(widths) * batch * 4.0 * (n - 1) / n
     scatter, gather = 0.2 * (n - 1) + moved / 0.5e6, 0.2 * (n - 1) + moved / 1e6
@@ -92,10 +95,12 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
         if sum(widths):
             start_ms = (0.0,) * (d - 1) + (float(2 * (i % 8)),)
             asked = CollectiveRequest(widths, 252, start_ms, collective, **request)
-            law = exchange_law(widths, 252, max(start_ms)) if collective == "all_to_all" else ring_law(collective, widths, 252)
+            law = (exchange_law(widths, 252, max(start_ms)) if collective == "all_to_all"
+                   else ring_law(collective, widths, 252))
             forward, backward = (tuple(map(spread, ms)) for ms in law)
             samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked,
-                                      None if collective == "all_reduce" else forward, backward, (0.0,) * d, 0.0))
+                                      None if collective == "all_reduce" else forward, backward,
+                                            (0.0,) * d, 0.0))
     return samples
 
 

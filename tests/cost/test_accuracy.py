@@ -31,7 +31,8 @@ def sample(n: int, forward: float, backward: float, **fields) -> ComputeSample:
 
 def test_split_is_by_id_alone():
     sides = [accuracy.split_of(f"{i:016x}") for i in range(5000)]
-    assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {"train": 0.8, "validation": 0.1, "test": 0.1}
+    assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {"train": 0.8, "validation": 0.1,
+                                                                        "test": 0.1}
     # As it ever was, or what was held out of a model's training would be trained on by the next.
     assert {i: accuracy.split_of(i) for i in SIDES} == SIDES
     samples = [dataclasses.replace(sample(1, 1.0, 1.0), id=i) for i in SIDES]

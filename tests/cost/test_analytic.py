@@ -16,8 +16,8 @@ from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
-MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1, update_gbps=0.5,
-                      exchange_latency_ms=0.25, exchange_gbps=2)
+MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1,
+                      update_gbps=0.5, exchange_latency_ms=0.25, exchange_gbps=2)
 TABLE = Table("t", 500, 8, 2.0, Zipf(1.0))
 
 
@@ -33,7 +33,8 @@ def test_compute_adds_up():
 def test_parts_of_a_table_share_its_load():
     left, right = Shard(TABLE, 0, 500, 0, 4), Shard(TABLE, 0, 500, 4, 8)
     upper, lower_ = Shard(TABLE, 0, 100, 0, 8), Shard(TABLE, 100, 500, 0, 8)
-    whole, columns, rows = MODEL.encode([Shard.whole(TABLE)])[0], MODEL.encode([left, right]), MODEL.encode([upper, lower_])
+    whole, columns, rows = (MODEL.encode([Shard.whole(TABLE)])[0], MODEL.encode([left, right]),
+                            MODEL.encode([upper, lower_]))
     np.testing.assert_allclose(columns.sum(0), whole * [2, 2, 1, 1])  # both look up every id
     np.testing.assert_allclose(rows.sum(0), whole * [2, 1, 1, 1])
     assert rows[1, 1] == pytest.approx(4 * rows[0, 1])
@@ -43,7 +44,8 @@ def test_nothing_costs_nothing():
     np.testing.assert_array_equal(MODEL.head(np.zeros((3, 4))), 0)
     assert MODEL.encode([]).shape == (0, 4)
     idle = Shard.whole(Table("idle", 5, 4, 0.0))
-    assert group_costs([[idle], []], MODEL) == pytest.approx([0.011, 0])  # it still takes its part of a launch
+    # it still takes its part of a launch
+    assert group_costs([[idle], []], MODEL) == pytest.approx([0.011, 0])
 
 
 @given(sums=st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=2, max_size=2))
@@ -55,7 +57,8 @@ def test_monotone_and_fusing_never_costs_more(sums):
 
 def test_fusing_pays_one_launch():
     shards = [Shard.whole(Table(f"t{i}", 500, 8, 2.0)) for i in range(5)]
-    assert sum(group_costs([[s] for s in shards], MODEL)) - group_costs([shards], MODEL)[0] == pytest.approx(4 * 0.010)
+    assert (sum(group_costs([[s] for s in shards], MODEL)) - group_costs([shards], MODEL)[0]
+            == pytest.approx(4 * 0.010))
 
 
 def topology(n: int, **fields) -> Topology:
@@ -64,7 +67,8 @@ def topology(n: int, **fields) -> Topology:
 
 def test_transfer_is_latency_and_the_busiest_devices_bytes():
     # Device 0 sends 3 of its 4 MB, which takes 1.5 ms at 2 GB/s; all wait for it.
-    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]), topology(4))
+    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]),
+                      topology(4))
     np.testing.assert_allclose(cost.forward_ms, [1.75] * 4)
     np.testing.assert_allclose(cost.backward_ms, [1.75] * 4)
     np.testing.assert_allclose(cost.waiting_ms, [2, 0, 3, 1])
@@ -72,8 +76,10 @@ def test_transfer_is_latency_and_the_busiest_devices_bytes():
 
 def test_the_topologys_own_links_go_first():
     traffic, compute = sends(all_to_all=np.full(4, 4e6)), np.zeros(4)
-    hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"), within_host_gbps=10, between_hosts_gbps=1, latency_ms=0.0)
-    np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)  # 2 of 4 MB leave the host, 1 GB/s
+    hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"), within_host_gbps=10, between_hosts_gbps=1,
+                     latency_ms=0.0)
+    # 2 of 4 MB leave the host, 1 GB/s
+    np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)
     one_host = topology(4, within_host_gbps=3.0, latency_ms=1.0)
     np.testing.assert_allclose(MODEL.comm(traffic, compute, one_host).forward_ms, [2.0] * 4)
 
@@ -105,14 +111,16 @@ def test_each_collective_runs_only_where_it_has_bytes():
 
 
 def test_rows_over_a_host_and_over_all_devices():
-    """8 columns of a batch of 1,000: 32,000 bytes, of which rows over all four devices send a quarter to each; those of host a
-    half to the other, then half of what is left to the other host's device."""
+    """8 columns of a batch of 1,000: 32,000 bytes, of which rows over all four devices send a quarter to
+    each; those of host a half to the other, then half of what is left to the other host's device."""
     where = on_hosts("aabb", within_host_gbps=10.0, between_hosts_gbps=1.0, latency_ms=0.5)
     problem = Problem("p", (TABLE,), where, 1000)
-    world, of_host = (price(lower(Plan((p,)), problem), MODEL) for p in (row(TABLE, where), host_row(TABLE, (0, 1))))
+    world, of_host = (price(lower(Plan((p,)), problem), MODEL)
+                      for p in (row(TABLE, where), host_row(TABLE, (0, 1))))
     assert world.forward_comm_ms == world.backward_comm_ms == pytest.approx([0.5 + 2 * 8000 / 1e6] * 4)
     within, across = 0.5 + 16000 / 10e6, 0.5 + 8000 / 1e6
-    assert of_host.forward_comm_ms == of_host.backward_comm_ms == pytest.approx([within + across] * 2 + [across] * 2)
+    assert (of_host.forward_comm_ms == of_host.backward_comm_ms
+            == pytest.approx([within + across] * 2 + [across] * 2))
     halves = lower(Plan((host_row(TABLE, (0, 1), 0, 4), host_row(TABLE, (2, 3), 4, 8))), problem)
     assert price(halves, MODEL).forward_comm_ms == pytest.approx([1 + 8000 / 10e6 + 4000 / 1e6] * 4)
 
@@ -123,13 +131,15 @@ def test_many_plans_at_once_are_the_same_plans_one_by_one():
     loads[0, 0] = 0
     together = MODEL.comm(sends(all_to_all=loads), compute, topology(4)).total_ms
     for i in np.ndindex(3, 2):
-        np.testing.assert_allclose(together[i], MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms)
+        np.testing.assert_allclose(together[i],
+                                   MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms)
 
 
 def test_price_of_a_plan():
     other = Table("o", 100, 4, 1.0)
     problem = Problem("p", (TABLE, other), Topology((Device(2**30), Device(2**30, speed=2.0))), 1000)
-    plan = Plan((Placement("column", Shard.whole(TABLE), (0,)), Placement("column", Shard.whole(other), (1,))))
+    plan = Plan((Placement("column", Shard.whole(TABLE), (0,)),
+                 Placement("column", Shard.whole(other), (1,))))
     cost = price(lower(plan, problem), MODEL)
     single = group_costs([[Shard.whole(TABLE)], [Shard.whole(other)]], MODEL)
     transfer_ms = 0.25 + 1000 * 8 * 4 / 2 / 2e6

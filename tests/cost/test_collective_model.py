@@ -1,4 +1,5 @@
-"""The communication model is recovered from exchanges, each collective's own, and goes beyond the ranks and hosts measured."""
+"""The communication model is recovered from exchanges, each collective's own, and goes beyond the ranks and
+hosts measured."""
 
 import dataclasses
 
@@ -19,12 +20,15 @@ QUICK = fit.FitConfig(epochs=3)
 
 
 def fitted(*samples) -> neural.NeuralModel:
-    return neural.NeuralModel(SETTING, collective_model.fit([x for s in samples for x in s], [], lambda *_: None), {"ranges": {}})
+    return neural.NeuralModel(SETTING,
+                              collective_model.fit([x for s in samples for x in s], [], lambda *_: None),
+                              {"ranges": {}})
 
 
 def on_hosts(*devices: int, **given) -> Topology:
     """A topology of so many devices on each host."""
-    return Topology(tuple(Device(1 << 30, host=f"host-{h}") for h, n in enumerate(devices) for _ in range(n)), **given)
+    return Topology(tuple(Device(1 << 30, host=f"host-{h}") for h, n in enumerate(devices) for _ in range(n)),
+                    **given)
 
 
 def columns(widths) -> np.ndarray:
@@ -36,7 +40,8 @@ def columns(widths) -> np.ndarray:
 
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
-    found = collective_model.exchange_terms(Channel(collective), np.array(owned, dtype=float), np.array(hosts), skew_ms)
+    found = collective_model.exchange_terms(Channel(collective), np.array(owned, dtype=float),
+                                            np.array(hosts), skew_ms)
     return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
             for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True)}
 
@@ -116,7 +121,8 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
 
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
-    rates, some = np.zeros(len(collective_model.EXCHANGE_TERMS)), dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0)
+    rates, some = (np.zeros(len(collective_model.EXCHANGE_TERMS)),
+                   dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0))
     for name, rate, term in (
         ("once", 0.5, 1.0),
         ("skew_ms", 0.1, 3.0),
@@ -157,7 +163,8 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     comm = comm_samples(60, ranks=(2,))
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert all((model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all() for way in ("forward", "backward"))
+    assert all((model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
+               for way in ("forward", "backward"))
 
 
 def test_only_exchanges_that_the_model_prices_count():
@@ -169,13 +176,15 @@ def test_only_exchanges_that_the_model_prices_count():
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
     assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
-    assert not collective_model.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights, ALL_TO_ALL)
+    assert not collective_model.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights,
+                                            ALL_TO_ALL)
 
 
 def test_each_collective_has_its_own_rates():
     rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
     model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
-    found = collective_model.errors(model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
+    found = collective_model.errors(model.weights,
+                                    [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
     assert len(found) == 5 and max(found.values()) < 0.5
     owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
     scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
@@ -186,14 +195,17 @@ def test_each_collective_has_its_own_rates():
     assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
     assert not reduced[0].forward_ms.any()
     moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
-    assert scattered[1].forward_ms == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01)
-    assert reduced[1].backward_ms == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01)
+    assert (scattered[1].forward_ms
+            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01))
+    assert (reduced[1].backward_ms
+            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01))
 
 
 def test_too_few_exchanges_of_a_collective_are_none():
     few = comm_samples(collective_model.FEWEST_SAMPLES - 1, collective="all_reduce")
     model = fitted(comm_samples(), few)
-    assert collective_model.is_measured(model.weights, ALL_TO_ALL) and not collective_model.is_measured(model.weights, ALL_REDUCE)
+    assert (collective_model.is_measured(model.weights, ALL_TO_ALL)
+            and not collective_model.is_measured(model.weights, ALL_REDUCE))
     assert collective_model.errors(model.weights, few)["all_reduce_backward_mape"] > 1
 
 
@@ -245,13 +257,16 @@ def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
 
 def test_more_bytes_never_take_less_time(of_hosts):
     rng = np.random.default_rng(0)
-    for topology in (on_hosts(5), on_hosts(3, 2), on_hosts(1, 1, 4), on_hosts(16, 16), on_hosts(2, 2, between_hosts_gbps=1.0)):
+    for topology in (on_hosts(5), on_hosts(3, 2), on_hosts(1, 1, 4), on_hosts(16, 16),
+                     on_hosts(2, 2, between_hosts_gbps=1.0)):
         n, c = len(topology), len(CHANNELS)
-        owned = rng.random((c, 200, n)) * 10.0 ** rng.uniform(2, 7, (c, 200, 1)) * (rng.random((c, 200, n)) < 0.7)
+        owned = (rng.random((c, 200, n)) * 10.0 ** rng.uniform(2, 7, (c, 200, 1))
+                 * (rng.random((c, 200, n)) < 0.7))
         more = owned + rng.random((c, 200, n)) * 1e6 * (rng.random((c, 200, n)) < 0.3)
         compute = rng.random((200, n))
         before, after = (of_hosts.comm(x, compute, topology) for x in (owned, more))
-        assert (after.forward_ms >= before.forward_ms - 1e-12).all() and (after.backward_ms >= before.backward_ms - 1e-12).all()
+        assert ((after.forward_ms >= before.forward_ms - 1e-12).all()
+                and (after.backward_ms >= before.backward_ms - 1e-12).all())
         totals = [(compute + x.total_ms).max(-1) for x in (before, after)]
         assert (totals[1] >= totals[0] - 1e-9).all()
 
@@ -269,7 +284,8 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
     for model, same in ((within, on_hosts(4)), (between, on_hosts(1, 1, 1, 1))):
         a, b = (model.comm(traffic, compute, topology) for topology in (on_hosts(2, 2), same))
         assert np.array_equal(a.forward_ms, b.forward_ms) and np.array_equal(a.backward_ms, b.backward_ms)
-    cost = [of_hosts.comm(traffic, compute, topology).forward_ms.max() for topology in (on_hosts(4), on_hosts(2, 2))]
+    cost = [of_hosts.comm(traffic, compute, topology).forward_ms.max()
+            for topology in (on_hosts(4), on_hosts(2, 2))]
     assert cost[0] < cost[1]
 
 
@@ -279,25 +295,32 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
 def said(model: neural.NeuralModel, topology: Topology) -> str:
     """Of a plan with a table of each kind that this topology has."""
     a, b, c, d = (Table(name, 100, 8, 1.0) for name in "abcd")
-    of_host = [host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1] or [column(d, 0)]
+    of_host = ([host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1]
+               or [column(d, 0)])
     placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
-    return "\n".join(neural.out_of_range(model, lower(Plan(placements), Problem("p", (a, b, c, d), topology, 256))))
+    return "\n".join(neural.out_of_range(model,
+                                         lower(Plan(placements), Problem("p", (a, b, c, d), topology, 256))))
 
 
 def test_what_was_not_measured_is_named(of_hosts):
     within = fitted(comm_samples())
     assert said(of_hosts, on_hosts(2)) == said(of_hosts, on_hosts(1, 1)) == ""
     alone = said(within, on_hosts(2))
-    assert "row shards: their reduce-scatter is priced with the rates of the all-to-all, not measured" in alone
-    assert "data_parallel shards: their all-reduce is priced with the rates of the all-to-all, not measured" in alone
+    assert ("row shards: their reduce-scatter is priced with the rates of the all-to-all, "
+            "not measured" in alone)
+    assert ("data_parallel shards: their all-reduce is priced with the rates of the all-to-all, "
+            "not measured" in alone)
     two = said(of_hosts, on_hosts(2, 2))
     assert two == "\n".join([
-        "host_row shards: their reduce-scatter within a host is priced with the rates of the reduce-scatter, not measured",
-        "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, not measured"])
+        "host_row shards: their reduce-scatter within a host is priced with the rates of the reduce-scatter, "
+        "not measured",
+        "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, "
+        "not measured"])
     assert "within a host is priced with the rates of the all-to-all" in said(within, on_hosts(2, 2))
     assert "2 hosts; links between hosts count as those within one" in said(within, on_hosts(1, 1))
     between = fitted(links.simulated(links.Cluster(), ((2, 2),), 30, seed=0))
     assert "links within hosts count as those measured between" in said(between, on_hosts(2))
     given = said(of_hosts, on_hosts(1, 1, between_hosts_gbps=3.0))
-    assert given == ("the topology gives between_hosts_gbps 3: the explicit link model prices its exchanges from there, "
+    assert given == ("the topology gives between_hosts_gbps 3: the explicit link model prices its exchanges "
+                     "from there, "
                      "not measured")

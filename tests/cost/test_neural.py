@@ -202,7 +202,8 @@ def test_rows_over_a_host_by_hand():
     problem = Problem("p", (table,), where, 256)
     work = lower(Plan((host_row(table, (0, 1)),)), problem)
     cost = price(work, by_hand(**weights))
-    within, across = 1 + 8192 / 2 * 1e-3, 0.5 + 4096 / 2 * 1e-3  # half goes to the other device; the way in is as long
+    # half goes to the other device; the way in is as long
+    within, across = 1 + 8192 / 2 * 1e-3, 0.5 + 4096 / 2 * 1e-3
     assert cost.forward_comm_ms == pytest.approx([within + across] * 2 + [across] * 2)
     uplink = 0.25 + 2 * 4096 / 2 * 1e-3  # which the host's two devices share
     assert cost.backward_comm_ms == pytest.approx([2 + uplink] * 2 + [uplink] * 2)

@@ -34,21 +34,25 @@ def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
 def test_regret_and_rank_correlation_are_within_problems():
     found = replay_metrics.by_problem(TWO)
     assert found["regret"] == pytest.approx([0, 10]) and found["ours_regret"] == pytest.approx([0, 10])
-    assert found["kendall_tau"] == pytest.approx([1, 2 / 3 * 1]) and found["spearman"] == pytest.approx([1, 0.8])
+    assert (found["kendall_tau"] == pytest.approx([1, 2 / 3 * 1])
+            and found["spearman"] == pytest.approx([1, 0.8]))
 
 
 def test_a_plan_that_several_algorithms_found_is_judged_once():
-    rows = [ReplayRecord("a", name, "same", 10.0, 20.0, 0.0) for name in ("anneal_columns", "neuroshard", "random")]
+    rows = [ReplayRecord("a", name, "same", 10.0, 20.0, 0.0)
+            for name in ("anneal_columns", "neuroshard", "random")]
     rows.append(ReplayRecord("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
     assert len(replay_metrics.distinct(rows)) == 2
     found = replay_metrics.figures(rows)
-    assert found["mape"] == pytest.approx(25) and found["plans"] == 2 and found["neuroshard_relative_cost"] == 1
+    assert (found["mape"] == pytest.approx(25) and found["plans"] == 2
+            and found["neuroshard_relative_cost"] == 1)
 
 
 def test_a_problem_with_one_plan_has_no_rank_correlation():
     found = replay_metrics.by_problem([ReplayRecord("a", "anneal_columns", "p", 1.0, 2.0, 0.0)])
     assert math.isnan(found["kendall_tau"][0]) and math.isnan(found["spearman"][0]) and found["regret"] == [0]
-    assert "kendall_tau" not in replay_metrics.figures([ReplayRecord("a", "anneal_columns", "p", 1.0, 2.0, 0.0)])
+    assert "kendall_tau" not in replay_metrics.figures(
+        [ReplayRecord("a", "anneal_columns", "p", 1.0, 2.0, 0.0)])
 
 
 def test_pairs_within_noise_count_for_nothing():
@@ -61,10 +65,13 @@ def test_rivals_cost_losses_and_the_gap_closed():
     found = replay_metrics.rivals(TWO)
     assert found["torchrec"].cost.mean == pytest.approx((1.2 + 10 / 11) / 2)
     assert found["torchrec"].losses == pytest.approx({"b": 0.1})
-    assert found["torchrec"].gap_closed.mean == pytest.approx((0.2 - 0.1) / 0.2)  # lacks 20% and 0%; ours 20% less, 10% more
-    assert found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0)) and not found["dim_greedy"].losses
+    # lacks 20% and 0%; ours 20% less, 10% more
+    assert found["torchrec"].gap_closed.mean == pytest.approx((0.2 - 0.1) / 0.2)
+    assert (found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0))
+            and not found["dim_greedy"].losses)
     assert found["anneal_columns"].cost.mean == 1 and found["anneal_columns"].gap_closed is None
-    noisy = replay_metrics.rivals([*problem("a", {"anneal_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])["torchrec"]
+    noisy = replay_metrics.rivals([*problem("a", {"anneal_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])[
+        "torchrec"]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
     for noise, lost in (
         (0.70, {"a": pytest.approx(0.1)}),
@@ -84,13 +91,15 @@ def test_the_interval_is_over_problems_and_covers_as_it_says():
     rng = np.random.default_rng(1)
     found = [replay_metrics.bootstrap(rng.normal(5, 1, 30)) for _ in range(200)]
     assert 0.88 < np.mean([x.low < 5 < x.high for x in found]) < 0.99
-    assert found[0] == replay_metrics.bootstrap(np.random.default_rng(1).normal(5, 1, 30))  # the same values, the same interval
+    # the same values, the same interval
+    assert found[0] == replay_metrics.bootstrap(np.random.default_rng(1).normal(5, 1, 30))
     one = np.array([1.0, np.nan, 2.0])
     assert replay_metrics.bootstrap(one).mean == 1.5
 
 
 def test_noise_by_hand():
-    assert replay_metrics.noise_ms(Spread(20.0, 19.0, 21.0, 16)) == pytest.approx(1.96 * 1.2533 / 1.349 * 2 / 4)
+    assert (replay_metrics.noise_ms(Spread(20.0, 19.0, 21.0, 16))
+            == pytest.approx(1.96 * 1.2533 / 1.349 * 2 / 4))
 
 
 def test_noise_is_half_the_interval_of_the_median():
@@ -118,7 +127,8 @@ def many(predicted, n=6):
 ], ids=["regret", "ranks"])
 def test_a_model_that_chooses_worse_is_refused_by_name(challenger, said):
     assert re.match(said, replay_metrics.lost(many(challenger), many(PLANS)))
-    assert replay_metrics.lost(many(PLANS), many(challenger)) is None and replay_metrics.lost(many(PLANS), many(PLANS)) is None
+    assert (replay_metrics.lost(many(PLANS), many(challenger)) is None
+            and replay_metrics.lost(many(PLANS), many(PLANS)) is None)
 
 
 def test_few_problems_or_a_difference_by_chance_refuse_nobody():

@@ -1,4 +1,5 @@
-"""Replayed steps tell how many times as long as alone exchanges take in them, whatever the machine's slowdown was."""
+"""Replayed steps tell how many times as long as alone exchanges take in them, whatever the machine's slowdown
+was."""
 
 import dataclasses
 
@@ -51,7 +52,8 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
     comm = {way: tuple(sum(slowdown * factors.get((c, way), 1.0) * both[i] for c, both in alone.items()))
             for i, way in enumerate(("forward", "backward"))}
-    compute = (tuple(slowdown * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms))
+    compute = (tuple(slowdown * ms for ms in part)
+               for part in (said.forward_compute_ms, said.backward_compute_ms))
     return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms)
 
 
@@ -63,7 +65,8 @@ def found_factors(model):
 def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slowdown):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
     fitted = step_factors.fit(model, [(w, replayed(model, w, slowdown=slowdown)) for w in seen])
-    lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}  # within a host, and across them
+    # within a host, and across them
+    lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}
     assert found_factors(fitted) == pytest.approx(lent, rel=1e-3)
     assert fitted.meta["steps"] == len(seen)
     took, said = replayed(model, seen[-1]), price(seen[-1], fitted)
@@ -76,7 +79,8 @@ def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slo
 def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_change_nothing(model):
     columns, rows = workloads("columns"), workloads("rows", n=step_factors.FEWEST_STEPS - 1)
     fitted = step_factors.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
-    assert found_factors(fitted) == pytest.approx({(c, way): 1.4 if way == "forward" else 1.0 for c, way in found_factors(model)},
+    assert found_factors(fitted) == pytest.approx({(c, way): 1.4 if way == "forward" else 1.0
+                                                   for c, way in found_factors(model)},
                                                   rel=1e-3)
     assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
@@ -85,7 +89,8 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
 
 def test_rows_over_a_host_have_factors_of_their_own_where_steps_tell_them(model):
     """Also of a machine that plays two hosts."""
-    own = {**FACTORS, (WITHIN, "forward"): 1.8, (WITHIN, "backward"): 1.3, (ACROSS, "forward"): 1.1, (ACROSS, "backward"): 2.5}
+    own = {**FACTORS, (WITHIN, "forward"): 1.8, (WITHIN, "backward"): 1.3, (ACROSS, "forward"): 1.1,
+           (ACROSS, "backward"): 2.5}
     seen = [w for kind in ("columns", "host rows") for w in workloads(kind, n=12, topology=on_hosts("aabb"))]
     fitted = step_factors.fit(model, [(w, replayed(model, w, own)) for w in seen])
     told = found_factors(fitted)
@@ -100,7 +105,8 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
     neural.save(once, tmp_path)
     assert found_factors(neural.load(tmp_path)) == found_factors(once)
     given = Topology((Device(1 << 30),) * 2, within_host_gbps=10.0, latency_ms=0.1)
-    assert step_factors.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
+    assert step_factors.fit(model,
+                            [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
     linked, = workloads("columns", 1, given)
     assert price(linked, once) == price(linked, model)
 
@@ -117,5 +123,6 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
 
 def test_a_model_without_exchanges_learns_nothing_from_steps(model):
     told = [(w, replayed(model, w)) for w in workloads("columns")]
-    bare = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if not k.startswith("exchange")})
+    bare = dataclasses.replace(model, weights={k: v for k, v in model.weights.items()
+                                               if not k.startswith("exchange")})
     assert step_factors.fit(bare, told) is bare

@@ -30,7 +30,8 @@ def as_in_version_1(plan):
     """The placements as plan files had them."""
     parts = [(s, p.devices if p.kind == "data_parallel" else (d,)) for p in plan.placements
              for d, s in ([(0, p.shard)] if p.kind == "data_parallel" else shards_on(p))]
-    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi], "devices": list(devices)}
+    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi],
+             "devices": list(devices)}
             for s, devices in parts]
 
 

@@ -31,8 +31,10 @@ FOUR = Topology((Device(10**9),) * 4)
 MODEL = AnalyticModel(Setting("cpu", 64))
 MODULE = training.Model()
 LOOKUPS = {"f0": 10.0, "f1": 2.0, "f2": 1.5, "f3": 4.0, "f4": 1.0}
-CONSTRAINTS = {"a": ParameterConstraints(pooling_factors=[10.0]), "b": ParameterConstraints(pooling_factors=[2.0, 1.5]),
-               "c": ParameterConstraints(pooling_factors=[3.0]), "d": ParameterConstraints(pooling_factors=[4.0]),
+CONSTRAINTS = {"a": ParameterConstraints(pooling_factors=[10.0]),
+               "b": ParameterConstraints(pooling_factors=[2.0, 1.5]),
+               "c": ParameterConstraints(pooling_factors=[3.0]),
+               "d": ParameterConstraints(pooling_factors=[4.0]),
                "e": ParameterConstraints(pooling_factors=[1.5])}
 
 
@@ -44,8 +46,8 @@ def planner(constraints=CONSTRAINTS, topology=FOUR, **settings) -> ShardCorePlan
 def test_problem_from_given_lookups():
     found = problem_for(MODULE, FOUR, 64, LOOKUPS)
     assert {t.name: (t.rows, t.dim, t.pooling) for t in found.tables} == {
-        "a": (24, 16, 10.0), "b": (50, 8, 3.5), "left.c": (40, 32, 10.0), "d": (10, 8, 4.0), "inner.right.c": (17, 12, 1.0),
-        "e": (33, 20, 1.5)}
+        "a": (24, 16, 10.0), "b": (50, 8, 3.5), "left.c": (40, 32, 10.0), "d": (10, 8, 4.0),
+        "inner.right.c": (17, 12, 1.0), "e": (33, 20, 1.5)}
     assert {t.access for t in found.tables} == {DEFAULT_ACCESS}
     with pytest.raises(ShardCoreError, match="feature 'f2' of table 'b' has no lookups"):
         problem_for(MODULE, FOUR, 64, {k: v for k, v in LOOKUPS.items() if k != "f2"})
@@ -60,7 +62,8 @@ def test_problem_from_data():
     _, counts = np.unique(ids, return_counts=True)
     assert found["b"].access.bins[0] == pytest.approx((counts == 1).mean())
     assert found["a"].pooling == found["left.c"].pooling  # one feature
-    with pytest.raises(ShardCoreError, match="lookups has 60 samples; it needs a global batch of the model's data, 64"):
+    with pytest.raises(ShardCoreError,
+                       match="lookups has 60 samples; it needs a global batch of the model's data, 64"):
         problem_for(MODULE, FOUR, 64, batches[1:])
     other = EmbeddingBagCollection(device=torch.device("meta"), tables=[
         EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
@@ -79,14 +82,16 @@ def test_refuses_lookups_that_are_none(lookups, said):
 
 
 def test_a_single_batch_may_be_all_data():
-    assert problem_for(MODULE, FOUR, training.BATCH, training._batch(0)) == problem_for(MODULE, FOUR, training.BATCH,
+    assert problem_for(MODULE, FOUR, training.BATCH, training._batch(0)) == problem_for(MODULE, FOUR,
+                                                                                        training.BATCH,
                                                                                        [training._batch(0)])
 
 
 def test_refuses_ids_that_a_table_lacks():
     small = EmbeddingBagCollection(device=torch.device("meta"), tables=[
         EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f1"])])
-    with pytest.raises(ShardCoreError, match="feature 'f1' has ids .* to .*, table 't' rows 0 to 3; give ids as the collection"):
+    with pytest.raises(ShardCoreError, match="feature 'f1' has ids .* to .*, table 't' rows 0 to 3; "
+                       "give ids as the collection"):
         problem_for(small, FOUR, 64, [training._batch(seed) for seed in range(16)])
 
 
@@ -94,20 +99,23 @@ def test_refuses_ids_that_a_table_lacks():
 def test_the_last_row_is_the_last_id(rows):
     module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
         EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])])
-    data = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 3, 3, 3]), lengths=torch.tensor([1, 3, 0, 0]))
+    data = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 3, 3, 3]),
+                             lengths=torch.tensor([1, 3, 0, 0]))
     if rows == 3:
         with pytest.raises(ShardCoreError, match="'f' has ids 0 to 3, table 't' rows 0 to 2"):
             problem_for(module, FOUR, 4, data)
     else:
         [table] = problem_for(module, FOUR, 4, data).tables
-        assert (table.rows, table.pooling, table.access.bins[:3]) == (4, 1.0, (0.5, 0.0, 0.5))  # seen once, and three times
+        # seen once, and three times
+        assert (table.rows, table.pooling, table.access.bins[:3]) == (4, 1.0, (0.5, 0.0, 0.5))
 
 
 def test_refuses_models_it_cannot_price():
     with pytest.raises(ShardCoreError, match="no EmbeddingBagCollection"):
         problem_for(torch.nn.Linear(1, 1), FOUR, 64, {})
     eighth = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f0"], data_type=DataType.INT8)])
+        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f0"],
+                           data_type=DataType.INT8)])
     with pytest.raises(ShardCoreError, match="table 't' has data type INT8"):
         problem_for(eighth, FOUR, 64, LOOKUPS)
 
@@ -118,7 +126,8 @@ def test_plan_for_a_model():
     assert lower(plan, problem)
     with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*anneal"):
         plan_for(MODULE, FOUR, MODEL, LOOKUPS, algorithm="best")
-    with pytest.raises(ShardCoreError, match="model is 'model/'; it needs a cost model, as shardcore.load_model"):
+    with pytest.raises(ShardCoreError,
+                       match="model is 'model/'; it needs a cost model, as shardcore.load_model"):
         plan_for(MODULE, FOUR, "model/", LOOKUPS)
 
 
@@ -128,14 +137,17 @@ def test_planner_in_the_place_of_torchrecs():
     assert isinstance(made, ShardingPlanner)
     assert from_torchrec(plan, made.problem, MODULE).placements == made.found.placements
     assert {t.name: t.pooling for t in made.problem.tables}["b"] == 3.5
-    assert {s.compute_kernel for m in plan.plan.values() for s in m.values() if s.sharding_type != "data_parallel"} == {"fused"}
+    assert {s.compute_kernel for m in plan.plan.values() for s in m.values()
+            if s.sharding_type != "data_parallel"} == {"fused"}
 
 
 def test_planner_reads_torchrecs_topology():
     theirs = TheirTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=10**9)
     ours = our_topology(theirs, reserved=0.25)
-    assert [(d.memory_bytes, d.host) for d in ours.devices] == [(750_000_000, f"host-{i // 2}") for i in range(4)]
-    assert our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10)).devices[0].memory_bytes == 10**10
+    assert [(d.memory_bytes, d.host) for d in ours.devices] == [(750_000_000, f"host-{i // 2}")
+                                                                for i in range(4)]
+    assert (our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10)).devices[0]
+            .memory_bytes == 10**10)
     assert problem_for(MODULE, theirs, 64, LOOKUPS).topology == our_topology(theirs, reserved=0.15)
     plan = planner(topology=theirs).plan(MODULE)
     placements = {str(p.placement) for m in plan.plan.values() for s in m.values() if s.sharding_spec
@@ -146,16 +158,19 @@ def test_planner_reads_torchrecs_topology():
 def test_planner_keeps_constraints():
     from torchrec.distributed.types import CacheParams
 
-    asked = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["dense", "fused_uvm_caching"],
-                                 pooling_factors=[10.0], cache_params=CacheParams(load_factor=0.3), output_dtype=DataType.FP16)
+    asked = ParameterConstraints(sharding_types=["table_wise"],
+                                 compute_kernels=["dense", "fused_uvm_caching"], pooling_factors=[10.0],
+                                 cache_params=CacheParams(load_factor=0.3), output_dtype=DataType.FP16)
     made = planner({**CONSTRAINTS, "a": asked, "b": ParameterConstraints(
         sharding_types=["table_wise", "column_wise"], pooling_factors=[1.0, 1.0])})
     plan = made.plan(MODULE).plan["left"]["a"]
     assert made.problem.whole == {"a"}
     assert len(plan.sharding_spec.shards) == 1
-    assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching", asked.cache_params, DataType.FP16)
+    assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching",
+                                                                           asked.cache_params, DataType.FP16)
     with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for data_parallel"):
-        planner({**CONSTRAINTS, "a": ParameterConstraints(sharding_types=["data_parallel"], pooling_factors=[1.0])},
+        planner({**CONSTRAINTS,
+                 "a": ParameterConstraints(sharding_types=["data_parallel"], pooling_factors=[1.0])},
                 algorithm="size_greedy").plan(MODULE)
 
 
@@ -169,12 +184,14 @@ def test_planner_searches_columns_alone_where_others_are_refused():
 
     assert kind(None) == "row_wise"  # too narrow for columns
     assert kind(["table_wise", "column_wise"]) == "table_wise"
-    with pytest.raises(ShardCoreError, match="table 't' table_wise; its constraints ask for data_parallel, grid_shard: allow"):
+    with pytest.raises(ShardCoreError, match="table 't' table_wise; its constraints ask for data_parallel, "
+                       "grid_shard: allow"):
         kind(["data_parallel", "grid_shard"])
 
 
 def test_planner_says_what_is_missing():
-    with pytest.raises(ShardCoreError, match="table 'e' has no constraints; it needs .*mean lookups per sample of f2"):
+    with pytest.raises(ShardCoreError,
+                       match="table 'e' has no constraints; it needs .*mean lookups per sample of f2"):
         planner({k: v for k, v in CONSTRAINTS.items() if k != "e"}).plan(MODULE)
     with pytest.raises(ShardCoreError, match="table 'a' has 2 pooling_factors for its 1 features"):
         planner({**CONSTRAINTS, "a": ParameterConstraints(pooling_factors=[1.0, 2.0])}).plan(MODULE)

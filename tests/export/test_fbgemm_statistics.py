@@ -1,4 +1,5 @@
-"""Pooling and reuse from what FBGEMM itself reports: real reports of real ops, one of them of a sharded job."""
+"""Pooling and reuse from what FBGEMM itself reports: real reports of real ops, one of them of a sharded
+job."""
 
 import json
 import os
@@ -42,7 +43,8 @@ from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Reuse, Shard, Table, Zipf
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
-TABLES = {"a": (20000, 8, ["f0", "f1"]), "b": (20000, 8, ["f2"]), "c": (5000, 4, ["f3"]), "d": (300, 12, ["f4"])}
+TABLES = {"a": (20000, 8, ["f0", "f1"]), "b": (20000, 8, ["f2"]), "c": (5000, 4, ["f3"]),
+          "d": (300, 12, ["f4"])}
 ALPHA = dict(f0=1.0, f1=0.5, f2=1.2, f3=0.8, f4=0.3)
 POOLING = {"a": 17.0, "b": 8.0, "c": 8.0, "d": 8.0}
 """Of f1 9 lookups, of the others 8. Tables a and b have the same shape."""
@@ -85,8 +87,10 @@ def _reporting(rank: int, folder: Path, work: Callable[[Path], None]) -> None:
 def op_of_three_tables(folder: Path) -> None:
     """The tables a, c and d, at two steps."""
     shapes = [TABLES[n] for n in "acd"]
-    op = SplitTableBatchedEmbeddingBagsCodegen([(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d, _ in shapes],
-                                               feature_table_map=[0, 0, 1, 2], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    op = SplitTableBatchedEmbeddingBagsCodegen([(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU)
+                                                for r, d, _ in shapes],
+                                               feature_table_map=[0, 0, 1, 2],
+                                               optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     for seed in range(STEPS):
         ids, lengths = zip(*(step(seed)[f] for _, _, features in shapes for f in features), strict=True)
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
@@ -105,7 +109,8 @@ def test_tables_are_known_by_shape(reports):
     problem = problem_for(Model(names="acd"), ONE, BATCH, reports)
     assert {t.name: t.pooling for t in problem.tables} == {n: POOLING[n] for n in "acd"}
     assert {t.access.batch for t in problem.tables} == {BATCH}
-    assert [(t.name, t.rows, t.pooling) for t in reported_tables(reports)] == [("t0", 20000, 17.0), ("t1", 5000, 8.0),
+    assert [(t.name, t.rows, t.pooling) for t in reported_tables(reports)] == [("t0", 20000, 17.0),
+                                                                               ("t1", 5000, 8.0),
                                                                              ("t2", 300, 8.0)]
     assert problem_for(Model(names="acd"), ONE, BATCH, str(next(reports.iterdir()))).tables[0].pooling == 17.0
 
@@ -113,15 +118,16 @@ def test_tables_are_known_by_shape(reports):
 def test_reuse_is_near_that_of_the_data(reports):
     reported = problem_for(Model(names="acd"), ONE, BATCH, reports)
     for table in reported.tables:
-        unique = [len(np.unique(np.concatenate([step(seed)[f][0] for f in TABLES[table.name][2]]))) for seed in range(STEPS)]
+        unique = [len(np.unique(np.concatenate([step(seed)[f][0] for f in TABLES[table.name][2]])))
+                  for seed in range(STEPS)]
         found = access.unique_rows(Shard.whole(table), BATCH)
         assert found == pytest.approx(np.mean(unique), rel=0.25)
         assert sum(table.access.bins) == pytest.approx(1)
 
 
 def test_tables_of_like_shape_need_names(reports):
-    with pytest.raises(ShardCoreError, match="1 tables of 20000 rows and dim 8, .* which is table 'a' .there are a, b.; call "
-                                             "write_tables_of_ops"):
+    with pytest.raises(ShardCoreError, match="1 tables of 20000 rows and dim 8, .* which is table 'a' .there "
+                                             "are a, b.; call write_tables_of_ops"):
         problem_for(Model(names="ab"), ONE, BATCH, reports)
 
 
@@ -129,13 +135,18 @@ def sharded_job(folder: Path) -> None:
     """On one rank, table b in two parts of its columns."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     given = problem_for(Model(), ONE, BATCH, dict.fromkeys(ALPHA, 8.0))
-    plan = to_torchrec(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in given.tables)), given, Model(), "cpu")
-    plan.plan["bags"]["b"] = replace(plan.plan["bags"]["b"], sharding_type="column_wise", ranks=[0, 0], sharding_spec=(
-        EnumerableShardingSpec([ShardMetadata([0, c], [20000, 4], "rank:0/cpu") for c in (0, 4)])))
+    plan = to_torchrec(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in given.tables)), given,
+                       Model(), "cpu")
+    plan.plan["bags"]["b"] = replace(plan.plan["bags"]["b"], sharding_type="column_wise", ranks=[0, 0],
+                                     sharding_spec=(
+                                         EnumerableShardingSpec([ShardMetadata(
+                                             [0, c], [20000, 4], "rank:0/cpu") for c in (0, 4)])))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
-        sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
-        model = DistributedModelParallel(Model("cpu"), device=torch.device("cpu"), plan=plan, sharders=[sharder])
+        sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD,
+                                                              "learning_rate": 0.1})
+        model = DistributedModelParallel(Model("cpu"), device=torch.device("cpu"), plan=plan,
+                                         sharders=[sharder])
         write_tables_of_ops(model, folder)
         model.module.bags(kjt(0)).wait()
     finally:
@@ -147,9 +158,11 @@ def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
     reported_in(tmp_path, sharded_job)
     held = [f.part for f in read_statistics(tmp_path)]
     assert sorted((p.col_lo, p.col_hi) for p in held if p.table == "b") == [(0, 4), (4, 8)]
-    assert main(["problem", str(tmp_path), "--devices", "2", "--batch", "512", "--out", str(tmp_path / "problem.json")]) == 0
-    assert {t.name: (t.rows, t.dim, t.pooling) for t in files.read_problem(tmp_path / "problem.json").tables} == {
-        n: (r, d, POOLING[n]) for n, (r, d, _) in TABLES.items()}
+    assert main(["problem", str(tmp_path), "--devices", "2", "--batch", "512", "--out",
+                 str(tmp_path / "problem.json")]) == 0
+    assert ({t.name: (t.rows, t.dim, t.pooling) for t in files.read_problem(tmp_path / "problem.json").tables}
+            == {
+                n: (r, d, POOLING[n]) for n, (r, d, _) in TABLES.items()})
     reported, measured = (problem_for(Model(), ONE, BATCH, source) for source in (tmp_path, [kjt(0)]))
     assert {t.name: t.pooling for t in reported.tables} == POOLING
     for found, true in zip(reported.tables, measured.tables, strict=True):
@@ -159,7 +172,8 @@ def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
 
 def test_parts_by_rows_add_up_and_parts_by_columns_do_not(reports):
     c = next(f for f in read_statistics(reports) if f.rows == 5000)
-    parts = [replace(c, part=TablePart("bags", "c", lo, lo + 2500, col, col + 2)) for lo in (0, 2500) for col in (0, 2)]
+    parts = [replace(c, part=TablePart("bags", "c", lo, lo + 2500, col, col + 2)) for lo in (0, 2500)
+             for col in (0, 2)]
     pooling, reuse = matched(parts, {"c": ("bags", "c", 5000, 4)})["c"]
     assert pooling == 2 * c.pooling
     assert reuse == Reuse(tuple(c.seen / c.seen.sum()), BATCH)
@@ -175,9 +189,12 @@ def test_rows_by_count_where_no_other_ids_are_left():
 def test_what_is_no_report_is_refused(reports, tmp_path):
     with pytest.raises(ShardCoreError, match="has no reports of FBGEMM .*FBGEMM_TBE_REPORT_INPUT_PARAMS=1"):
         read_statistics(tmp_path)
-    with pytest.raises(ShardCoreError, match="did not report a table of 20000 rows and dim 8, as table 'b' has"):
-        problem_for(Model(names="bcd"), ONE, BATCH, _changed(reports, tmp_path, embedding_specs=[[2, 8], [5000, 4], [300, 12]]))
-    for change, said in (({"feature_table_map": [0]}, "ValueError"), ({"embedding_specs": None}, "embedding_specs is None"),
+    with pytest.raises(ShardCoreError,
+                       match="did not report a table of 20000 rows and dim 8, as table 'b' has"):
+        problem_for(Model(names="bcd"), ONE, BATCH,
+                    _changed(reports, tmp_path, embedding_specs=[[2, 8], [5000, 4], [300, 12]]))
+    for change, said in (({"feature_table_map": [0]}, "ValueError"),
+                         ({"embedding_specs": None}, "embedding_specs is None"),
                          ({"embedding_specs": []}, "IndexError")):
         with pytest.raises(ShardCoreError, match=f"is not what FBGEMM 1.8 writes .{said}"):
             read_statistics(_changed(reports, tmp_path, **change))
@@ -187,12 +204,15 @@ def test_what_is_no_report_is_refused(reports, tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"feature_table_map": [0, 0, -1, 2]}, "feature_table_map"), ({"batch_params": {"Bs": [256.5] * 4}}, "Bs"),
-    ({"pooling_params": {"Ls": [True] * 4}}, "Ls"), ({"indices_params_list": [{"heavy_hitters": [-1]}] * 4}, "heavy_hitters")])
+    ({"feature_table_map": [0, 0, -1, 2]}, "feature_table_map"),
+    ({"batch_params": {"Bs": [256.5] * 4}}, "Bs"),
+    ({"pooling_params": {"Ls": [True] * 4}}, "Ls"),
+    ({"indices_params_list": [{"heavy_hitters": [-1]}] * 4}, "heavy_hitters")])
 def test_numbers_that_fbgemm_does_not_write_are_refused(change, said, tmp_path):
     law = {"heavy_hitters": [0.2, 0.1], "zipf_q": 2.0, "zipf_s": 1.1}
     sound = {"embedding_specs": [[900, 8], [300, 12], [70, 4]], "feature_table_map": [0, 0, 1, 2],
-             "pooling_params": {"Ls": [8.0] * 4}, "batch_params": {"Bs": [256] * 4}, "indices_params_list": [law] * 4}
+             "pooling_params": {"Ls": [8.0] * 4}, "batch_params": {"Bs": [256] * 4},
+             "indices_params_list": [law] * 4}
     (tmp_path / "report.json").write_text(json.dumps(sound))
     assert len(fbgemm_statistics.reported_tables(tmp_path / "report.json")) == 3
     (tmp_path / "report.json").write_text(json.dumps(sound | change))

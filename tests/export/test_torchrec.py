@@ -69,7 +69,8 @@ def test_rows_over_a_host_are_one_op_with_those_of_cut_tables():
 
 def test_names_of_tables():
     assert list(tables_of(MODULE)) == ["a", "b", "left.c", "d", "inner.right.c", "e", "s", "t"]
-    assert [t.path for t in tables_of(MODULE).values()] == ["left"] * 4 + ["inner.right"] * 2 + ["sequence"] * 2
+    assert ([t.path for t in tables_of(MODULE).values()]
+            == ["left"] * 4 + ["inner.right"] * 2 + ["sequence"] * 2)
 
 
 def ranges(found):
@@ -180,7 +181,8 @@ def test_settings_of_a_plan_are_kept(tmp_path):
     assert read_torchrec(tmp_path / "plan.json") == theirs
     moved = Plan(tuple(column(t, 1) for t in given.tables))
     kept = to_torchrec(moved, given, training.Model(), like=theirs).plan["left"]["a"]
-    assert replace(kept, ranks=[0], sharding_spec=theirs.plan["left"]["a"].sharding_spec) == theirs.plan["left"]["a"]
+    assert (replace(kept, ranks=[0], sharding_spec=theirs.plan["left"]["a"].sharding_spec)
+            == theirs.plan["left"]["a"])
     assert kept.ranks == [1]
 
 
@@ -228,4 +230,5 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     half = Placement("row", Shard(given.tables[0], 0, 24, 0, 8), (0, 1, 2, 3))
     files.write_plan(paths[1], Plan((half, column(given.tables[0], 1, 8, 16), plan.placements[2])), given)
     assert main(command) == 1
-    assert "a[0:24, 0:8] by row on devices 0, 1, 2, 3; it needs all rows and all columns" in capsys.readouterr().err
+    assert ("a[0:24, 0:8] by row on devices 0, 1, 2, 3; "
+            "it needs all rows and all columns" in capsys.readouterr().err)

@@ -1,4 +1,5 @@
-"""Kernels, memory tiers and quantised collectives of a TorchRec plan: kept through ours, named where a price leaves them out."""
+"""Kernels, memory tiers and quantised collectives of a TorchRec plan: kept through ours, named where a price
+leaves them out."""
 
 import json
 import sys
@@ -43,7 +44,8 @@ def tiered(**cache) -> ShardingPlan:
     plan = to_torchrec(Plan((*(p for p in whole().placements if p.shard.table.name != "b"),
                              Placement("data_parallel", Shard.whole(tables["b"]), (0, 1)))), GIVEN, MODULE)
     left = plan.plan["left"]
-    cache = CacheParams(**{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16} | cache)
+    cache = CacheParams(**{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16}
+                        | cache)
     left["a"] = replace(left["a"], compute_kernel="fused_uvm_caching", cache_params=cache, enforce_hbm=False)
     left["c"] = replace(left["c"], output_dtype=DataType.BF16)
     left["d"] = replace(left["d"], compute_kernel="key_value", key_value_params=KeyValueParams(
@@ -65,11 +67,13 @@ def test_settings_go_with_their_tables():
     found, old = to_torchrec(moved, GIVEN, MODULE).plan["left"], tiered().plan["left"]
     assert {n: s.ranks for n, s in found.items()} == {n: [1] for n in "abcd"}
     assert all(settings_of(found[n], n) == settings_of(old[n], n) != {} for n in "acd")
-    assert to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE)).plan["left"]["a"].compute_kernel == "fused"
+    assert (to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE)).plan["left"]["a"]
+            .compute_kernel == "fused")
 
 
 def test_a_plan_of_plain_kernels_has_no_settings():
-    assert from_torchrec(to_torchrec(whole(), GIVEN, MODULE), GIVEN, MODULE).provenance == {"algorithm": "torchrec plan"}
+    assert (from_torchrec(to_torchrec(whole(), GIVEN, MODULE), GIVEN, MODULE).provenance
+            == {"algorithm": "torchrec plan"})
 
 
 def test_no_kernel_is_lost_in_a_replica():
@@ -119,14 +123,16 @@ def test_quantised_collectives_are_kept_in_the_file(tmp_path):
 
 def test_files_of_version_1_are_read(tmp_path):
     path, body = tmp_path / "plan.json", to_json(tiered())
-    written = {"schema": "shardcore/torchrec-plan", "version": 1, "digest": files.digest(body), "modules": body}
+    written = {"schema": "shardcore/torchrec-plan", "version": 1, "digest": files.digest(body),
+               "modules": body}
     path.write_text(json.dumps(written))
     assert read_torchrec(path) == tiered()
     assert read_qcomms(path) is None
 
 
 def test_what_a_price_leaves_out_is_named():
-    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
     assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
     said = unpriced(tiered(), [sharder])
     assert len(said) == 6
@@ -138,14 +144,17 @@ def test_what_a_price_leaves_out_is_named():
                  for optimizer in (EmbOptimType.ADAM, EmbOptimType.EXACT_SGD))
     plain = to_torchrec(whole(), GIVEN, MODULE)
     assert unpriced(plain, [adam, sgd, EmbeddingBagCollectionSharder()], "exact_sgd") == [
-        "tables of EmbeddingBagCollectionSharder are priced, and their state counted, as under exact_sgd; its optimizer is ADAM"]
+        "tables of EmbeddingBagCollectionSharder are priced, and their state counted, as under exact_sgd; "
+        "its optimizer is ADAM"]
     assert len(unpriced(plain, [adam, sgd], "rowwise_adagrad")) == 2
     assert unpriced(plain, [adam]) == []
 
 
 def test_the_planner_says_it_too():
-    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
-    planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)), budget=Budget(evals=200),
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)),
+                               budget=Budget(evals=200),
                                lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
     planner.plan(MODULE, [sharder])
     assert [line.split()[0] for line in planner.unpriced] == [

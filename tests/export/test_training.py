@@ -28,7 +28,8 @@ def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
     given = training.problem(2, 2, sequence=True)
     kinds = Counter(kind.split()[0] for i in range(4)
                     for kind in training.kinds_of(bench.drawn(given, i, 0), given, True).values())
-    assert set(kinds) == {"table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"}
+    assert set(kinds) == {"table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard",
+                          "data_parallel"}
     assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
     assert capsys.readouterr().err == "4 of 4\n"
     assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
@@ -64,7 +65,8 @@ def test_the_example_trains_as_unsharded():
 
 @pytest.mark.long
 def test_the_example_runs_under_torchrun_as_users_start_it():
-    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(EXAMPLE),
-                          "--check", "--steps", "20"], capture_output=True, text=True, timeout=150, cwd=EXAMPLE.parents[2])
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                          str(EXAMPLE), "--check", "--steps", "20"], capture_output=True, text=True,
+                         timeout=150, cwd=EXAMPLE.parents[2])
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
     said_of(ran.stdout, 0.97)

@@ -106,7 +106,7 @@ def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:], strict=False))
 
 
-# --- there and back ----------------------------------------------------------------------------------------------------------
+# --- there and back -----------------------------------------------------------------------------------------
 
 
 def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[str, int]]]:
@@ -149,7 +149,7 @@ def _settings(rng: np.random.Generator) -> dict[str, Any]:
             "output_dtype": [None, DataType.BF16][rng.integers(2)]}
 
 
-# --- training ----------------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------------
 
 
 def train(given: Problem, plans: Mapping[int, Plan], sequence: bool = False,

@@ -1,4 +1,5 @@
-"""A Prefect server for the flows' tests of a worker, and scratch copies of the project with toy parameters."""
+"""A Prefect server for the flows' tests of a worker, and scratch copies of the project with toy
+parameters."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Deployments, and what follows when somebody changes the champion: flows in this process, and (`long`) a worker and the watch.
+"""Deployments, and what follows when somebody changes the champion: flows in this process, and (`long`) a
+worker and the watch.
 
 One project, whose models are of known laws, so nothing has to be measured.
 """
@@ -49,12 +50,14 @@ SAMPLES = {law: compute_samples(law, 120) for law in (linear_law, cache_law)}
 
 
 def write_model(folder, law, seed=0):
-    neural.save(fit.train(SAMPLES[law], comm_samples(20), SETTING, fit.FitConfig(epochs=2, seed=seed)).model, folder)
+    neural.save(fit.train(SAMPLES[law], comm_samples(20), SETTING, fit.FitConfig(epochs=2, seed=seed)).model,
+                folder)
 
 
 @pytest.fixture(scope="module")
 def project(new_project):
-    """A project with measurements, a model, and two problems, for which the models of the two laws find other plans; deployed."""
+    """A project with measurements, a model, and two problems, for which the models of the two laws find other
+    plans; deployed."""
     made = new_project()
     made.set_params("setting", hardware=SETTING.hardware, batch=SETTING.batch)
     made.set_params("publish", threshold=0.0)
@@ -80,7 +83,8 @@ def api(project):
 
 @pytest.fixture
 def inside(project, api):
-    """This process runs flows and looks, in the project's folder, as a command there would; a client of its registry."""
+    """This process runs flows and looks, in the project's folder, as a command there would; a client of its
+    registry."""
     with contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env):
         watch._model.cache_clear()
         yield registry.connect()
@@ -88,7 +92,8 @@ def inside(project, api):
 
 @pytest.fixture(scope="module")
 def worker(project, api):
-    with project.started("prefect", "worker", "start", "--pool", "local", PREFECT_WORKER_QUERY_SECONDS="1") as run:
+    with project.started("prefect", "worker", "start", "--pool", "local",
+                         PREFECT_WORKER_QUERY_SECONDS="1") as run:
         yield run
 
 
@@ -111,19 +116,22 @@ def registered(project, client, law):
     here = {"MLFLOW_TRACKING_URI": project.env["MLFLOW_TRACKING_URI"]}
     with contextlib.chdir(project.folder), mock.patch.dict(os.environ, here):
         registry.connect()
-        return str(registry.register(client, project.folder / law.__name__, None, {"data_version": law.__name__}).version)
+        return str(registry.register(client, project.folder / law.__name__, None,
+                                     {"data_version": law.__name__}).version)
 
 
 def published(project, client, name, version):
     """Waits until plans are published under a version; the problems' current plans and the last decisions."""
     until(lambda: publish_claim.read(client, name).published == version, every_s=1.0)
-    return {n: (store.load_plan(project.folder / "plans", n)[0], store.last(project.folder / "plans", n)) for n in NAMES}
+    return {n: (store.load_plan(project.folder / "plans", n)[0], store.last(project.folder / "plans", n))
+            for n in NAMES}
 
 
 def test_deployments_run_once_at_a_time_with_checked_parameters(project, api):
     for flow in ("refresh", "promote", "publish"):
         found = api.read_deployment_by_name(f"{flow}/local")
-        assert found.global_concurrency_limit.limit == 1 and found.concurrency_options.collision_strategy == "ENQUEUE"
+        assert (found.global_concurrency_limit.limit == 1
+                and found.concurrency_options.collision_strategy == "ENQUEUE")
         assert found.description and "shardcore" in found.tags
         assert load_flow_from_entrypoint(found.entrypoint).name == flow
         assert all(p.get("description") for p in found.parameter_openapi_schema["properties"].values())
@@ -139,7 +147,8 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
     there = len(runs(api, "publish"))
     for crashed in range(watch.ATTEMPTS):
         for _ in range(2):
-            assert watch.publish_once(state, LATER).endswith(("is Scheduled", "is Late"))  # no worker takes it
+            # no worker takes it
+            assert watch.publish_once(state, LATER).endswith(("is Scheduled", "is Late"))
         [run] = [r for r in runs(api, "publish") if not r.state.is_final()]
         assert "watch" in run.tags and len(runs(api, "publish")) == there + crashed + 1
         api.set_flow_run_state(run.id, Crashed(), force=True)
@@ -152,11 +161,12 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
         api.delete_flow_run(run.id)
 
 
-# --- who changes the champion: one run for each change --------------------------------------------------------------------
+# --- who changes the champion: one run for each change ------------------------------------------------------
 
 
 class Changes:
-    """A registered model of its own with three versions (no files: the watch reads none), and who sets its champion."""
+    """A registered model of its own with three versions (no files: the watch reads none), and who sets its
+    champion."""
 
     def __init__(self, client, folder, name):
         self.client, self.name = client, name
@@ -183,7 +193,8 @@ def changes(inside, tmp_path):
 
 
 def test_each_change_of_the_champion_is_published_once_whoever_made_it(api, changes):
-    """Set, set to another version, and set back: which is another change, though the version was published before."""
+    """Set, set to another version, and set back: which is another change, though the version was published
+    before."""
     there = {r.id for r in runs(api, "publish")}
 
     def asked():
@@ -238,7 +249,7 @@ def test_the_watch_says_what_does_not_answer_and_looks_again(api, changes, monke
         api.delete_flow_run(run.id)
 
 
-# --- flows ---------------------------------------------------------------------------------------------------------------
+# --- flows --------------------------------------------------------------------------------------------------
 
 
 def decisions(project, name="one"):
@@ -256,13 +267,15 @@ def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_
         assert state.published == state.champion == version and state.publishing is None
         assert abs(state.at - time.time()) < 600
         plans.append({n: store.load_plan(project.folder / "plans", n)[0] for n in NAMES})
-    assert plans[2] == plans[0] and all(set(plans[0][n].placements) != set(plans[1][n].placements) for n in NAMES)
+    assert plans[2] == plans[0] and all(set(plans[0][n].placements) != set(plans[1][n].placements)
+                                        for n in NAMES)
     for n in NAMES:
         back, other, first = decisions(project, n)
         assert [d.outcome for d in (first, other, back)] == ["first", "better", "restored"]
         assert [d.provenance["model_version"] for d in (first, other, back)] == [*versions, versions[0]]
         assert other.previous_ms > other.candidate_ms > 0  # both under the second model
-        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(plans[0][n].provenance)
+        assert ({"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"}
+                <= set(plans[0][n].provenance))
     assert "| one |" in (project.folder / "plans/report.md").read_text()
 
 
@@ -274,10 +287,11 @@ def champion(project, inside):
     return version
 
 
-def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project, inside, champion, monkeypatch):
+def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project, inside, champion,
+                                                                                monkeypatch):
     good = files.read_problem(project.folder / "problems/one.json")
-    bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)}, "other-batch": {"global_batch": 128}, "one": {},
-           "report.md": {}, "odd": {}}
+    bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)},
+           "other-batch": {"global_batch": 128}, "one": {}, "report.md": {}, "odd": {}}
 
     def explained(plan, problem, *rest):
         if problem.name == "odd":
@@ -298,12 +312,12 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
         for path in made:
             path.unlink()
     said = str(error.value)
-    assert re.match(r"5 of 7 problems have no new plan: problems/z0.json: problem 'too-big' does not fit.* report.md and the log "
-                    r"say why also of z1, z2, z3 \.\.\.$", said), said
+    assert re.match(r"5 of 7 problems have no new plan: problems/z0.json: problem 'too-big' does not fit.* "
+                    r"report.md and the log say why also of z1, z2, z3 \.\.\.$", said), said
     assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
     report = (project.folder / "plans/report.md").read_text()
-    for reason in ("'too-big' does not fit", "batch 128", "is named 'one' too", "'report.md' has the name of the file beside",
-                   "ZeroDivisionError('of a defect in the code')"):
+    for reason in ("'too-big' does not fit", "batch 128", "is named 'one' too", "'report.md' has the name of "
+                   "the file beside", "ZeroDivisionError('of a defect in the code')"):
         assert reason in report
     assert "| one |" in report and "| two |" in report
     assert publish_claim.read(inside, name).published == champion  # every problem was gone through
@@ -313,15 +327,18 @@ def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, cha
     name = registry.model_name(SETTING.hardware)
     inside.set_registered_model_tag(name, publish_claim.PUBLISHED, '{"version": "of before", "at": 1.0}')
     before = publish_claim.read(inside, name)
-    with pytest.raises(ShardCoreError, match="1 of 2 problems have no new plan: none.json: cannot read none.json"):
+    with pytest.raises(ShardCoreError,
+                       match="1 of 2 problems have no new plan: none.json: cannot read none.json"):
         publish(problems=["problems/one.json", "none.json"], plans="elsewhere")
     assert store.load_plan(project.folder / "elsewhere", "one")[0].placements
     publish(problems=["problems/one.json"])
     publish(plans="elsewhere")
-    assert publish_claim.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(NAMES)
+    assert (publish_claim.read(inside, name) == before
+            and store.names(project.folder / "elsewhere") == sorted(NAMES))
 
 
-def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside, monkeypatch):
+def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside,
+                                                                             monkeypatch):
     """Parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""
     name = registry.model_name(SETTING.hardware)
     git = ["git", "-C", str(project.folder)]
@@ -354,8 +371,10 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     assert watch.step().endswith(f"version {state.champion} are published")
     assert len(runs(api, "publish")) == before  # the watch had nothing to do
     assert yaml.safe_load((project.folder / "params.yaml").read_text())["promote"] == {"may_lose": 100.0}
-    changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"], text=True).split("\n")
-    assert changed[0] == "Refresh of stage evaluate" and set(changed[1:]) - {""} == {"dvc.lock", "params.yaml"}
+    changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"],
+                                      text=True).split("\n")
+    assert (changed[0] == "Refresh of stage evaluate"
+            and set(changed[1:]) - {""} == {"dvc.lock", "params.yaml"})
     lock = yaml.safe_load(subprocess.check_output([*git, "show", "HEAD:dvc.lock"], text=True))
     [md5] = (out["md5"] for out in lock["stages"]["tables"]["outs"])
     pushed = project.folder / "remote/files/md5" / md5[:2] / md5[2:]
@@ -363,12 +382,14 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     [page] = [a for a in api.read_artifacts() if a.key == "refresh" and "promote.may_lose" in a.data]
     assert "nothing changed" in page.data and all(n in page.data for n in NAMES)
     assert promote() == state.champion  # again: nothing changes, and the page says so
-    [page] = itertools.islice((a for a in api.read_artifacts() if a.key == "promotion" and "already" in a.data), 1)
+    [page] = itertools.islice(
+        (a for a in api.read_artifacts() if a.key == "promotion" and "already" in a.data), 1)
     assert f"version {state.champion} is champion already" in page.data
 
 
 def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
-    stages = {"tables": {"cmd": "echo 1 > pool", "outs": ["pool"]}, "measure": {"cmd": "true", "deps": ["pool"]},
+    stages = {"tables": {"cmd": "echo 1 > pool", "outs": ["pool"]},
+              "measure": {"cmd": "true", "deps": ["pool"]},
               "train": {"cmd": "echo 'error: 7 is too few'; false", "deps": ["pool"]}}
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
     with contextlib.chdir(tmp_path), disable_run_logger():
@@ -377,11 +398,12 @@ def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
         assert first[0] == ("tables", True) and first[1][0] == "measure" and again[0] == ("tables", False)
         with pytest.raises(ShardCoreError, match="^7 is too few$"):
             repro.fn("train")
-        with pytest.raises(ShardCoreError, match="stage 'all' is not known; there are tables, measure, train, evaluate"):
+        with pytest.raises(ShardCoreError, match="stage 'all' is not known; there are tables, measure, "
+                           "train, evaluate"):
             repro.fn("all")
 
 
-# --- all of it at once, with a worker and the watch ----------------------------------------------------------------------
+# --- all of it at once, with a worker and the watch ---------------------------------------------------------
 
 
 @pytest.mark.long
@@ -406,7 +428,9 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
     until(lambda: f"version {ours} are published" in watching.log())
     for n in NAMES:
         assert third[n][0] == first[n][0] and third[n][1].outcome == "restored"
-        assert second[n][0].provenance["model_version"] == other and third[n][0].provenance["model_version"] == ours
-        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(third[n][0].provenance)
+        assert (second[n][0].provenance["model_version"] == other
+                and third[n][0].provenance["model_version"] == ours)
+        assert ({"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"}
+                <= set(third[n][0].provenance))
     until(lambda: all(r.state.is_final() for r in runs(api, "publish")), every_s=0.5)
     assert [(r.state.name, "watch" in r.tags) for r in runs(api, "publish")] == [("Completed", True)] * 3

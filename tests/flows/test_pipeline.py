@@ -1,4 +1,5 @@
-"""The whole pipeline at toy size, through DVC, Prefect, Ray and MLflow as a user runs them: what it builds, keeps and refuses."""
+"""The whole pipeline at toy size, through DVC, Prefect, Ray and MLflow as a user runs them: what it builds,
+keeps and refuses."""
 
 import json
 import re
@@ -39,7 +40,8 @@ def stages_run(log):
 
 def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(project):
     shown = (project.folder / "log").read_text()
-    lines = [line for line in shown.splitlines() if not re.match(r" +\d+%  |  warning: ", line)]  # which there may be
+    # which there may be
+    lines = [line for line in shown.splitlines() if not re.match(r" +\d+%  |  warning: ", line)]
     first, *_, last = lines
     assert re.match(r"refresh: every line of .* goes to logs/\S+-refresh-\d+\.log$", first)
     assert re.fullmatch(r"done in .*; log: " + re.escape(first.split()[-1]), last)
@@ -50,7 +52,8 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
     assert all(re.fullmatch(pattern + r" \((\d+ s|\d+ min)\)", result) for pattern, result in zip((
         r"  40 tables \(\d+ empty\), .*", r"  measured 120 groups, 24 exchanges and 2 steps of plans",
         r"  error on held-out groups \d+\.\d%",
-        r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d; replayed plans: error \d+\.\d%, Kendall tau \S+",
+        r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d; replayed plans: error \d+\.\d%, "
+        r"Kendall tau \S+",
         r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
         r"  2 plans under shardcore-cost-\S+ version 1: 2 first"), results, strict=True)), results
     assert len(lines) < 45 and len(shown.splitlines()) < 70, shown
@@ -93,17 +96,21 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the reference op
-    assert "24 exchanges and 2 steps of plans" in log and replays.digests(project.folder / "data/measurements")
+    assert ("24 exchanges and 2 steps of plans" in log
+            and replays.digests(project.folder / "data/measurements"))
     [setting] = dataset.settings(project.folder / "data/measurements")
-    reference = dataset.reference_op(project.folder / "data/measurements", setting)  # ran beside replays where there is one
+    # ran beside replays where there is one
+    reference = dataset.reference_op(project.folder / "data/measurements", setting)
     for folder, plans in (("data/measurements/replays", 2), ("data/evaluation/replays", 1)):
-        costs = [cost for kept in replays.read_all(project.folder / folder, setting) for cost in kept.costs.values()]
+        costs = [cost for kept in replays.read_all(project.folder / folder, setting)
+                 for cost in kept.costs.values()]
         assert len(costs) >= plans and {cost.slowdown != 1 for cost in costs} == {reference is not None}
     metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["anneal_solved"] == 1
     assert metrics["replays"]["mape"] > 0 and metrics["replays"]["random_relative_cost"] > 0
     assert "problem 1 of 1 replayed" in log
-    for name in ("predictions.csv", "predictions.png", "sharders.csv", "replays/replays.csv", "replays/replays.png"):
+    for name in ("predictions.csv", "predictions.png", "sharders.csv", "replays/replays.csv",
+                 "replays/replays.png"):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100
     for i in range(2):
         plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
@@ -113,22 +120,26 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
 
 def test_the_run_in_mlflow_names_its_data_and_commit(project):
     client = project.mlflow()
-    [run] = client.search_runs([client.get_experiment_by_name("shardcore").experiment_id], "tags.data_version != ''")
+    [run] = client.search_runs([client.get_experiment_by_name("shardcore").experiment_id],
+                               "tags.data_version != ''")
     lock = yaml.safe_load((project.folder / "dvc.lock").read_text())
     version = lock["stages"]["measure"]["outs"][0]["md5"]
-    assert run.data.tags["data_version"] == version and re.fullmatch(r"[0-9a-f]{40}(-dirty)?", run.data.tags["git_commit"])
+    assert run.data.tags["data_version"] == version and re.fullmatch(r"[0-9a-f]{40}(-dirty)?",
+                                                                     run.data.tags["git_commit"])
     assert run.inputs.dataset_inputs[0].dataset.digest == version[:36]
     assert {f"{split}_compute_mape" for split in ("train", "validation", "test")} <= set(run.data.metrics)
     assert run.data.params["setting_batch"] == "64"
-    assert {"card.md", "calibration.png", "error_by_size.png", "predicted_against_measured.png", "training_curves.png"} <= {
-        a.path for a in client.list_artifacts(run.info.run_id)}
+    assert {"card.md", "calibration.png", "error_by_size.png", "predicted_against_measured.png",
+            "training_curves.png"} <= {
+                a.path for a in client.list_artifacts(run.info.run_id)}
     assert any(len(client.get_metric_history(run.info.run_id, k)) > 5 for k in run.data.metrics)
     [published, *_] = client.search_runs([run.info.experiment_id], "tags.stage = 'publish'")
     pages = {a.path for a in client.list_artifacts(published.info.run_id, "plans")}
     assert pages == {f"plans/pool-0-0{i}.html" for i in range(2)}
     [model] = client.search_registered_models()
     assert re.match(r"shardcore-cost-", model.name) and set(model.aliases) == {"challenger", "champion"}
-    assert client.get_model_version(model.name, "1").description == (project.folder / "data/card.md").read_text()
+    assert (client.get_model_version(model.name, "1").description
+            == (project.folder / "data/card.md").read_text())
 
 
 def test_a_second_run_has_nothing_to_do(project):
@@ -140,7 +151,8 @@ def test_edits_make_just_the_stages_stale_that_depend_on_them_and_more_samples_k
     """A comment in the code of measuring, and a parameter."""
     before = measured_at(project)
     project.edit("shardcore/measure/kernels.py")
-    assert not subprocess.check_output(["git", "status", "--porcelain", "--untracked=no", "data"], cwd=project.folder)
+    assert not subprocess.check_output(["git", "status", "--porcelain", "--untracked=no", "data"],
+                                       cwd=project.folder)
     stale = project.run("dvc", "status").stdout
     assert set(re.findall(r"^(\w+):$", stale, re.MULTILINE)) == {"measure", "evaluate"}
     project.set_params("measure", compute_samples=140)

@@ -98,7 +98,8 @@ def _one_of_three(rank, init_method, say, folder):
     busy = float(member._scratch.min())
     times = iter([t for sent, took in PINGS for t in (sent, sent + took)])
     exact = collectives.estimate_clock_offset(clock=lambda: 1000.0 if rank == 0 else next(times))
-    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet")
+                 if c.status == psutil.CONN_LISTEN}
     say((listening, uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset()))
     member.close()
 
@@ -155,7 +156,8 @@ def test_ranks_of_one_host_listen_at_its_loopback_only(three):
 def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
     request = CollectiveRequest((8, 4), 16, (0.0, 5.0))
     early = collectives.RankTimes(((1.000, 2.000), (1.009, 2.009)), ((3.000, 4.000), (3.004, 4.004)))
-    late = collectives.RankTimes(((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)), oversubscribed=True)
+    late = collectives.RankTimes(((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)),
+                                 oversubscribed=True)
     sample = collectives.combine(Setting("test", 16), request, [early, late], order=7)
     assert sample.waiting_ms == pytest.approx((5.0, 0.0))
     assert [s.median_ms for s in sample.forward] == pytest.approx([4.0, 4.0])
@@ -165,4 +167,5 @@ def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
     reduce = CollectiveRequest((8, 8), 16, (0.0, 1.0), "all_reduce")
     backward = [collectives.RankTimes(None, r.backward) for r in (early, late)]
     sample = collectives.combine(Setting("test", 16), reduce, backward)
-    assert sample.forward is None and sample.waiting_ms == pytest.approx((1.0, 0.0)) and not sample.oversubscribed
+    assert (sample.forward is None and sample.waiting_ms == pytest.approx((1.0, 0.0))
+            and not sample.oversubscribed)

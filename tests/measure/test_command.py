@@ -162,7 +162,8 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
     dataset.write_comm(
         folder,
-        [CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r, None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
+        [CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r,
+                          None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
          for r in exchanges],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
@@ -246,14 +247,16 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     assert kept
     unfinished = folder / ".compute-cut-short.parquet.1.tmp"
     unfinished.write_bytes(b"half")
-    for left in folder.glob(".*.tmp"):  # this one, and what the kill left; no other host can still be writing them
+    # this one, and what the kill left; no other host can still be writing them
+    for left in folder.glob(".*.tmp"):
         os.utime(left, (time.time() - 7200,) * 2)
     assert main([*command, "--samples", "30"]) == 0
     samples, repeats = dataset.read_compute(folder), dataset.read_repeats(folder)
     assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
     assert not list(folder.glob(".*.tmp"))
     reference = reference_request(live, SETTING, SHAPE)
-    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}  # no other was measured twice
+    # no other was measured twice
+    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}
 
 
 def test_what_has_finished_is_written_though_no_part_is_full(monkeypatch):

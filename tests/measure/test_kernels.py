@@ -17,7 +17,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision, optimizer", [("fp32", "exact_sgd"), ("fp16", "exact_sgd"), ("fp32", "rowwise_adagrad")])
+@pytest.mark.parametrize("precision, optimizer",
+                         [("fp32", "exact_sgd"), ("fp16", "exact_sgd"), ("fp32", "rowwise_adagrad")])
 def test_groups_are_measured_forward_and_backward(tables, device, precision, optimizer):
     groups, setting = GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
     requests = [compute_request(tables, i, setting, config=groups) for i in range(12)]
@@ -51,8 +52,8 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
         counts = np.bincount(streams.shard_stream(shard, 256)[0], minlength=shard.rows)
         step = torch.from_numpy(counts).float()[:, None] * 1e-3 * 1e-3
         region = slice(place, place + shard.rows * shard.width)
-        torch.testing.assert_close((before - after)[region].view(shard.rows, shard.width), step.expand(-1, shard.width),
-                                   rtol=1e-2, atol=1e-7)
+        torch.testing.assert_close((before - after)[region].view(shard.rows, shard.width),
+                                   step.expand(-1, shard.width), rtol=1e-2, atol=1e-7)
 
 
 def test_what_does_not_fit_costs_that_sample_only(tables):
@@ -65,13 +66,16 @@ def test_what_does_not_fit_costs_that_sample_only(tables):
     assert next(s for s in samples if s.request == good).error is None
 
 
-@pytest.mark.parametrize("table, batch", [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)])
+@pytest.mark.parametrize("table, batch",
+                         [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)])
 def test_a_batch_that_no_memory_holds_costs_that_sample_only(tables, table, batch):
     """It was drawn until the machine had no memory left."""
     good = ComputeRequest((Shard.whole(tables[3]),), 64)
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
-    failed, fine = sorted(bench.measure([ComputeRequest((Shard.whole(table),), batch), good]), key=lambda s: s.error is None)
-    assert f"a batch of {batch} has" in failed.error and "fewer samples" in failed.error and fine.error is None
+    failed, fine = sorted(bench.measure([ComputeRequest((Shard.whole(table),), batch), good]),
+                          key=lambda s: s.error is None)
+    assert (f"a batch of {batch} has" in failed.error and "fewer samples" in failed.error
+            and fine.error is None)
 
 
 def test_tables_that_exceed_the_arena_together_share_it(tables):

@@ -47,15 +47,16 @@ def problem_of(tables, devices) -> Problem:
 def whole(problem):
     """Whole tables, round-robin."""
     devices = len(problem.topology)
-    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % devices,)) for i, t in enumerate(problem.tables))), problem)
+    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % devices,))
+                            for i, t in enumerate(problem.tables))), problem)
 
 
 def mixed_plan(problem) -> Plan:
     """Whole, cut, divided and replicated tables; with three devices all-to-alls are uneven."""
     cold, hot, wide, *rest = problem.tables
     last = len(problem.topology) - 1
-    return Plan((row(cold, problem.topology), column(hot, 0, 0, 12), column(hot, last, 12), replica(wide, problem.topology),
-                 *(column(t, 0) for t in rest)))
+    return Plan((row(cold, problem.topology), column(hot, 0, 0, 12), column(hot, last, 12),
+                 replica(wide, problem.topology), *(column(t, 0) for t in rest)))
 
 
 # --- a gang of three ----------------------------------------------------------------------------------------
@@ -83,7 +84,8 @@ def _told(rank, init_method, say, workloads, reference):
             made.append(self)
 
         def once(self, batch):
-            chains = {kind: chain[0] for kind, chain in self._chains.items()}  # of one channel each, on one host
+            # of one channel each, on one host
+            chains = {kind: chain[0] for kind, chain in self._chains.items()}
             buffers = {kind: getattr(x, "_sent", getattr(x, "_dense", None)) for kind, x in chains.items()}
             for k, sent in enumerate(buffers.values()):
                 sent.copy_((rank + 1 + 10 * k + torch.arange(sent.numel()) / 1e4).view(sent.shape))
@@ -119,7 +121,8 @@ def test_all_parts_of_all_plans_are_measured(three):
                 assert value > 0 or "compute" in part and not workload.ops[device] and value >= 0
         assert min(cost.waiting_ms) >= 0
         assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(3))
-        assert 0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms and cost.step.repeats == CONFIG.repeats
+        assert (0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms
+                and cost.step.repeats == CONFIG.repeats)
         assert cost.oversubscribed == (3 > len(os.sched_getaffinity(0)))
         assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
     assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in said)
@@ -127,8 +130,8 @@ def test_all_parts_of_all_plans_are_measured(three):
 
 
 def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
-    """Where all is on the first device: it computes, nobody else does, and the others wait for it. (In each of a
-    few steps other work may come between: so the best of each device is asked for.)"""
+    """Where all is on the first device: it computes, nobody else does, and the others wait for it. (In each
+    of a few steps other work may come between: so the best of each device is asked for.)"""
     workloads, _, said = three
     says = price(workloads[2], AnalyticModel(SETTING))
     took = [combine([marks[2][[r]] for (marks, _), _ in said]) for r in range(CONFIG.repeats)]
@@ -150,12 +153,13 @@ def same(found, expected):
 
 @pytest.mark.parametrize("which", ["whole", "mixed", "lopsided"])
 def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
-    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, a reduce-scatter and an all-gather of what is
-    divided, and an all-reduce of what is replicated."""
+    """With 80 of 240 rows a rank: all-to-alls of what each has of whole rows, a reduce-scatter and an
+    all-gather of what is divided, and an all-reduce of what is replicated."""
     workloads, _, said = three
     n = ["whole", "mixed", "lopsided"].index(which)
     sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
-    columns = [sum(s.width for op in ops if op.kind == "column" for s in op.shards) for ops in workloads[n].ops]
+    columns = [sum(s.width for op in ops if op.kind == "column" for s in op.shards)
+               for ops in workloads[n].ops]
     for rank in range(3):
         to_rank = [split(sent[d]["column"], [80 * w for w in columns])[rank] for d in range(3)]
         if "column" in received[rank]:
@@ -168,7 +172,8 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
             assert sent[rank]["data_parallel"].size == 2_000 * 64
             same(received[rank]["data_parallel"], sum(one["data_parallel"] for one in sent))
     assert any(columns)
-    assert all(set(one) == ({"column", "row", "data_parallel"} if which == "mixed" else {"column"}) for one in sent)
+    assert all(set(one) == ({"column", "row", "data_parallel"} if which == "mixed" else {"column"})
+               for one in sent)
 
 
 # --- a gang of two hosts ------------------------------------------------------------------------------------
@@ -200,13 +205,15 @@ def _marked(rank, shape):
 
 
 def test_rows_over_a_host_are_summed_there_and_cross_hosts():
-    """Two hosts of two ranks, 8 and 4 columns, 16 samples: rank i of host h ends with samples 8 i + 4 h and on."""
+    """Two hosts of two ranks, 8 and 4 columns, 16 samples: rank i of host h ends with samples 8 i + 4 h and
+    on."""
     wide, slim = Table("wide", 10, 8, 1.0), Table("slim", 10, 4, 1.0)
     problem = Problem("hosts", (wide, slim), on_hosts("aabb"), 16)
     workload = lower(Plan((host_row(wide, (0, 1)), host_row(slim, (2, 3)))), problem)
     last = dict(local_ranks.run("replay", _over_hosts, 4, (workload,), 60.0))
     of_host = [sum(_marked(r, (16, width)) for r in ranks) for ranks, width in (((0, 1), 8), ((2, 3), 4))]
-    sent = [[[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)] for i in range(2)]
+    sent = [[[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)]
+            for i in range(2)]
     for h in range(2):
         for i in range(2):
             arrived, back = last[2 * h + i]
@@ -245,7 +252,8 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     noted(module._Step, "once", "step")
     noted(KernelBench, "once_ms", "reference")
     workload, progress = whole(problem_of(tables[3:4], 1)), []
-    reference = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)  # ten times as large as the plan's
+    # ten times as large as the plan's
+    reference = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)
     marks, reference_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB),
                               progress=lambda: progress.append(1), reference=reference)
     assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "reference"]]
@@ -280,11 +288,12 @@ def test_a_reference_op_tells_the_slowdown(three):
 
 
 def test_waiting_and_transfer_are_told_apart_by_the_last_start():
-    ms = np.array([[[0.0, 3.0, 5.0, 6.0, 12.0]] * 3,  # begin, gradients received, updated, pooled, outputs received
+    # begin, gradients received, updated, pooled, outputs received
+    ms = np.array([[[0.0, 3.0, 5.0, 6.0, 12.0]] * 3,
                    [[1.0, 3.5, 6.0, 8.0, 11.0]] * 3])
     cost = combine(ms / 1e3)
-    expected = StepCost(forward_compute_ms=(1.0, 2.0), backward_compute_ms=(2.0, 2.5), forward_comm_ms=(4.0, 3.0),
-                        backward_comm_ms=(2.0, 2.5), waiting_ms=(2.0, 0.0))
+    expected = StepCost(forward_compute_ms=(1.0, 2.0), backward_compute_ms=(2.0, 2.5),
+                        forward_comm_ms=(4.0, 3.0), backward_comm_ms=(2.0, 2.5), waiting_ms=(2.0, 0.0))
     for part in PARTS:
         assert getattr(cost, part) == pytest.approx(getattr(expected, part))
     assert cost.total_ms == pytest.approx(11.0) and cost.step.median_ms == pytest.approx(11.0)
@@ -294,7 +303,8 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
     problem = problem_of(tables, 2)
     with pytest.raises(SettingMismatch, match=r"batch 240.*batch 512"):
         replay(whole(problem), dataclasses.replace(SETTING, batch=512), CONFIG)
-    h200 = dataclasses.replace(problem, topology=dataclasses.replace(problem.topology, hardware="nvidia-h200"))
+    h200 = dataclasses.replace(problem,
+                               topology=dataclasses.replace(problem.topology, hardware="nvidia-h200"))
     with pytest.raises(SettingMismatch, match="nvidia-h200"):
         replay(whole(h200), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="3 and 2 devices"):
@@ -340,12 +350,15 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
     plan, out = str(tmp_path / "plan.json"), tmp_path / "replay.json"
     assert main(["replay", plan, plan, *arguments, "--append", str(tmp_path), "--out", str(out)]) == 0
     written = json.loads(out.read_text())
-    assert main(["replay", plan, plan, *arguments, "--append", str(tmp_path)]) == 0  # what it has is not run again
+    # what it has is not run again
+    assert main(["replay", plan, plan, *arguments, "--append", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out) == written
     [kept] = (tmp_path / "replays").iterdir()
-    assert json.loads((kept / "replays.json").read_text())["replays"][0]["total_ms"] == written["replays"][0]["total_ms"]
+    assert (json.loads((kept / "replays.json").read_text())["replays"][0]["total_ms"]
+            == written["replays"][0]["total_ms"])
     assert written["setting"]["batch"] == problem.global_batch and written["setting"]["hardware"]
     for cost in written["replays"]:
-        assert cost["plan"] == plan and cost["total_ms"] > 0 and cost["step"]["repeats"] == 2 and set(PARTS) < set(cost)
+        assert (cost["plan"] == plan and cost["total_ms"] > 0 and cost["step"]["repeats"] == 2
+                and set(PARTS) < set(cost))
     assert main(["replay", plan, str(tmp_path / "other.json"), *arguments]) == 1
     assert "'other'" in capsys.readouterr().err

@@ -21,7 +21,8 @@ HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))
 
 
 def supervised(config=None, reference=None, reference_ms=None, hang_s=60.0):
-    transport = LocalTransport(BenchSpec(SETTING, "cpu", config or KernelConfig(arena_bytes=8 << 20), reference), hang_s)
+    transport = LocalTransport(
+        BenchSpec(SETTING, "cpu", config or KernelConfig(arena_bytes=8 << 20), reference), hang_s)
     return Supervisor(transport, reference_ms=reference_ms, hang_s=hang_s)
 
 
@@ -39,7 +40,8 @@ def signalled(bench, *numbers):
     def strike():
         for number in numbers:
             while (
-                not (running := [p.pid for p in children() if p.pid not in struck]) or bench._devices[0].counted[0] == 0
+                not (running := [p.pid for p in children() if p.pid not in struck])
+                or bench._devices[0].counted[0] == 0
             ):
                 if ended.wait(0.02):
                     return
@@ -97,7 +99,8 @@ def test_a_process_that_lives_and_runs_no_op_hangs(tables):
 
 
 class Struck:
-    """A transport whose workers end whenever they calibrate by so many requests; keeps by how many they were told to."""
+    """A transport whose workers end whenever they calibrate by so many requests; keeps by how many they were
+    told to."""
 
     spec, counts = BenchSpec(SETTING), (0.0, 0.0)
 
@@ -158,7 +161,8 @@ def test_what_cannot_start_is_one_clear_error():
 
 
 @pytest.mark.parametrize("waiting, devices, most, sizes", [
-    (40, 2, 8, [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]), (5, 1, 16, [3, 1, 1]), (3, 4, 16, [1, 1, 1]), (0, 1, 4, [])])
+    (40, 2, 8, [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]), (5, 1, 16, [3, 1, 1]), (3, 4, 16, [1, 1, 1]),
+    (0, 1, 4, [])])
 def test_calls_get_smaller_towards_the_end(waiting, devices, most, sizes):
     found = []
     while left := waiting - sum(found):

@@ -33,10 +33,14 @@ def test_a_decision_tells_what_the_version_that_it_chose_costs():
     ({"current": "../../other/versions/v"}, "has current '../../other/versions/v'; it needs 16 hex digits"),
     ({"candidate": "x"}, "has candidate 'x'"), ({"parent": "../x"}, "has parent '../x'"),
     ({"problem": "other"}, "on problem 'other'"),
-    ({"problem": "../x"}, "has problem '../x'"), ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
-    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be float | None"), ({"decided_at": None}, "decided_at is None"),
-    ({"provenance": []}, "provenance is []"), ({"provenance": {"model": 1}}, "provenance: model is 1; it needs to be str"),
-    ({"extra": 1}, "unknown key 'extra'"), ({"outcome": "good"}, "outcome 'good'"), ({"version": 2}, "no decision of a version"),
+    ({"problem": "../x"}, "has problem '../x'"),
+    ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
+    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be float | None"),
+    ({"decided_at": None}, "decided_at is None"),
+    ({"provenance": []}, "provenance is []"), ({"provenance": {"model": 1}},
+                                               "provenance: model is 1; it needs to be str"),
+    ({"extra": 1}, "unknown key 'extra'"), ({"outcome": "good"}, "outcome 'good'"),
+    ({"version": 2}, "no decision of a version"),
 ])
 def test_a_decision_that_says_nonsense_is_refused(problem, tmp_path, changes, said):
     done = publish(tmp_path, problem, 0, "first")

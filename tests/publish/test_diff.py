@@ -48,7 +48,8 @@ def counted_bytes(old: Plan, new: Plan, name: str) -> int:
 @pytest.fixture
 def small(problem):
     """The same tables with few rows, so that cells can be counted."""
-    return replace(problem, tables=tuple(replace(t, rows=min(t.rows, 40)) for t in problem.tables), topology=TWO)
+    return replace(problem, tables=tuple(replace(t, rows=min(t.rows, 40)) for t in problem.tables),
+                   topology=TWO)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -68,11 +69,14 @@ TWO = on_hosts("xyxy", 16 << 20)
     (lambda t: [column(t, 0)], lambda t: [column(t, 1)], 640),
     (lambda t: [column(t, 0)], lambda t: [replica(t, TWO)], 3 * 640),
     (lambda t: [replica(t, TWO)], lambda t: [column(t, 1)], 0),
-    (lambda t: [column(t, 0, 0, 8), column(t, 1, 8)], lambda t: [column(t, 0, 0, 12), column(t, 1, 12)], 40 * 4),
-    (lambda t: [column(t, 0, 0, 4), column(t, 0, 4)], lambda t: [column(t, 0)], 0),  # in one part what was in two
+    (lambda t: [column(t, 0, 0, 8), column(t, 1, 8)], lambda t: [column(t, 0, 0, 12), column(t, 1, 12)],
+     40 * 4),
+    # in one part what was in two
+    (lambda t: [column(t, 0, 0, 4), column(t, 0, 4)], lambda t: [column(t, 0)], 0),
     (lambda t: [row(t, TWO)], lambda t: [column(t, 1)], 640 - 10 * 16),
     (lambda t: [column(t, 1)], lambda t: [row(t, TWO)], 3 * 10 * 16),
-    (lambda t: [row(t, TWO)], lambda t: [host_row(t, (0, 2))], 10 * 16 + 20 * 16),  # 0 has 10 of its 20 rows, 2 none of its
+    # 0 has 10 of its 20 rows, 2 none of its
+    (lambda t: [row(t, TWO)], lambda t: [host_row(t, (0, 2))], 10 * 16 + 20 * 16),
     (lambda t: [host_row(t, (0, 2), 0, 8), host_row(t, (1, 3), 8)], lambda t: [host_row(t, (0, 2))], 40 * 8),
 ])
 @pytest.mark.parametrize("precision, bytes_a_cell", [("fp32", 4), ("fp16", 2)])
@@ -85,7 +89,8 @@ def test_moves_counted_by_hand(old, new, cells, precision, bytes_a_cell):
 def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem):
     wide, small = problem.tables[2], problem.tables[1]
     halves = (0, 32), (32, 64)
-    old, new = (Plan((*(column(wide, device, *half) for device, half in zip(order, halves, strict=True)), column(small, 0)))
+    old, new = (Plan((*(column(wide, device, *half) for device, half in zip(order, halves, strict=True)),
+                      column(small, 0)))
                 for order in ((0, 1), (1, 0)))
     assert wide.bytes > small.bytes and diff(old, new).bytes == wide.bytes
     assert not diff(old, relabel_devices(new, old, replace(problem, tables=(wide, small))))
@@ -93,11 +98,14 @@ def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem)
 
 def test_statistics_do_not_move_tables_and_shapes_make_others_of_them(problem):
     old = random_plan(problem, 1)
-    livelier = replace(problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5)) for t in problem.tables))
+    livelier = replace(problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5))
+                                             for t in problem.tables))
     assert not diff(old, rebind_tables(old, livelier)) and lower(rebind_tables(old, livelier), livelier)
-    grown = replace(problem, tables=(replace(problem.tables[0], rows=60_000), *problem.tables[1:], Table("new", 10, 4, 1.0)))
+    grown = replace(problem, tables=(replace(problem.tables[0], rows=60_000), *problem.tables[1:],
+                                     Table("new", 10, 4, 1.0)))
     found = diff(old, random_plan(grown, 1))
-    assert found.added == ("cold", "new") and found.removed == ("cold",) and "cold" not in {m.table for m in found.moves}
+    assert (found.added == ("cold", "new") and found.removed == ("cold",)
+            and "cold" not in {m.table for m in found.moves})
     assert "2 tables new: cold, new; 1 table gone: cold" in plan_report.moves_text(found)
     with pytest.raises(ShardCoreError, match="'cold', which problem 'small' does not have"):
         lower(rebind_tables(old, grown), grown)
@@ -105,7 +113,8 @@ def test_statistics_do_not_move_tables_and_shapes_make_others_of_them(problem):
 
 def rotated(placement: Placement, by: int) -> Placement:
     """What is on one of four devices, so many on."""
-    return replace(placement, devices=((placement.devices[0] + by) % 4,)) if placement.kind == "column" else placement
+    return (replace(placement, devices=((placement.devices[0] + by) % 4,)) if placement.kind == "column"
+            else placement)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -116,13 +125,15 @@ def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(proble
     problem = replace(problem, topology=topology)
     old, new = random_plan(problem, seed, rows=False), random_plan(problem, seed + 50, rows=False)
     near = relabel_devices(new, old, problem)
-    assert price(lower(near, problem), model).total_ms == pytest.approx(price(lower(new, problem), model).total_ms)
+    assert (price(lower(near, problem), model).total_ms
+            == pytest.approx(price(lower(new, problem), model).total_ms))
     assert diff(old, near).bytes <= diff(old, reorder_columns(new, old)).bytes
     swapped = Plan(tuple(rotated(p, 2) for p in old.placements))
     assert diff(old, swapped).bytes > 0 and not diff(old, relabel_devices(swapped, old, problem))
     moved_on = Plan(tuple(rotated(p, 1) for p in old.placements))
     back = relabel_devices(moved_on, old, problem)  # hosts are not exchanged
-    hosts = [{(p.shard.table.name, p.shard.width, d % 2) for p in x.placements for d in p.devices} for x in (moved_on, back)]
+    hosts = [{(p.shard.table.name, p.shard.width, d % 2) for p in x.placements for d in p.devices}
+             for x in (moved_on, back)]
     assert hosts[0] == hosts[1]
 
 
@@ -145,7 +156,8 @@ def test_columns_come_in_the_old_order_of_devices(problem):
 
     def cut(*parts):
         ends = np.cumsum([0, *(n for n, _ in parts)])
-        return Plan(tuple(column(wide, d, int(lo), int(hi)) for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)))
+        return Plan(tuple(column(wide, d, int(lo), int(hi))
+                          for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)))
 
     old = cut((24, 3), (16, 1), (24, 0))
     assert not diff(old, reorder_columns(cut((24, 0), (16, 1), (24, 3)), old))
@@ -158,7 +170,8 @@ def test_columns_come_in_the_old_order_of_devices(problem):
 def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
     """The devices of two searches have other numbers, their plans are much the same."""
     model = AnalyticModel(Setting("made-up", 256), lookup_ns=30)
-    first, second = (SHARDERS["anneal"](problem, model, seed=seed, budget=Budget(evals=20_000)) for seed in (0, 1))
+    first, second = (SHARDERS["anneal"](problem, model, seed=seed, budget=Budget(evals=20_000))
+                     for seed in (0, 1))
     near = relabel_devices(second, first, problem)
     assert diff(first, near).bytes <= diff(first, second).bytes
     assert price(lower(near, problem), model).total_ms == pytest.approx(second.provenance["predicted_ms"])
@@ -168,6 +181,7 @@ def test_places_are_told_in_words(problem):
     t = problem.tables[2]
     found = diff(Plan((column(t, 0),)), Plan((column(t, 1, 0, 32), column(t, 0, 32, 64))))
     text = plan_report.diff_text(found)
-    assert "1 table, 0.2 MiB of weights to move" in text and "device 1 columns 0:32; device 0 columns 32:64" in text
+    assert ("1 table, 0.2 MiB of weights to move" in text and "device 1 columns 0:32; "
+            "device 0 columns 32:64" in text)
     shared = plan_report.diff_text(diff(Plan((column(t, 0),)), Plan((replica(t, problem.topology),))))
     assert "a replica on every device" in shared and "a replica" not in text

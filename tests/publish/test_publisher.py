@@ -25,13 +25,15 @@ CONFIG = PublishConfig(budget_evals=2_000)
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)).model
+    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
+                     fit.FitConfig(epochs=1)).model
 
 
 @pytest.fixture
 def problem():
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0)) for i in range(12))
+    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
+                   for i in range(12))
     return Problem("published", tables, Topology((Device(2 << 20),) * 4), SETTING.batch)
 
 
@@ -49,15 +51,18 @@ def slow(model):
 
 
 def worse(problem):
-    return Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables), {"algorithm": "by hand"})
+    return Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables),
+                {"algorithm": "by hand"})
 
 
 def put(root, problem, plan, version=1):
     """A plan made elsewhere becomes current."""
     last = store.last(root, problem.name)
     added = store.add(root, problem, plan, {"baselines": {}})
-    store.record(root, store.Decision(problem.name, "first", "put", added, added, files.problem_digest(problem), parent=last and
-                                      last.id, provenance={"model": "shardcore-cost-law", "model_version": str(version)}))
+    store.record(root, store.Decision(problem.name, "first", "put", added, added,
+                                      files.problem_digest(problem), parent=last and
+                                      last.id, provenance={"model": "shardcore-cost-law",
+                                                           "model_version": str(version)}))
 
 
 def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tmp_path):
@@ -65,10 +70,12 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     plan, its_problem = store.load_plan(tmp_path, "published")
     assert published.decision.outcome == "first" and its_problem == problem
     assert dict(plan.provenance) | dict(published.decision.provenance) == plan.provenance
-    assert plan.provenance["model_version"] == "1" and plan.provenance["predicted_ms"] == published.cost.total_ms
+    assert (plan.provenance["model_version"] == "1"
+            and plan.provenance["predicted_ms"] == published.cost.total_ms)
     page = store.load_page(tmp_path, "published", published.decision.current).decode()
     assert "<svg" in page and "no plan was published" in page and f"{published.cost.total_ms:.2f} ms" in page
-    cost = json.loads((tmp_path / "published/versions" / published.decision.current / "cost.json").read_bytes())
+    cost = json.loads((tmp_path / "published/versions" / published.decision.current / "cost.json")
+                      .read_bytes())
     assert cost["total_ms"] == published.cost.total_ms == price(lower(plan, problem), model).total_ms
     assert set(cost["baselines"]) == set(BASELINES) and published.row()[0] == "published"
 
@@ -82,7 +89,8 @@ def test_a_damaged_plan_is_replaced_and_the_decision_says_why(problem, model, tm
     with pytest.raises(ShardCoreError):
         store.load_plan(tmp_path, problem.name)
     again = publish(tmp_path, problem, model).decision
-    assert again.outcome == "no longer fits" and "of the plan before: " in again.reason and file in again.reason
+    assert (again.outcome == "no longer fits" and "of the plan before: " in again.reason
+            and file in again.reason)
     assert len(store.load_plan(tmp_path, problem.name)[0].placements) >= len(problem.tables)
     assert publish(tmp_path, problem, model).decision.outcome == "kept"
 
@@ -103,12 +111,14 @@ def test_a_store_that_does_not_answer_keeps_its_plan(problem, model, tmp_path):
 def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not(problem, model, tmp_path):
     put(tmp_path, problem, worse(problem))
     better = publish(tmp_path, problem, model).decision
-    assert better.outcome == "better" and better.candidate_ms < 0.98 * better.previous_ms and better.current == better.candidate
+    assert (better.outcome == "better" and better.candidate_ms < 0.98 * better.previous_ms
+            and better.current == better.candidate)
     assert "threshold 2.0%" in better.reason and "moving" in better.reason
     kept = publish(tmp_path, problem, model).decision
     assert kept.outcome == "kept" and kept.current == better.current
     before = store.last(tmp_path, "published")
-    assert publish(tmp_path, problem, model).decision.repeats(kept) and store.last(tmp_path, "published") == before
+    assert (publish(tmp_path, problem, model).decision.repeats(kept)
+            and store.last(tmp_path, "published") == before)
     put(tmp_path, problem, worse(problem))
     stubborn = publish(tmp_path, problem, model, config=replace(CONFIG, threshold=0.9)).decision
     assert stubborn.outcome == "kept" and stubborn.candidate_ms < stubborn.previous_ms == stubborn.total_ms
@@ -118,7 +128,8 @@ def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not
 
 def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tmp_path):
     publish(tmp_path, problem, model)
-    grown = replace(problem, tables=(replace(problem.tables[0], rows=9_000), *problem.tables[1:], Table("new", 900, 16, 2.0)))
+    grown = replace(problem, tables=(replace(problem.tables[0], rows=9_000), *problem.tables[1:],
+                                     Table("new", 900, 16, 2.0)))
     decision = publish(tmp_path, grown, model).decision
     assert decision.outcome == "no longer fits" and decision.previous_ms is None and "'t0'" in decision.reason
     tight = replace(grown, topology=Topology((Device(100_000),) + (Device(4 << 20),) * 3))
@@ -141,12 +152,16 @@ def test_a_new_table_finds_room_beside_the_others(problem, model, tmp_path):
 def test_an_object_store_gets_what_a_folder_gets(problem, model, tmp_path):
     where = f"memory://{uuid.uuid4()}"
     for version in (1, 2, 1):
-        there, here = publish(where, problem, model, version).decision, publish(tmp_path, problem, model, version).decision
-        assert (there.outcome, there.current, there.candidate_ms) == (here.outcome, here.current, here.candidate_ms)
-    assert here.outcome == "restored" and store.load_plan(where, "published") == store.load_plan(tmp_path, "published")
+        there, here = (publish(where, problem, model, version).decision,
+                       publish(tmp_path, problem, model, version).decision)
+        assert (there.outcome, there.current, there.candidate_ms) == (here.outcome, here.current,
+                                                                      here.candidate_ms)
+    assert (here.outcome == "restored"
+            and store.load_plan(where, "published") == store.load_plan(tmp_path, "published"))
 
 
-def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothing_moves(problem, model, tmp_path):
+def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothing_moves(problem,
+                                                                                         model, tmp_path):
     first = publish(tmp_path, problem, model).decision
     plan, _ = store.load_plan(tmp_path, "published")
     livelier = replace(problem, tables=tuple(replace(t, pooling=1.01 * t.pooling) for t in problem.tables))
@@ -155,8 +170,9 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     now, its_problem = store.load_plan(tmp_path, "published")
     assert its_problem == livelier and not diff(plan, now) and now.provenance == plan.provenance
     skewed = replace(problem, tables=tuple(replace(t, pooling=t.pooling * (9 if p.devices == (0,) else 1))
-                                           for t, p in ((t, next(p for p in plan.placements if p.shard.table == t))
-                                                        for t in problem.tables)))
+                                           for t, p in (
+                                               (t, next(p for p in plan.placements if p.shard.table == t))
+                                               for t in problem.tables)))
     drifted = publish(tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2)).decision
     assert drifted.outcome == "better" and drifted.candidate_ms < drifted.previous_ms
     assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
@@ -168,7 +184,8 @@ def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path):
     back = publish(tmp_path, problem, model, 1)
     assert back.decision.outcome == "restored" and back.decision.current == first.current
     assert back.row()[4:] == publish(tmp_path / "other", problem, model, 1).row()[4:9] + ("restored",)
-    assert store.load_plan(tmp_path, "published")[0] == store.load_plan(tmp_path, "published", first.current)[0]
+    assert (store.load_plan(tmp_path, "published")[0]
+            == store.load_plan(tmp_path, "published", first.current)[0])
     livelier = replace(problem, tables=tuple(replace(t, pooling=2 * t.pooling) for t in problem.tables))
     assert publish(tmp_path, livelier, model, 2).decision.outcome != "restored"  # another problem than then
     third = publish(tmp_path, livelier, slow(model), 3).decision
@@ -187,20 +204,24 @@ def test_old_versions_go_and_the_page_tells_the_history(problem, model, tmp_path
 
 def test_any_algorithm_can_publish(problem, model, tmp_path):
     for algorithm in ("size_greedy", "neuroshard"):
-        published = publish(tmp_path / algorithm, problem, model, config=PublishConfig(algorithm, budget_evals=300))
+        published = publish(tmp_path / algorithm, problem, model,
+                            config=PublishConfig(algorithm, budget_evals=300))
         assert algorithm not in published.baselines
         assert store.load_plan(tmp_path / algorithm, "published")[0] == SHARDERS[algorithm](problem, model,
-                                                                                            budget=Budget(evals=300))
+                                                                                            budget=Budget(
+                                                                                                evals=300))
 
 
 def test_a_sharder_may_have_its_older_name():
     config = PublishConfig("local_columns", max_moved_tables=3)
-    assert config.algorithm == "anneal_columns" and config == PublishConfig("anneal_columns", max_moved_tables=3)
+    assert (config.algorithm == "anneal_columns"
+            and config == PublishConfig("anneal_columns", max_moved_tables=3))
 
 
 def test_bad_settings_are_named():
     for fields, named in (({"threshold": 1.5}, "threshold 1.5"), ({"keep_versions": 1}, "keep_versions 1"),
-                          ({"algorithm": "magic"}, "'magic'"), ({"algorithm": "milp", "max_moved_tables": 3}, "'milp'")):
+                          ({"algorithm": "magic"}, "'magic'"),
+                          ({"algorithm": "milp", "max_moved_tables": 3}, "'milp'")):
         with pytest.raises(ShardCoreError, match=named):
             PublishConfig(**fields)
 

@@ -23,7 +23,8 @@ MIB = 1 << 20
 @pytest.fixture
 def problem() -> Problem:
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10))) for i in range(12))
+    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)))
+                   for i in range(12))
     return Problem("again", tables, Topology((Device(2 * MIB),) * 4), 240)
 
 
@@ -39,7 +40,8 @@ def cost(plan: Plan, problem: Problem) -> float:
 @pytest.mark.parametrize("most", [0, 1, 3, None])
 def test_no_more_tables_move_than_may_and_the_plan_is_no_dearer(problem, old, most):
     found = replan(old, problem, MODEL, ReplanConfig(most, budget=BUDGET))
-    assert len(diff(old, found).moves) <= (12 if most is None else most) and cost(found, problem) <= cost(old, problem)
+    assert (len(diff(old, found).moves) <= (12 if most is None else most)
+            and cost(found, problem) <= cost(old, problem))
 
 
 def test_no_more_bytes_move_than_may(problem, old):
@@ -51,7 +53,8 @@ def test_no_more_bytes_move_than_may(problem, old):
 def test_it_is_searched_where_the_old_plan_was_unless_told(problem, old, space, kept):
     by_halves = Plan(old.placements, {"space": "halves"})
     found = replan(by_halves, problem, MODEL, ReplanConfig(space=space, seed=5, budget=BUDGET))
-    assert found.provenance["space"] == kept and found.provenance["seed"] == 5 and found.provenance["evals"] <= 4_000
+    assert (found.provenance["space"] == kept and found.provenance["seed"] == 5
+            and found.provenance["evals"] <= 4_000)
 
 
 def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_count(problem, old):
@@ -60,7 +63,8 @@ def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_coun
     found = replan(old, fewer, MODEL, ReplanConfig(0, budget=BUDGET))
     homes = {p.shard.table.name: p.devices for p in found.placements}
     stay = [p for p in old.placements if p.devices != (3,)]
-    assert 0 < len(stay) < 12 and all(homes[p.shard.table.name] == p.devices for p in stay) and lower(found, fewer)
+    assert (0 < len(stay) < 12 and all(homes[p.shard.table.name] == p.devices for p in stay)
+            and lower(found, fewer))
 
 
 def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_moves_are_limited(problem, old):
@@ -75,4 +79,5 @@ def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_mov
         replan(on_two, problem, MODEL, ReplanConfig(3, budget=BUDGET))
     assert lower(replan(on_two, problem, MODEL, ReplanConfig(budget=BUDGET)), problem)
     with pytest.raises(Infeasible):
-        replan(old, replace(problem, topology=Topology((Device(1000),) * 4)), MODEL, ReplanConfig(budget=BUDGET))
+        replan(old, replace(problem, topology=Topology((Device(1000),) * 4)), MODEL,
+               ReplanConfig(budget=BUDGET))

@@ -58,7 +58,8 @@ def test_versions_beyond_the_last_decisions_go_but_not_their_record(problem, roo
     gone = store.prune(root, "small", 3)
     assert gone == [decisions[1].current] and store.prune(root, "small", 3) == []
     assert len(list(store.history(root, "small"))) == 5
-    assert store.load_plan(root, "small", decisions[0].current)[0] == plan(problem, 0)  # was considered of late
+    # was considered of late
+    assert store.load_plan(root, "small", decisions[0].current)[0] == plan(problem, 0)
     assert store.load_plan(root, "small")[0] == plan(problem, 3)
     with pytest.raises(ShardCoreError, match="the last 1 decisions.*2 or more"):
         store.prune(root, "small", 1)
@@ -89,14 +90,16 @@ def test_a_decision_that_was_edited_or_is_missing_is_named(problem, tmp_path):
         list(store.history(tmp_path, "small"))
 
 
-@pytest.mark.parametrize("name", ["current", "versions/{}/plan.json", "versions/{}/problem.json", "decisions/{}.json"])
+@pytest.mark.parametrize("name", ["current", "versions/{}/plan.json", "versions/{}/problem.json",
+                                  "decisions/{}.json"])
 @pytest.mark.parametrize("cut", [0, 0.5])
 def test_what_was_cut_short_is_named_and_not_taken_for_nothing(problem, tmp_path, name, cut):
     done = publish(tmp_path, problem, 0, "first")
     path = tmp_path / "small" / name.format(done.id if "decisions" in name else done.current)
     path.write_bytes(path.read_bytes()[:int(cut * path.stat().st_size)])
     empty = (name, cut) == ("current", 0)
-    why = "is empty; it was cut short" if empty else ".*(cut short|there is no|No such file|needs 16 hex digits)"
+    why = ("is empty; it was cut short" if empty else ".*(cut short|there is no|No such file|needs 16 "
+           "hex digits)")
     with pytest.raises(ShardCoreError, match=rf"small/\S+ {why}"):
         store.load_plan(tmp_path, "small")
     if "versions" not in name:
@@ -127,7 +130,8 @@ def test_a_pointer_to_a_version_is_read_as_the_first_decision(problem, tmp_path)
 
 
 def test_a_url_that_cannot_be_opened_is_named():
-    with pytest.raises(ShardCoreError, match="plans are at unheard-of://x/y, which cannot be opened: .*unheard-of"):
+    with pytest.raises(ShardCoreError, match="plans are at unheard-of://x/y, which cannot be opened: "
+                       ".*unheard-of"):
         store.load_plan("unheard-of://x/y", "small")
 
 
@@ -139,7 +143,8 @@ def test_storage_that_does_not_answer_is_named():
 
 
 def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path, monkeypatch):
-    """As after a release that counts memory otherwise: what is published has to be replaced, not to be in the way."""
+    """As after a release that counts memory otherwise: what is published has to be replaced, not to be in the
+    way."""
     publish(tmp_path, problem, 0, "first")
     monkeypatch.setattr("shardcore.memory.shard_bytes", lambda *_: 1 << 40, raising=True)
     with pytest.raises(ShardCoreError):
@@ -147,11 +152,13 @@ def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path,
     assert store.load_plan(tmp_path, "small", fits=False)[0] == plan(problem, 0)
 
 
-@pytest.mark.parametrize("content", [b"../../other/versions/v\n", b"\xff\xfe", b"x" * 10**6, b"0123456789ABCDEF"])
+@pytest.mark.parametrize("content",
+                         [b"../../other/versions/v\n", b"\xff\xfe", b"x" * 10**6, b"0123456789ABCDEF"])
 def test_a_pointer_that_names_no_decision_is_refused(problem, tmp_path, content):
     publish(tmp_path, problem, 0, "first")
     (tmp_path / "small/current").write_bytes(content)
-    with pytest.raises(ShardCoreError, match="small/current (names decision .*; it needs 16 hex digits|has 1,000,000 bytes)"):
+    with pytest.raises(ShardCoreError,
+                       match="small/current (names decision .*; it needs 16 hex digits|has 1,000,000 bytes)"):
         store.load_plan(tmp_path, "small")
 
 
@@ -166,7 +173,8 @@ def test_names_that_are_paths_are_refused(problem, tmp_path):
 
 
 def test_a_version_of_another_problem_is_not_read_as_ones_own(problem, tmp_path):
-    mine, theirs = publish(tmp_path, problem, 0, "first"), publish(tmp_path, replace(problem, name="other"), 1, "first")
+    mine, theirs = (publish(tmp_path, problem, 0, "first"),
+                    publish(tmp_path, replace(problem, name="other"), 1, "first"))
     versions = tmp_path / "small/versions"
     (tmp_path / "other/versions" / theirs.current).rename(versions / theirs.current)
     sealed_decision(tmp_path, "small", mine, current=theirs.current, candidate=theirs.current)

@@ -24,10 +24,12 @@ from shardcore.publish import places, store
 from shardcore.publish.decisions import Decision
 
 FOLDER = [(builtins, "open"), (io, "open"), (fcntl, "flock"), *((os, name) for name in (
-    "fsync", "link", "listdir", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat", "truncate", "unlink"))]
-OBJECT_STORE = [(MemoryFileSystem, name) for name in ("cat_file", "info", "ls", "open", "pipe_file", "rm", "rm_file")]
-CHANGES = {"link", "mkdir", "remove", "rename", "replace", "rmdir", "truncate", "unlink", "write", "open", "pipe_file", "rm",
-           "rm_file"}
+    "fsync", "link", "listdir", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat",
+    "truncate", "unlink"))]
+OBJECT_STORE = [(MemoryFileSystem, name)
+                for name in ("cat_file", "info", "ls", "open", "pipe_file", "rm", "rm_file")]
+CHANGES = {"link", "mkdir", "remove", "rename", "replace", "rmdir", "truncate", "unlink", "write", "open",
+           "pipe_file", "rm", "rm_file"}
 ALL = CHANGES | {"cat_file", "flock", "fsync", "info", "listdir", "ls", "read", "scandir", "stat"}
 
 
@@ -60,8 +62,9 @@ class HalfWriting:
 
 @contextlib.contextmanager
 def operations(root, act, kinds=ALL, after=False):
-    """Calls act(number) before (or after) each operation of these kinds on a folder or an object store; it may raise or kill,
-    and its own operations do not count. Nothing waits for a disk: who is killed loses nothing that the system has."""
+    """Calls act(number) before (or after) each operation of these kinds on a folder or an object store; it
+    may raise or kill, and its own operations do not count. Nothing waits for a disk: who is killed loses
+    nothing that the system has."""
     numbers, mine, busy = itertools.count(1), threading.get_ident(), []
 
     def acting(kind):
@@ -74,9 +77,12 @@ def operations(root, act, kinds=ALL, after=False):
 
     def counted(real, name):
         def call(file, *args, **options):
-            here = isinstance(file, (int, HalfWriting, MemoryFileSystem)) or "dir_fd" in options or str(root) in str(file)
-            writes = name == "open" and not set("wax+").isdisjoint(str(args[0] if args else options.get("mode", "r")))
-            kind = name if name != "open" or isinstance(file, MemoryFileSystem) else "write" if writes else "read"
+            here = (isinstance(file, (int, HalfWriting, MemoryFileSystem)) or "dir_fd" in options
+                    or str(root) in str(file))
+            writes = (name == "open"
+                      and not set("wax+").isdisjoint(str(args[0] if args else options.get("mode", "r"))))
+            kind = (name if name != "open" or isinstance(file, MemoryFileSystem) else "write"
+                    if writes else "read")
             if here and not after:
                 acting(kind)
             found = None if name == "fsync" else real(file, *args, **options)
@@ -97,8 +103,10 @@ def publish_all(root, problem, device, number):
         if before := store.last(root, problem.name):
             store.load_plan(root, problem.name)
         version = store.add(root, problem, plan(problem, device), {"total_ms": 1.0}, "<html>")
-        store.record(root, Decision(problem.name, "better" if before else "first", "of a test", version, version,
-                                    files.problem_digest(problem), decided_at=float(number), parent=before and before.id))
+        store.record(root,
+                     Decision(problem.name, "better" if before else "first", "of a test", version, version,
+                              files.problem_digest(problem), decided_at=float(number),
+                              parent=before and before.id))
         store.prune(root, problem.name, 2)
     store.write(root, "report.md", b"for people")
 
@@ -176,7 +184,8 @@ def test_at_each_operation_of_a_publisher_readers_find_the_old_plan_or_the_new_o
     for number, device in ((2, 2), (3, 0)):
         with operations(begun, read):
             publish_all(begun, two, device, number)
-    assert numbers == sorted(numbers) and {n: numbers.count(n) > 5 for n in numbers} == {1.0: True, 2.0: True, 3.0: True}
+    assert (numbers == sorted(numbers)
+            and {n: numbers.count(n) > 5 for n in numbers} == {1.0: True, 2.0: True, 3.0: True})
 
 
 def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(two, begun):
@@ -204,15 +213,19 @@ def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(t
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("begun, how, kinds, after", [
-    ("folder", signal.SIGKILL, CHANGES, False), ("folder", OSError(errno.EIO, "Input/output error"), ALL, False),
+    ("folder", signal.SIGKILL, CHANGES, False),
+    ("folder", OSError(errno.EIO, "Input/output error"), ALL, False),
     ("object store", Killed(), CHANGES, False), ("object store", OSError("no answer"), ALL, False),
     ("object store", OSError("no answer"), ALL, True),
-], ids=["folder, killed", "folder, fails", "object store, killed", "object store, fails", "object store, done and fails"],
+], ids=["folder, killed", "folder, fails", "object store, killed", "object store, fails",
+        "object store, done and fails"],
     indirect=["begun"])
-def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(two, begun, how, kinds, after):
-    """At each operation in turn, of a publisher that adds a plan and removes the last but one. The next publisher publishes the
-    plan that was only begun to be added, or to be removed."""
-    run, reader, ended, unhindered = in_a_process if how == signal.SIGKILL else in_this_process, Reader(begun, two), [], []
+def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(two, begun, how,
+                                                                                         kinds, after):
+    """At each operation in turn, of a publisher that adds a plan and removes the last but one. The next
+    publisher publishes the plan that was only begun to be added, or to be removed."""
+    run, reader, ended, unhindered = (in_a_process if how == signal.SIGKILL else in_this_process,
+                                      Reader(begun, two), [], [])
     with operations(begun, unhindered.append, kinds, after):
         publish_all(begun, two, 2, 2)
     before, now = 1, 2

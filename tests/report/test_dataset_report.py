@@ -27,7 +27,8 @@ def test_a_dataset_report_says_coverage_noise_drift_and_repeatability(tables, tm
                [sample(tables, 2, 0.0), sample(tables, 2, 600.0, 1.09)]]
     rows = dict(dataset_report.dataset_summary(samples, repeats))
     assert rows["samples"] == "5 timed, 1 failed"
-    assert rows["reference op: timings"] == "21" and rows["reference op: drift as the clock showed it"] == "20%"
+    assert (rows["reference op: timings"] == "21"
+            and rows["reference op: drift as the clock showed it"] == "20%")
     assert rows["agree within √2 × what they are known to"] == "50%"  # 5% and 9%, each known to 5%
     assert rows["spread of one sample's repeats"].startswith("20.0%")
     assert rows["samples timed again"] == "2, 10 minutes apart (median)"
@@ -45,7 +46,8 @@ def test_exchanges_are_summed_up_by_kind():
     rows = dict(dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0],
                                                                                error="a rank died")]))
     assert rows["exchanges"] == "20 timed, 1 failed" and rows["of them"].count("all_to_all fp32") == 1
-    assert rows["spread of one transfer's repeats"].startswith("10.0%") and rows["ranks"] == "2 to 2, median 2"
+    assert (rows["spread of one transfer's repeats"].startswith("10.0%") and rows["ranks"] == "2 to 2, "
+            "median 2")
 
 
 def test_tables_align():

@@ -1,4 +1,5 @@
-"""The report page of a plan: what is in it, and that a browser shows it without asking anyone for anything."""
+"""The report page of a plan: what is in it, and that a browser shows it without asking anyone for
+anything."""
 
 import shutil
 import socketserver
@@ -37,8 +38,8 @@ def made(problem, **fields) -> str:
     second = replace(first, parent=first.id, decided_at=1.7e9 + 3600, candidate=version, previous_ms=2.0,
                      candidate_ms=new.provenance["predicted_ms"], **fields,
                      provenance={"model_version": "7", "git_commit": "abc"})
-    return plan_page.page(new, problem, explain(new, problem, MODEL, BUDGET, {}), [second, first], diff(old, new),
-                          ["a table is <huge>"])
+    return plan_page.page(new, problem, explain(new, problem, MODEL, BUDGET, {}), [second, first],
+                          diff(old, new), ["a table is <huge>"])
 
 
 class Text(HTMLParser):
@@ -54,20 +55,23 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.loads += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data") and not v.startswith("#")]
+        self.loads += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data")
+                       and not v.startswith("#")]
 
 
 def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
     page = made(problem)
     parsed = Text(page)
     words = " ".join(" ".join(parsed.words).split())
-    for expected in ("small", "6 tables on 4 devices", "cheaper <b>by far</b>", "is ready last", "No plan takes less than",
-                     "10% more memory", "to move", "no plan was published", "model_version 7", "git_commit abc",
-                     "forward compute", "memory, MiB", "a table is <huge>", "2023-11-14 23:13:20 UTC"):
+    for expected in ("small", "6 tables on 4 devices", "cheaper <b>by far</b>", "is ready last",
+                     "No plan takes less than", "10% more memory", "to move", "no plan was published",
+                     "model_version 7", "git_commit abc", "forward compute", "memory, MiB",
+                     "a table is <huge>", "2023-11-14 23:13:20 UTC"):
         assert expected in words, expected
     assert words.count("cheaper <b>by far</b>") == 2  # above, and among the decisions
     assert """content="default-src 'none'; style-src 'unsafe-inline'">""" in page[:300]
-    assert "svg" in parsed.tags and not {"script", "link", "img", "iframe", "object"} & set(parsed.tags) and not parsed.loads
+    assert ("svg" in parsed.tags and not {"script", "link", "img", "iframe", "object"} & set(parsed.tags)
+            and not parsed.loads)
 
 
 def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
@@ -76,7 +80,8 @@ def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_f
     costs, memory = plan_page.figure(explained).axes
     tops = [patch.get_data().values[::2] for patch in costs.patches]
     cost = explained.cost
-    parts = (cost.forward_compute_ms, cost.backward_compute_ms, cost.waiting_ms, cost.forward_comm_ms, cost.backward_comm_ms)
+    parts = (cost.forward_compute_ms, cost.backward_compute_ms, cost.waiting_ms, cost.forward_comm_ms,
+             cost.backward_comm_ms)
     for top, total in zip(tops, np.cumsum(parts, axis=0), strict=True):
         np.testing.assert_allclose(top, total)
     free, used = (patch.get_data().values[::2] * (1 << 20) for patch in memory.patches)
@@ -101,7 +106,7 @@ def test_one_device_and_many_are_drawn(problem, devices):
     assert f"6 tables on {devices} devices" in page and len(page) < 300_000
 
 
-# --- in a browser ------------------------------------------------------------------------------------------------------
+# --- in a browser -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -130,10 +135,10 @@ def screenshot(path, folder, proxy) -> np.ndarray:
     from matplotlib.image import imread
 
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-               "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-               "--disable-dev-shm-usage", f"--proxy-server={proxy}", "--proxy-bypass-list=<-loopback>",
-               f"--user-data-dir={folder}/profile", "--hide-scrollbars", "--window-size=1100,2400",
-               f"--screenshot={folder}/shot.png", f"file://{path}"]
+               "--disable-background-networking", "--disable-component-update", "--disable-sync",
+               "--disable-extensions", "--disable-dev-shm-usage", f"--proxy-server={proxy}",
+               "--proxy-bypass-list=<-loopback>", f"--user-data-dir={folder}/profile", "--hide-scrollbars",
+               "--window-size=1100,2400", f"--screenshot={folder}/shot.png", f"file://{path}"]
     subprocess.run(command, check=True, timeout=200, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return (imread(folder / "shot.png")[..., :3] * 255).round().astype(int)
 
@@ -146,11 +151,13 @@ def pixels_of(shot: np.ndarray, color: str) -> int:
 def test_a_browser_shows_the_figures_and_sends_no_request(problem, tmp_path):
     path, frame = tmp_path / "page.html", tmp_path / "frame.html"
     path.write_text(made(problem).replace("<h1>", '<img src="http://page.test/injected.png"><h1>'))
-    frame.write_text(f'<img src="http://page.test/asked.png"><iframe src="file://{path}" width=1060 height=2300></iframe>')
+    frame.write_text(f'<img src="http://page.test/asked.png"><iframe src="file://{path}" width=1060 '
+                     'height=2300></iframe>')
     with recording_proxy() as (proxy, asked):
         shot = screenshot(frame, tmp_path, proxy)
     asked = [a for a in asked if "page.test" in a]  # a browser has requests of its own, such as for updates
-    assert asked == ["http://page.test/asked.png"]  # what the frame asks for is seen; the page's policy stops what is put in
+    # what the frame asks for is seen; the page's policy stops what is put in
+    assert asked == ["http://page.test/asked.png"]
     for color in ("#66ccee", "#ee6677", "#228833"):  # backward compute and exchange, used memory
         assert pixels_of(shot, color) > 500, color
     assert pixels_of(shot, "#ffffff") > shot.shape[0] * shot.shape[1] // 2

@@ -127,7 +127,8 @@ def test_ids_are_those_of_earlier_versions(tables):
     """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there
     was busy_ms."""
     assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "1f99f03964c300ac"
-    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0)) == "9dba9200df52b98a"
+    assert (dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
+            == "9dba9200df52b98a")
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
     assert dataset.compute_id(SETTING, ComputeRequest(shards, 128)) == "2ee5092bbac3ae03"
 
@@ -177,7 +178,8 @@ def test_an_empty_folder_holds_nothing(tmp_path):
 
 def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    samples = [dataclasses.replace(s, relative_ci=0.03) for s in (compute_sample(tables, i) for i in range(6))]
+    samples = [dataclasses.replace(s, relative_ci=0.03)
+               for s in (compute_sample(tables, i) for i in range(6))]
     bad = dataclasses.replace(samples[0], relative_ci=0.3)
     dataset.write_compute(tmp_path, [bad, *samples[1:]], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.2) == set()
@@ -267,7 +269,8 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
     bad = rewritten(tmp_path, id="0" * 16)
     dataset.write_compute(tmp_path, [compute_sample(tables, 1)], pool)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ShardCoreError, match=rf"{bad.name} is no part of a dataset, sample '0{{16}}': .*; remove it$"):
+    with pytest.raises(ShardCoreError, match=rf"{bad.name} is no part of a dataset, sample '0{{16}}': .*; "
+                       r"remove it$"):
         dataset.merge_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     bad.unlink()
@@ -285,12 +288,14 @@ def test_a_part_that_is_sound_but_not_the_one_of_its_name_is_refused(tables, tmp
     pool = dataset.write_pool(tmp_path, tables)
     first, second = (dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool) for i in range(2))
     first.write_bytes(second.read_bytes())
-    with pytest.raises(ShardCoreError, match=f"{first.name} does not match the digest in its name; it was cut short or edited"):
+    with pytest.raises(ShardCoreError, match=f"{first.name} does not match the digest in its name; "
+                       "it was cut short or edited"):
         dataset.read_compute(tmp_path)
 
 
 def test_a_part_of_a_version_before_has_the_columns_of_today(tables, tmp_path):
-    samples = [dataclasses.replace(compute_sample(tables, i), slowdown=1.5, relative_ci=0.25) for i in range(2)]
+    samples = [dataclasses.replace(compute_sample(tables, i), slowdown=1.5, relative_ci=0.25)
+               for i in range(2)]
     path = dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
     table = pq.read_table(path)
     before = {"slowdown": "pace", "relative_ci": "known_to"}
@@ -303,7 +308,8 @@ def test_a_part_of_a_version_before_has_the_columns_of_today(tables, tmp_path):
     dataset.write_compute(tmp_path, [compute_sample(tables, 3)], dataset.write_pool(tmp_path, tables))
     dataset.merge_parts(tmp_path)
     [merged] = tmp_path.glob("compute-*")
-    assert pq.read_table(merged).schema.names == table.schema.names and len(dataset.read_compute(tmp_path)) == 3
+    assert (pq.read_table(merged).schema.names == table.schema.names
+            and len(dataset.read_compute(tmp_path)) == 3)
 
 
 @pytest.mark.timeout(60)
@@ -311,7 +317,8 @@ def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     content = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()
     table = pq.read_table(pa.BufferReader(content))
-    others = {"no part of a dataset": content[:-20], "lacks the column 'slowdown'": table.drop_columns("slowdown"),
+    others = {"no part of a dataset": content[:-20],
+              "lacks the column 'slowdown'": table.drop_columns("slowdown"),
               "has an unknown column 'more'": table.append_column("more", table["slowdown"]),
               "column 'order' of type string; it needs int64": table.set_column(
                   table.schema.get_field_index("order"), "order", pa.array(["first"]))}
@@ -357,8 +364,9 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
         dataset.read_compute(tmp_path, SETTING)
 
 
-@pytest.mark.parametrize("wrong", [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)},
-                                   {"slowdown": 1e300}])
+@pytest.mark.parametrize("wrong",
+                         [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)},
+                          {"slowdown": 1e300}])
 def test_an_op_takes_time_at_a_slowdown_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|a slowdown of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)
@@ -378,7 +386,9 @@ print(threads() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_no_thread_is_started_to_read(tables, tmp_path):
     """A thread of Arrow's that still ran aborted one in a hundred commands after their work was done."""
-    dataset.write_compute(tmp_path, [compute_sample(tables, i) for i in range(9)], dataset.write_pool(tmp_path, tables))
+    dataset.write_compute(tmp_path, [compute_sample(tables, i) for i in range(9)],
+                          dataset.write_pool(tmp_path, tables))
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # by which Arrow goes
-    done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], env=env,
+                          capture_output=True, text=True)
     assert done.stdout == "0\n", done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Replays kept in folders: nothing runs twice, whatever was killed or edited runs again, and any model prices them."""
+"""Replays kept in folders: nothing runs twice, whatever was killed or edited runs again, and any model prices
+them."""
 
 import dataclasses
 import json
@@ -30,20 +31,23 @@ def problem(tables) -> Problem:
 
 @pytest.fixture
 def made(problem):
-    return [(o.algorithm, o.plan) for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)]
+    return [(o.algorithm, o.plan)
+            for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)]
 
 
 @pytest.fixture
 def clock():
-    """Takes 1.5 times what the analytic model says at the usual speed, at 1/1.25 of which it runs; notes how many plans it ran at
-    each call."""
+    """Takes 1.5 times what the analytic model says at the usual speed, at 1/1.25 of which it runs; notes how
+    many plans it ran at each call."""
     ran = []
 
     def replay(workloads):
         ran.append(len(workloads))
         costs = [price(w, MODEL) for w in workloads]
-        return [StepSample(*(tuple(1.875 * ms for ms in getattr(c, f.name)) for f in dataclasses.fields(StepCost)),
-                         Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4), oversubscribed=False, slowdown=1.25)
+        return [StepSample(*(tuple(1.875 * ms for ms in getattr(c, f.name))
+                             for f in dataclasses.fields(StepCost)),
+                         Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
+                           oversubscribed=False, slowdown=1.25)
                 for c in costs]
 
     replay.ran = ran
@@ -75,8 +79,10 @@ def test_replays_of_version_1_have_the_names_of_today(problem, made, clock, tmp_
     for row in body["replays"]:
         row["pace"], row["algorithm"] = row.pop("slowdown"), before.get(row["algorithm"], row["algorithm"])
     assert {"local", "local_columns"} < {row["algorithm"] for row in body["replays"]}
-    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 1, **body, "digest": files.digest(body)}))
-    assert replays.read(tmp_path / "kept") == kept and replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
+    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 1, **body,
+                                "digest": files.digest(body)}))
+    assert replays.read(tmp_path / "kept") == kept and replays.is_kept(tmp_path / "kept", problem, made,
+                                                                       SETTING, CONFIG)
 
 
 @pytest.mark.parametrize("slowdown", [0.0, -1.0, 1e4, 1e-4])
@@ -85,7 +91,8 @@ def test_a_replay_at_a_slowdown_that_no_machine_has_is_refused(slowdown, problem
     path = tmp_path / "kept/replays.json"
     body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
     body["replays"][0]["slowdown"] = slowdown
-    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 2, **body, "digest": files.digest(body)}))
+    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 2, **body,
+                                "digest": files.digest(body)}))
     with pytest.raises(ShardCoreError, match=f"has slowdown {slowdown}; it needs 0.001 to 1000"):
         replays.read(tmp_path / "kept")
 
@@ -108,8 +115,10 @@ def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, c
     assert replays.missing(tmp_path, [(problem, made[-2:])], SETTING) == [(problem, made[-2:])]
     again = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady := (
         lambda workloads: [dataclasses.replace(cost, slowdown=1.2) for cost in clock(workloads)]))
-    assert {cost.slowdown for cost in again.values()} == {1.2} and len(replays.steps([tmp_path], SETTING)) == 2
-    assert replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady) == again and clock.ran == [2, 2]
+    assert ({cost.slowdown for cost in again.values()} == {1.2}
+            and len(replays.steps([tmp_path], SETTING)) == 2)
+    assert (replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady) == again
+            and clock.ran == [2, 2])
     assert len(replays.digests(tmp_path)) == 1
 
 
@@ -136,7 +145,8 @@ def test_replays_whose_timings_meant_something_else_are_none(problem, made, cloc
     assert replays.read_all(tmp_path / "replays", SETTING) == replays.steps([tmp_path], SETTING) == []
 
 
-def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made, clock, tmp_path):
+def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made,
+                                                                                    clock, tmp_path):
     first, more = made[-2:], made[-4:]  # random ones: all differ
     replays.append(tmp_path, problem, first, SETTING, CONFIG, clock)
     before = replays.digests(tmp_path)
@@ -144,18 +154,23 @@ def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_st
         known = replays.append(tmp_path, problem, more, SETTING, config, clock)
         assert {replays.plan_digest(plan) for _, plan in more} <= set(known)
     assert clock.ran == [2, len({p for _, p in more}) - 2] and set(before) < set(replays.digests(tmp_path))
-    fresh = dataclasses.replace(problem, tables=tuple(dataclasses.replace(t, pooling=2 * t.pooling) for t in problem.tables))
-    plans = [(n, Plan(tuple(dataclasses.replace(x, shard=dataclasses.replace(x.shard, table=of[x.shard.table.name]))
-                            for x in p.placements))) for of in [{t.name: t for t in fresh.tables}] for n, p in first]
+    fresh = dataclasses.replace(problem, tables=tuple(dataclasses.replace(t, pooling=2 * t.pooling)
+                                                      for t in problem.tables))
+    plans = [(
+        n, Plan(tuple(dataclasses.replace(x, shard=dataclasses.replace(x.shard, table=of[x.shard.table.name]))
+                      for x in p.placements))) for of in [{t.name: t for t in fresh.tables}]
+             for n, p in first]
     replays.append(tmp_path, fresh, plans, SETTING, CONFIG, clock)
     steps = replays.steps([tmp_path, tmp_path], SETTING)
     assert len(steps) == len({plan for _, plan in more}) + len(first)
-    assert all(took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms) for workload, took in steps)
+    assert all(took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms)
+               for workload, took in steps)
     assert replays.steps([tmp_path / "none"], SETTING) == []
     assert replays.missing(tmp_path, [(problem, more), (fresh, plans)], SETTING) == []
     [(of, lacks)] = replays.missing(tmp_path, [(problem, made)], SETTING)
     assert of == problem and len(lacks) == len([p for _, p in made if p not in [q for _, q in more]])
-    with pytest.raises(ShardCoreError, match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"):
+    with pytest.raises(ShardCoreError,
+                       match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"):
         replays.steps([tmp_path], dataclasses.replace(SETTING, batch=64))
 
 
@@ -172,7 +187,8 @@ def rewrite(path, change):
 @pytest.mark.parametrize("spoil", [
     lambda folder: (folder / "replays.json").unlink(),
     lambda folder: rewrite(folder / "replays.json", lambda text: text[:-20]),
-    lambda folder: rewrite(folder / "replays.json", lambda text: text.replace('"repeats": 4', '"repeats": 5')),
+    lambda folder: rewrite(folder / "replays.json",
+                           lambda text: text.replace('"repeats": 4', '"repeats": 5')),
     lambda folder: next(p for p in folder.glob("*.json") if len(p.stem) == 16).unlink(),
 ], ids=["killed before the last file", "cut short", "edited", "a plan lost"])
 def test_what_was_killed_or_edited_runs_again(spoil, problem, made, clock, tmp_path):
@@ -198,7 +214,8 @@ def test_a_version_that_is_not_known_is_named(problem, made, clock, tmp_path):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     path = tmp_path / "replays.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
-    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1 to 2; remove .* to replay its plans again"):
+    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1 to 2; "
+                       "remove .* to replay its plans again"):
         replays.read(tmp_path)
 
 

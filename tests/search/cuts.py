@@ -1,4 +1,5 @@
-"""Problems drawn at random, their tables cut, and what a plan of these costs: for tests of what searches keep."""
+"""Problems drawn at random, their tables cut, and what a plan of these costs: for tests of what searches
+keep."""
 
 from dataclasses import replace
 
@@ -24,14 +25,16 @@ class SlowScatter(AnalyticModel):
         return super().comm((traffic.T * times).T, compute_ms, topology)
 
 
-MODEL = SlowScatter(Setting("made-up", BATCH), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
-                    exchange_gbps=1)
+MODEL = SlowScatter(Setting("made-up", BATCH), launch_us=2, table_us=1, lookup_ns=10,
+                    exchange_latency_ms=0.001, exchange_gbps=1)
 
 
-def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22, optimizer: str = "exact_sgd") -> Problem:
+def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22,
+                 optimizer: str = "exact_sgd") -> Problem:
     rng = np.random.default_rng(seed)
     tables = tuple(Table(f"t{i}", int(rng.integers(1, 2000)), int(rng.choice([4, 8, 12, 32, 64])),
-                         float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5)))) for i in range(n_tables))
+                         float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5))))
+                   for i in range(n_tables))
     devices = tuple(Device(memory, float(rng.choice([1, 1, 2]))) for _ in range(n_devices))
     return Problem("drawn", tables, Topology(devices), BATCH, optimizer)
 
@@ -44,11 +47,13 @@ def on_two_hosts(problem: Problem) -> Problem:
 
 def total_ms(shards, devices, problem) -> float:
     plan = Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
-    return price(lower(plan, problem), replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
+    return price(lower(plan, problem),
+                 replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
 
 
 def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
-    """Tables cut at random: some by rows, over all devices or those of the host that they are pinned to; others by columns."""
+    """Tables cut at random: some by rows, over all devices or those of the host that they are pinned to;
+    others by columns."""
     shards = []
     for i, table in enumerate(problem.tables):
         found = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None

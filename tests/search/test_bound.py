@@ -48,7 +48,8 @@ def contended(seed: int) -> NeuralModel:
     return NeuralModel(Setting("made-up", BATCH), weights, {"ranges": {}})
 
 
-@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"])
+@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)],
+                         ids=["linear", "contended"])
 def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     ratios = []
     for seed in range(6):
@@ -63,7 +64,8 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
-@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"])
+@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)],
+                         ids=["linear", "contended"])
 def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
     """Rows over one host among them. Links between hosts are a fourth as fast."""
     ratios = []
@@ -78,7 +80,8 @@ def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
 
 
 def test_the_bound_is_near_good_plans_of_many_tables():
-    problem = Problem("many", draw_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH)
+    problem = Problem("many", draw_tables(np.random.default_rng(1), 60),
+                      Topology((Device(64 * MIB),) * 4), BATCH)
     ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
     found = bound.bound(problem, model_for(problem), shared=())
     assert 0.95 < found.proved_ms / ms <= 1 and found.limit == "the work of all tables, divided evenly"
@@ -109,23 +112,26 @@ def test_where_nothing_can_be_proved_there_is_an_estimate():
     model = contended(0)
     band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0),
             "band.error": np.array([-1.0, 1.0])}
-    below, above = (QuantileCostModel(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9))
+    below, above = (QuantileCostModel(replace(model, weights={**model.weights, **band}), level)
+                    for level in (0.2, 0.9))
     assert bound.bound(problem, below).proved_ms is None and bound.bound(problem, below).estimate_ms > 0
     found = bound.bound(problem, above)  # what its model proves of itself holds for what is never cheaper
-    assert found.proved_ms == bound.bound(problem, model).proved_ms < min(found.estimate_ms, optimum_ms(problem, above))
+    assert found.proved_ms == bound.bound(problem, model).proved_ms < min(found.estimate_ms,
+                                                                          optimum_ms(problem, above))
 
 
 def test_the_last_rows_may_be_few_and_their_device_slow():
     devices = tuple(Device(64 * MIB, speed) for speed in (1.0,) * 7 + (0.3,))
     problem = Problem("few", (Table("t", 61, 4, 1000.0, Zipf(0.0)),), Topology(devices), BATCH)
-    model = AnalyticModel(Setting("made-up", BATCH), launch_us=0.001, table_us=0.001, lookup_ns=10, exchange_latency_ms=1e-6,
-                          exchange_gbps=1000)
+    model = AnalyticModel(Setting("made-up", BATCH), launch_us=0.001, table_us=0.001, lookup_ns=10,
+                          exchange_latency_ms=1e-6, exchange_gbps=1000)
     plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=5000))
     assert bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
 
 
 def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
-    problem = Problem("many", draw_tables(np.random.default_rng(1), 20), Topology((Device(64 * MIB),) * 2), BATCH)
+    problem = Problem("many", draw_tables(np.random.default_rng(1), 20),
+                      Topology((Device(64 * MIB),) * 2), BATCH)
     spaces = []
     for most in (10_000, 50):
         monkeypatch.setattr(bound, "MOST_SHARDS", most)
@@ -144,7 +150,8 @@ def test_what_models_say_of_themselves_holds(made):
     shards = [Shard.whole(t) for t in draw_tables(rng, 30)]
     hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
     topologies = [Topology(tuple(hosts), within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.1),
-                  Topology((Device(MIB),) * 3), Topology((Device(MIB, 2.0), Device(MIB)), within_host_gbps=1.0)]
+                  Topology((Device(MIB),) * 3),
+                  Topology((Device(MIB, 2.0), Device(MIB)), within_host_gbps=1.0)]
     for seed in range(5):
         model = made(seed)
         codes = model.encode(shards)
@@ -158,7 +165,8 @@ def test_what_models_say_of_themselves_holds(made):
             assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
             assert model.even_is_least(topology)
-            assert model.takes_all_alike(topology) == (topology.within_host_gbps is not None or model_is_linear)
+            assert model.takes_all_alike(topology) == (topology.within_host_gbps is not None
+                                                       or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
                 traffic = sends(**{name: rng.dirichlet(np.ones(n), 40) * 1e6})

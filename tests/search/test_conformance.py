@@ -36,7 +36,8 @@ from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
 def test_every_sharder_is_in_one_file_of_the_suite():
     files = {name: importlib.import_module(f"test_conformance_{name}") for name in FILES}
     names = [name for file in files.values() for name in file.SHARDERS_HERE]
-    assert len(set(names)) == len(names) and {*SHARDERS, *PEERS} <= set(names) <= {*SHARDERS, *PEERS, "torchrec"}
+    assert (len(set(names)) == len(names)
+            and {*SHARDERS, *PEERS} <= set(names) <= {*SHARDERS, *PEERS, "torchrec"})
     assert all(hasattr(file, is_valid.__name__) for file in files.values())
 
 

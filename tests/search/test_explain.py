@@ -55,19 +55,23 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     tables = Table("narrow", 100, 4, 50.0), Table("wide", 100, 64, 1.0), Table("small", 100, 4, 1.0)
     topology = Topology((Device(MIB), Device(MIB, 2.0)))
     problem = Problem("p", tables, topology, BATCH, constraints=Constraints(reserved_bytes=100))
-    placements = tuple(Placement("column", Shard.whole(t), (d,)) for t, d in zip(tables, (0, 1, 1), strict=True))
+    placements = tuple(Placement("column", Shard.whole(t), (d,))
+                       for t, d in zip(tables, (0, 1, 1), strict=True))
     plan = Plan(placements, {"algorithm": "size_greedy"})
-    model = OwnLink(Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9, update_gbps=1e9)
+    model = OwnLink(Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9,
+                    update_gbps=1e9)
     found = explain(plan, problem, model, SMALL, known={})
     compute_ms = 1e-3 + 2400e-6, (2e-3 + 96e-6) / 2
     assert found.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
     sent = tuple(BATCH * 4 * width for width in (4, 68))
     assert (found.device, found.limit, found.widest, found.exchange_bytes) == (1, "exchange", 1, sent)
     assert found.total_ms == pytest.approx(compute_ms[1] + sent[1] / 1e6, rel=1e-3)
-    assert [s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"] and found.baselines == ()
+    assert ([s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"]
+            and found.baselines == ())
     assert [s.saves_ms for s in found.shards] == pytest.approx([compute_ms[1] / 2] * 2, rel=1e-2)
     assert [(s.kind, s.bytes) for s in found.shards] == [("column", 25_600), ("column", 1600)]
-    assert found.memory_bytes == (1600 + 2 * sent[0], 27_200 + 2 * sent[1]) and found.free_bytes == (MIB - 100,) * 2
+    assert (found.memory_bytes == (1600 + 2 * sent[0], 27_200 + 2 * sent[1])
+            and found.free_bytes == (MIB - 100,) * 2)
     assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
     idle = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
     assert explain(plan, problem, idle, SMALL, known={}).device == 0
@@ -79,7 +83,8 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     found = explain(plan, PROBLEM, model_for(PROBLEM), SMALL)
     assert [a.what for a in found.baselines] == list(BASELINES)
     for baseline in found.baselines:
-        assert baseline.total_ms == SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM)).provenance["predicted_ms"]
+        assert (baseline.total_ms
+                == SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM)).provenance["predicted_ms"])
     *memory, devices = found.changes
     assert [a.what for a in memory] == ["10% more memory on each device", "50% more memory on each device"]
     assert all(a.total_ms <= found.total_ms for a in memory) and devices.what == "1 more device: 3"
@@ -88,7 +93,8 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     what = explain(solved(five), five, model_for(five), SMALL).changes[-1].what
     assert what == f"2 more devices: 6 (the next number that divides the batch of {BATCH})"
     odd = replace(PROBLEM, global_batch=2)
-    assert len(explain(solved(odd), odd, model_for(odd), SMALL).changes) == 2  # no number of devices up to 8 divides 2
+    # no number of devices up to 8 divides 2
+    assert len(explain(solved(odd), odd, model_for(odd), SMALL).changes) == 2
 
 
 def test_more_memory_helps_where_memory_is_what_binds():
@@ -98,12 +104,14 @@ def test_more_memory_helps_where_memory_is_what_binds():
     found = explain(solved(tight), tight, model_for(tight), SMALL)
     assert found.changes[1].total_ms < found.total_ms
     text = plan_report.text(found)
-    assert "50% more memory on each device" in text and "No plan takes less than" in text and "device 1 is fullest" in text
+    assert ("50% more memory on each device" in text and "No plan takes less than" in text
+            and "device 1 is fullest" in text)
 
 
 def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():
     alone = draw_problem(2, 4, [MIB])
-    elsewhere = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"})
+    elsewhere = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables),
+                     {"algorithm": "by hand"})
     found = explain(elsewhere, alone, model_for(alone), SMALL)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("anneal, seed 0")

@@ -12,7 +12,8 @@ from shardcore.types import Problem, Shard, Table
 
 def problem(**constraints) -> Problem:
     tables = tuple(Table(name, 100_000, 64, 4.0) for name in "abc")
-    return Problem("p", tables, Topology((Device(2**40), Device(2**40))), 64, constraints=Constraints(**constraints))
+    return Problem("p", tables, Topology((Device(2**40), Device(2**40))), 64,
+                   constraints=Constraints(**constraints))
 
 
 def needed(given: Problem, *tables: Table) -> int:

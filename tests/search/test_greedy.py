@@ -56,7 +56,8 @@ def test_each_greedy_balances_its_own_measure(name, first, others):
 
 def test_size_lookup_weighs_rows_by_their_logarithm():
     # Lookups 50 | 20 + 20; times the logarithm 80 + 50 | 80.
-    problem = problem_of([Table("flat", 10, 4, 12.5), Table("deep0", 10**4, 4, 5.0), Table("deep1", 10**4, 4, 5.0)])
+    problem = problem_of([Table("flat", 10, 4, 12.5), Table("deep0", 10**4, 4, 5.0),
+                          Table("deep1", 10**4, 4, 5.0)])
     by_lookups, by_both = device_of("lookup_greedy", problem), device_of("size_lookup_greedy", problem)
     assert by_lookups["deep0"] == by_lookups["deep1"] != by_lookups["flat"]
     assert by_both["deep0"] != by_both["deep1"]
@@ -95,7 +96,8 @@ def test_random_uses_its_seed_and_every_device():
 
 
 def test_fit_halves_columns_or_divides_rows_and_nothing_that_fits():
-    wide, deep, small = Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0), Table("small", 10, 8, 1.0)
+    wide, deep, small = (Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0),
+                         Table("small", 10, 8, 1.0))
     outputs = 2 * BATCH * 4  # per column
     problem = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs, 10**6, 10**6))
     assert feasible_shards(problem) == [Shard.whole(t) for t in problem.tables]
@@ -143,8 +145,8 @@ def test_consolidate_keeps_replicas_and_does_not_hide_faults():
     problem = problem_of([table])
     everywhere = replica(table, problem.topology)
     assert consolidate([everywhere]) == (everywhere,)
-    for wrong in ([column(table, 0, 0, 8)], [column(table, 0), column(table, 1, 8, 16)], [everywhere, column(table, 0)],
-                  [everywhere, everywhere]):
+    for wrong in ([column(table, 0, 0, 8)], [column(table, 0), column(table, 1, 8, 16)],
+                  [everywhere, column(table, 0)], [everywhere, everywhere]):
         with pytest.raises(ValueError, match="plan places"):
             require_cover(Plan(consolidate(wrong)), problem)
 
@@ -200,4 +202,5 @@ def test_packing_divides_rows_where_no_column_fits_a_gap():
     tables = [Table(f"t{i}", 5000, 4, 1.0) for i in range(4)]
     free = [2 * deep.bytes // 3 + 4 * outputs] * 3
     assert pack(problem_of(tables, memory=free), free) is not None
-    assert pack(problem_of(tables, memory=free, constraints=Constraints(unsplit=("t0", "t1", "t2", "t3"))), free) is None
+    assert pack(problem_of(tables, memory=free, constraints=Constraints(unsplit=("t0", "t1", "t2", "t3"))),
+                free) is None

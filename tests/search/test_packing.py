@@ -1,4 +1,5 @@
-"""Packing and room under constraints: where tables may live, and what is kept together. (Without them: test_greedy.py.)"""
+"""Packing and room under constraints: where tables may live, and what is kept together. (Without them:
+test_greedy.py.)"""
 
 import re
 from dataclasses import replace
@@ -41,8 +42,8 @@ def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
     for _ in range(300):
         n_items, n_devices = rng.integers(1, 6), rng.integers(1, 5)
         sizes, free = rng.integers(1, 7, n_items).tolist(), rng.integers(0, 12, n_devices).tolist()
-        allowed = [tuple(set(rng.integers(n_devices, size=rng.integers(1, 3)).tolist())) if rng.random() < 0.5 else None
-                   for _ in sizes]
+        allowed = [tuple(set(rng.integers(n_devices, size=rng.integers(1, 3)).tolist()))
+                   if rng.random() < 0.5 else None for _ in sizes]
 
         def fits(devices, allowed=allowed, sizes=sizes, free=free):
             return (all(a is None or d in a for a, d in zip(allowed, devices, strict=True))
@@ -50,7 +51,8 @@ def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
 
         found, certain = best_fit(sizes, free, 10_000, allowed)
         possible = any(fits(devices) for devices in product(range(n_devices), repeat=int(n_items)))
-        assert certain and (found is not None) == possible and (found is None or fits(found)), (sizes, free, allowed)
+        assert certain and (found is not None) == possible and (found is None or fits(found)), (sizes,
+                                                                                                free, allowed)
 
 
 def test_devices_count_as_equal_for_those_items_alone_that_may_use_them_alike():
@@ -65,7 +67,8 @@ def test_pinned_tables_are_poured_first_where_others_would_take_their_room():
     # t0 fits device 0 best, but the wide table needs all of host a.
     # It has to be in shards of 16, 16 and 12 columns, not in halves.
     wide = Table("wide", 1000, 44, 1.0)
-    problem = problem_of([wide, TABLES[0]], [EACH, EACH, EACH, 2 * EACH], "aaab", unsplit=("t0",), pinned=(("wide", ("a",)),))
+    problem = problem_of([wide, TABLES[0]], [EACH, EACH, EACH, 2 * EACH], "aaab", unsplit=("t0",),
+                         pinned=(("wide", ("a",)),))
     packing = pack(problem, free_bytes(problem))
     where = sorted((s.table.name, s.width, d) for s, d in zip(packing.shards, packing.devices, strict=True))
     assert where == [("t0", 16, 3), ("wide", 12, 2), ("wide", 16, 0), ("wide", 16, 1)]
@@ -104,7 +107,8 @@ def test_there_is_room_to_the_byte():
     assert room.fits(Shard.whole(table)).tolist() == [False, True, True]
     assert FreeMemory(problem, [needed + 1, 0]).fits(Shard.whole(table)).tolist() == [True, False]
     room.put(Shard.whole(table), 2)
-    assert room.fits(Shard.whole(other)).tolist() == [False, True, False] and room.left.tolist()[2] == needed - 1
+    assert (room.fits(Shard.whole(other)).tolist() == [False, True, False]
+            and room.left.tolist()[2] == needed - 1)
     room.put(Shard.whole(other), 1)
     assert room.left.tolist() == [needed - 1, 0, needed - 1]
     assert best_fit([10**6, 10**6 + 1], [10**6, 10**6 + 1], 10) == ([0, 1], True)
@@ -114,8 +118,8 @@ def test_there_is_room_to_the_byte():
 def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     pinned = (("t0", (0,)), ("t1", (0,)), ("t2", (0, 1)), ("t3", (1, 0)), ("t4", (0, 1)))
     three = problem_of(TABLES, [2 * EACH, 2 * EACH, 9 * EACH], pinned=pinned)
-    with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', take 0.3 MiB .* they may "
-                                         "hold 0.3 MiB, 70144 bytes too little"):
+    with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', "
+                                         "take 0.3 MiB .* they may hold 0.3 MiB, 70144 bytes too little"):
         feasible_shards(three)
     larger = problem_of(TABLES, [2 * EACH, 3 * EACH, 9 * EACH], pinned=pinned)
     assert feasible_shards(larger) == list(map(Shard.whole, TABLES))
@@ -135,14 +139,17 @@ def test_columns_are_poured_to_the_last_that_fits():
         packing = pack(problem_of([wide], memory), memory)
         where = {d: s.width // 4 for s, d in zip(packing.shards, packing.devices, strict=True)}
         assert where == {0: 7, 1: 6, 2: 3}
-    assert pack(problem_of([wide], [7 * four - 1, 6 * four, 3 * four]), [7 * four - 1, 6 * four, 3 * four]) is None
+    assert pack(problem_of([wide], [7 * four - 1, 6 * four, 3 * four]),
+                [7 * four - 1, 6 * four, 3 * four]) is None
 
 
 def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
-    """It numbers devices host by host; rows that are not ordered are dealt out anew, whichever device has which."""
+    """It numbers devices host by host; rows that are not ordered are dealt out anew, whichever device has
+    which."""
     ordered, other = Table("ordered", 10, 4, 1.0, ordered=True), Table("other", 10, 4, 1.0)
     apart = problem_of([ordered, other], [EACH] * 4, "xyxy")
-    assert [division(t, apart) for t in (ordered, other)] == [row(t, apart.topology) for t in (ordered, other)]
+    assert [division(t, apart) for t in (ordered, other)] == [row(t, apart.topology)
+                                                              for t in (ordered, other)]
     assert division(ordered, apart).devices == (0, 2, 1, 3)
     assert division(ordered, problem_of([ordered], [EACH] * 4)).devices == (0, 1, 2, 3)
     pinned = problem_of([ordered, other], [EACH] * 4, "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
@@ -199,15 +206,18 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     assert set(kept.placements) == set(old.placements)
     hosts = problem_of([table, *TABLES[:2]], [600_000] * 4, "aabb")
     old = Plan((host_row(table, (2, 3)), *(column(t, 1) for t in TABLES[:2])))
-    assert set(anneal(hosts, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0)).placements) == set(old.placements)
+    assert (set(anneal(hosts, MODEL, budget=Budget(evals=2_000), reshard=Reshard(old, 0)).placements)
+            == set(old.placements))
 
 
-@pytest.mark.xfail(strict=True, reason="a table cut by columns and divided over hosts is placed anew, whatever the limit")
+@pytest.mark.xfail(strict=True, reason="a table cut by columns and divided over hosts is placed anew, "
+                   "whatever the limit")
 def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
     """As TorchRec's grid_shard has it."""
     table = Table("large", 4_000, 8, 1.0)
     hosts = problem_of([table, *TABLES[:2]], [600_000] * 4, "aabb")
-    old = Plan((host_row(table, (0, 1), 0, 4), host_row(table, (2, 3), 4, 8), *(column(t, 1) for t in TABLES[:2])))
+    old = Plan((host_row(table, (0, 1), 0, 4), host_row(table, (2, 3), 4, 8),
+                *(column(t, 1) for t in TABLES[:2])))
     kept = anneal(hosts, MODEL, budget=Budget(evals=2_000), space="halves", reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
 
@@ -215,10 +225,12 @@ def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
 def test_sums_are_certain_only_of_what_is_then_packed():
     rng, certain, packed = np.random.default_rng(0), 0, 0
     for seed in range(60):
-        tables = tuple(Table(f"t{i}", int(10 ** rng.uniform(0.5, 4)), 4 * int(rng.integers(1, 12)), 1.0) for i in range(30))
+        tables = tuple(Table(f"t{i}", int(10 ** rng.uniform(0.5, 4)), 4 * int(rng.integers(1, 12)), 1.0)
+                       for i in range(30))
         devices = tuple(Device(1) for _ in range(int(rng.integers(2, 6))))
         unsplit = tuple(t.name for t in tables if rng.random() < 0.2)
-        problem = Problem("p", tables, Topology(devices), 240, str(rng.choice(OPTIMIZERS)), Constraints(0, unsplit))
+        problem = Problem("p", tables, Topology(devices), 240, str(rng.choice(OPTIMIZERS)),
+                          Constraints(0, unsplit))
         each = int(least_bytes(problem) * rng.uniform(0.97, 1.07) / len(devices))
         free = [int(each * rng.uniform(0.9, 1.1)) for _ in devices]
         sure, found = surely_fits(problem)(free), pack(problem, free, 200) is not None
@@ -231,7 +243,8 @@ def test_sums_are_certain_only_of_what_is_then_packed():
 
 def test_best_fit_takes_as_many_items_as_there_are():
     """Where the first choice leads to the end, the number of steps is no limit."""
-    assert best_fit([1] * 500, [100] * 5, 200) == ([0] * 100 + [1] * 100 + [2] * 100 + [3] * 100 + [4] * 100, True)
+    assert best_fit([1] * 500, [100] * 5, 200) == ([0] * 100 + [1] * 100 + [2] * 100 + [3] * 100 + [4] * 100,
+                                                   True)
     assert best_fit([2] * 500, [333] * 3, 200) == (None, False)
 
 
@@ -242,7 +255,8 @@ def test_what_many_tables_lack_is_said_without_packing_them(times, monkeypatch):
     memory = int(times * least_bytes(problem) / 8)
     problem = problem_of(tables, [memory] * 8)
     monkeypatch.setattr(feasible, "pack", None)
-    with pytest.raises(Infeasible, match="8 devices may hold .* too little. It would fit with .* more per device") as error:
+    with pytest.raises(Infeasible, match="8 devices may hold .* too little. "
+                       "It would fit with .* more per device") as error:
         feasible.feasible_shards(problem)
     monkeypatch.undo()
     more = float(re.search(r"with ([\d.]+) MiB more", str(error.value))[1]) + 0.05  # as it is rounded

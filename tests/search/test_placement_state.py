@@ -1,4 +1,5 @@
-"""A plan under construction: what it keeps is what the finished plan takes and costs, whatever was placed and removed before."""
+"""A plan under construction: what it keeps is what the finished plan takes and costs, whatever was placed and
+removed before."""
 
 from dataclasses import replace
 
@@ -62,15 +63,16 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
         one, _ = state_of(problem, shards)
         for i, key in enumerate(keys):
             one.place(*key, devices[c, k, i])
-        assert both.cost_ms()[c, k] == pytest.approx(one.cost_ms()) and both.used[c, k].tolist() == one.used.tolist()
+        assert (both.cost_ms()[c, k] == pytest.approx(one.cost_ms())
+                and both.used[c, k].tolist() == one.used.tolist())
         assert both.device_ms[c, k].tolist() == pytest.approx(one.device_ms.tolist())
 
 
 def test_a_shard_fits_to_the_byte_and_only_where_its_table_may_be():
     table, other = Table("t", 10**4, 4, 1.0), Table("u", 10**4, 4, 1.0)
     needed = shard_bytes(Shard.whole(table), BATCH, "exact_sgd")
-    problem = Problem("p", (table, other), Topology(tuple(map(Device, (needed - 1, needed, 2 * needed - 1)))), BATCH,
-                      constraints=Constraints(pinned=(("u", (0, 2)),)))
+    problem = Problem("p", (table, other), Topology(tuple(map(Device, (needed - 1, needed, 2 * needed - 1)))),
+                      BATCH, constraints=Constraints(pinned=(("u", (0, 2)),)))
     state, [free, pinned] = state_of(problem, [Shard.whole(table), Shard.whole(other)])
     assert state.fits(*free).tolist() == [False, True, True]
     assert state.fits(*pinned).tolist() == [False, False, True]
@@ -82,7 +84,8 @@ def test_a_shard_fits_to_the_byte_and_only_where_its_table_may_be():
 
 
 def test_columns_that_join_others_of_their_table_bring_no_optimizer_state():
-    problem = Problem("p", (Table("t", 1000, 16, 1.0),), Topology((Device(MIB),) * 2), BATCH, "rowwise_adagrad")
+    problem = Problem("p", (Table("t", 1000, 16, 1.0),), Topology((Device(MIB),) * 2), BATCH,
+                      "rowwise_adagrad")
     state, [left, right] = state_of(problem, halve_columns(Shard.whole(problem.tables[0])))
     state.place(*left, 1)
     assert state.extra_bytes(*right).tolist() == [32_000 + 4_000 + 2 * BATCH * 32, 32_000 + 2 * BATCH * 32]

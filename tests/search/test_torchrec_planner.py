@@ -30,7 +30,8 @@ def problem_of(*tables, devices=FOUR, **links) -> Problem:
 def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
     assert ("torchrec" in SHARDERS) == peer.installed()
     monkeypatch.setattr(peer, "find_spec", lambda name: None)
-    with pytest.raises(ShardCoreError, match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"):
+    with pytest.raises(ShardCoreError,
+                       match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"):
         peer.torchrec(problem_of(WIDE), MODEL)
 
 

@@ -50,8 +50,10 @@ def test_a_generated_pool_comes_back_from_a_file_of_the_release(save):
 
 
 @pytest.mark.parametrize("content", [
-    {"weights": INDICES}, (INDICES, OFFSETS), (INDICES, OFFSETS, LENGTHS.float()), (INDICES[:-1], OFFSETS, LENGTHS),
-    (INDICES, OFFSETS[:-1], LENGTHS), (INDICES, OFFSETS, LENGTHS.flatten()), (INDICES, OFFSETS, LENGTHS.flip(0)),
+    {"weights": INDICES}, (INDICES, OFFSETS), (INDICES, OFFSETS, LENGTHS.float()),
+    (INDICES[:-1], OFFSETS, LENGTHS),
+    (INDICES, OFFSETS[:-1], LENGTHS), (INDICES, OFFSETS, LENGTHS.flatten()),
+    (INDICES, OFFSETS, LENGTHS.flip(0)),
     (INDICES - 1, OFFSETS, LENGTHS), (INDICES, OFFSETS + 1, LENGTHS), "text"])
 def test_refuses_a_foreign_file(save, content):
     with pytest.raises(ShardCoreError, match="dlrm_datasets file .* needs to be the torch.save of"):
@@ -59,7 +61,8 @@ def test_refuses_a_foreign_file(save, content):
 
 
 def test_refuses_a_file_that_is_no_torch_file_or_missing(tmp_path):
-    for name, content in (("a.pt", b"rows,dim\n3,4\n"), ("b.pt.gz", gzip.compress(b"rows,dim\n3,4\n")), ("c.pt", b"")):
+    for name, content in (("a.pt", b"rows,dim\n3,4\n"), ("b.pt.gz", gzip.compress(b"rows,dim\n3,4\n")),
+                          ("c.pt", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ShardCoreError, match=name):
             dlrm_datasets_pool(tmp_path / name)

@@ -38,8 +38,8 @@ def test_reference_counts_are_the_specified_bins(rows_in_bin):
     assert found[: len(rows_in_bin)].tolist() == rows_in_bin
 
 
-@given(bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS).filter(lambda b: sum(b) > 0.1),
-       lookups=st.integers(1, 200_000), rows=st.integers(1, 100_000))
+@given(bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS)
+       .filter(lambda b: sum(b) > 0.1), lookups=st.integers(1, 200_000), rows=st.integers(1, 100_000))
 @settings(max_examples=60, deadline=None)
 def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
     """Also one that the lookups or the rows cannot hold, or that is not of whole rows."""

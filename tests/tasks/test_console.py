@@ -1,4 +1,5 @@
-"""What a person sees of a flow: on a terminal, in a pipe, of a stage in another process; and where all else goes."""
+"""What a person sees of a flow: on a terminal, in a pipe, of a stage in another process; and where all else
+goes."""
 
 import io
 import json
@@ -42,11 +43,12 @@ def clock():
 def shown(monkeypatch):
     """What is shown: (kind, message, share)."""
     calls = []
-    monkeypatch.setattr(console, "_display", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})())
+    monkeypatch.setattr(console, "_display",
+                        type("Recorder", (), {"show": lambda self, *a: calls.append(a)})())
     return calls
 
 
-# --- the screen --------------------------------------------------------------------------------------------------------
+# --- the screen ---------------------------------------------------------------------------------------------
 
 
 def test_a_stage_its_result_and_warnings_are_a_line_each(clock):
@@ -58,7 +60,8 @@ def test_a_stage_its_result_and_warnings_are_a_line_each(clock):
     screen.show("warning", "one GPU")
     screen.show("result", "measured 3 groups")
     screen.show("text", "a table")
-    assert out.getvalue() == ("stage 2 of 6: measure\n  warning: one GPU\n  measured 3 groups (7 s)\na table\n")
+    assert out.getvalue() == ("stage 2 of 6: measure\n  warning: "
+                              "one GPU\n  measured 3 groups (7 s)\na table\n")
 
 
 def test_in_a_pipe_progress_is_a_line_every_half_minute_of_a_stage(clock):
@@ -86,7 +89,8 @@ def test_on_a_terminal_progress_is_one_line_that_changes_and_goes(clock, monkeyp
                               "  [####################] 100%  groups: 2 of 2\r\x1b[K"
                               "  measured (0 s)\nbye\n")
     screen.show("progress", "x" * 200, 0.0)
-    assert len(out.getvalue().splitlines()[-1]) == 79  # or the terminal would wrap it, and it could not be erased
+    # or the terminal would wrap it, and it could not be erased
+    assert len(out.getvalue().splitlines()[-1]) == 79
     screen.clear()
     assert out.getvalue().endswith("x\r\x1b[K")
 
@@ -119,21 +123,24 @@ def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
     clock.now += 30
     work.done(3)
     work.done(4)
-    assert shown == [("progress", "problems: 0 of 4", 0.0), ("progress", "problems: 1 of 4, 2 min left", 0.25),
-                     ("progress", "problems: 3 of 4, 20 s left", 0.75), ("progress", "problems: 4 of 4, 0 s left", 1.0)]
+    assert shown == [("progress", "problems: 0 of 4", 0.0),
+                     ("progress", "problems: 1 of 4, 2 min left", 0.25),
+                     ("progress", "problems: 3 of 4, 20 s left", 0.75),
+                     ("progress", "problems: 4 of 4, 0 s left", 1.0)]
 
 
-@pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")])
+@pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"),
+                                           (5400, "1.5 h")])
 def test_durations_in_words(seconds, said):
     assert duration(seconds) == said
 
 
-# --- what of a log is shown --------------------------------------------------------------------------------------------
+# --- what of a log is shown ---------------------------------------------------------------------------------
 
 
 def record(level, message, path=__file__, **extra):
-    made = logging.getLogger("prefect.task_runs").makeRecord("prefect.task_runs", level, path, 1, message, ("a",), None,
-                                                             extra=extra)
+    made = logging.getLogger("prefect.task_runs").makeRecord("prefect.task_runs", level, path, 1, message,
+                                                             ("a",), None, extra=extra)
     return console._ForPeople().emit(made)
 
 
@@ -143,7 +150,8 @@ def test_of_a_log_stages_results_and_our_warnings_are_shown(shown):
     record(logging.INFO, "measured %s", **RESULT)
     record(logging.WARNING, "few %s")
     record(logging.ERROR, "no %s")
-    record(logging.ERROR, "Finished in state %s", os.path.join(os.path.dirname(prefect.__file__), "task_engine.py"))
+    record(logging.ERROR, "Finished in state %s",
+           os.path.join(os.path.dirname(prefect.__file__), "task_engine.py"))
     assert shown == [("stage", "begins a", 0.0), ("result", "measured a", 0.0), ("warning", "few a", 0.0),
                      ("warning", "no a", 0.0)]
 
@@ -165,7 +173,7 @@ def test_without_a_program_nothing_is_shown(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-# --- as a program ------------------------------------------------------------------------------------------------------
+# --- as a program -------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import logging, os, sys
@@ -188,14 +196,15 @@ services.run_flow(flow, needs_prefect=False)
 def run(folder, ends="pass", **env):
     env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     env.pop("PREFECT_API_URL", None)
-    return subprocess.run([sys.executable, "-c", PROGRAM.format(ends=ends)], cwd=folder, env=env, capture_output=True,
-                          text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", PROGRAM.format(ends=ends)], cwd=folder, env=env,
+                          capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("ends, code, said", [
     ("pass", 0, ""),
     ("raise services.ShardCoreError('no table')", 1, "error: no table; log: "),
-    ("raise KeyboardInterrupt", 130, "stopped; what was finished is kept, and a rerun goes on from there; log: "),
+    ("raise KeyboardInterrupt", 130,
+     "stopped; what was finished is kept, and a rerun goes on from there; log: "),
     ("{}['lost']", 1, "error: KeyError: 'lost'; log: "),
 ])
 def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, code, said):
@@ -227,8 +236,8 @@ def test_a_stage_of_a_refresh_says_everything_to_it_and_keeps_no_log(tmp_path):
 
 def test_outside_the_project_s_folder_nothing_is_written(tmp_path):
     code = "from tasks import services; services.run_flow(None)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert re.fullmatch(r"error: params.yaml is not in \S+: flows run in the project's folder\n", done.stderr)
 
@@ -239,7 +248,8 @@ def test_a_terminal_gets_one_line_of_progress_and_the_log_no_colours(tmp_path):
     code = "from prefect import flow as _\n" + PROGRAM.format(ends=ends)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     env.pop("PREFECT_API_URL", None)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=slave, stderr=slave, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=slave, stderr=slave,
+                          timeout=120)
     os.close(slave)
     said = os.read(master, 1 << 16).decode()
     os.close(master)
@@ -262,14 +272,14 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("patience_s, last", [
     (60, "os.killpg(0, signal.SIGINT); time.sleep(60)"),
-    (0.1, "signal.signal(signal.SIGINT, signal.SIG_IGN); print('stopped', flush=True); os.killpg(0, signal.SIGINT); "
-          "time.sleep(60)"),
+    (0.1, "signal.signal(signal.SIGINT, signal.SIG_IGN); print('stopped', flush=True); os.killpg(0, "
+          "signal.SIGINT); time.sleep(60)"),
 ], ids=["it stops", "it goes on"])
 def test_an_interrupted_command_may_say_its_last_line_but_not_stay(patience_s, last):
     """As Ctrl-C in a terminal, which is for all processes."""
     code = (f"import os, signal, time\ntry:\n    {last}\n"
             "except KeyboardInterrupt:\n    time.sleep(0.5); print('stopped', flush=True)")
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(patience_s), sys.executable, "-c", code], text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60,
-                          start_new_session=True)
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(patience_s), sys.executable, "-c", code],
+                          text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, timeout=60, start_new_session=True)
     assert done.stdout == "stopped\nended\n"

@@ -56,7 +56,8 @@ def test_all_that_failed_are_counted_and_a_failure_before_a_gang_is_a_problems_t
     def fails(run):
         raise ShardCoreError("it does not fit")
 
-    with disable_run_logger(), pytest.raises(ShardCoreError, match=r"2 of 2 .*: a: it does not fit \(and 1 more, which the log"):
+    with (disable_run_logger(),
+          pytest.raises(ShardCoreError, match=r"2 of 2 .*: a: it does not fit \(and 1 more, which the log")):
         with EachProblem(begin) as each:
             each.run("a", fails), each.run("b", fails)
     assert gangs == []

@@ -1,4 +1,5 @@
-"""What `evaluate` replays, and what it does where plans cannot be (tests/flows replays some): it says why, and claims nothing."""
+"""What `evaluate` replays, and what it does where plans cannot be (tests/flows replays some): it says why,
+and claims nothing."""
 
 import csv
 import dataclasses
@@ -26,7 +27,8 @@ from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_pl
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)).model
+    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
+                     fit.FitConfig(epochs=1)).model
 
 
 @pytest.mark.parametrize("here, problems, said", [
@@ -35,9 +37,11 @@ def model():
     (True, 0, "evaluate.replay_problems is 0"),
 ], ids=["other hardware", "one core a host", "switched off"])
 @pytest.mark.usefixtures("cluster")
-def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problems, said, model, tmp_path, monkeypatch, caplog):
+def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problems, said, model, tmp_path,
+                                                                   monkeypatch, caplog):
     if here:
-        model = dataclasses.replace(model, setting=dataclasses.replace(SETTING, hardware=hardware.hardware_name("cpu")))
+        model = dataclasses.replace(
+            model, setting=dataclasses.replace(SETTING, hardware=hardware.hardware_name("cpu")))
     neural.save(model, tmp_path / "model")
     files.write_pool(tmp_path / "pool.json", pool())
     out = tmp_path / "replays"
@@ -45,15 +49,16 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
     (out / "replays.csv").write_text("of another model")
     monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
     with caplog.at_level(logging.INFO, "evaluate"):
-        found = replay_plans.fn(tmp_path / "model", tmp_path / "pool.json", tmp_path, EvaluateConfig(replay_problems=problems),
-                                out)
+        found = replay_plans.fn(tmp_path / "model", tmp_path / "pool.json", tmp_path,
+                                EvaluateConfig(replay_problems=problems), out)
     assert found == {} and not list(out.iterdir())
     assert re.search(f"no plans are replayed: {said}", caplog.text), caplog.text
     write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)
     assert "replays" not in json.loads((tmp_path / "metrics.json").read_text())
 
 
-SMALL = EvaluateConfig(replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32, replay_repeats=2)
+SMALL = EvaluateConfig(replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32,
+                       replay_repeats=2)
 
 
 def test_tables_that_no_rank_holds_are_left_out_and_problems_without_others_too(model):
@@ -77,7 +82,8 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
         return [StepSample(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
 
     for problem in problems:
-        made = [(o.algorithm, o.plan) for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))]
+        made = [(o.algorithm, o.plan)
+                for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))]
         replays.keep(tmp_path / problem.name, problem, made, model.setting, steps, run)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json")}
     (tmp_path / "of-before").mkdir()
@@ -86,14 +92,16 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     (tmp_path / "thesis" / "chapter.txt").write_text("somebody's")
     before[tmp_path / "thesis" / "chapter.txt"] = b"somebody's"
     kept = evaluate._replayed(model, problems, None, SMALL, tmp_path)
-    assert [k.problem for k in kept] == problems and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert ([k.problem for k in kept] == problems
+            and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before)
     assert not (tmp_path / "of-before").exists()
 def test_searches_are_compiled_before_any_is_timed(model, tmp_path, monkeypatch):
     """Numba takes half a minute, which were the seconds of whichever search comes first."""
     monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
     ran, run = [], compare.run
-    monkeypatch.setattr(compare, "run", lambda name, problem, *a, **k: ran.append((problem.name, name)) or run(
-        name, problem, *a, **k))
+    monkeypatch.setattr(compare, "run",
+                        lambda name, problem, *a, **k: ran.append((problem.name, name)) or run(
+                            name, problem, *a, **k))
     neural.save(model, tmp_path / "model")
     files.write_pool(tmp_path / "pool.json", pool())
     config = EvaluateConfig(problems=2, min_tables=2, max_tables=3, budget_evals=10)
@@ -107,5 +115,6 @@ def test_searches_are_compiled_before_any_is_timed(model, tmp_path, monkeypatch)
 @pytest.mark.parametrize("values", [{"replay_problems": -1}, {"replay_repeats": 0}, {"problems": 10**10}])
 def test_bad_values_are_refused(values):
     [(name, value)] = values.items()
-    with pytest.raises(ShardCoreError, match=f"evaluate config has {name} {value}; it needs [01] to 1,000,000"):
+    with pytest.raises(ShardCoreError,
+                       match=f"evaluate config has {name} {value}; it needs [01] to 1,000,000"):
         EvaluateConfig(**values)

@@ -60,7 +60,8 @@ def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, 
     with caplog.at_level(logging.INFO, "measure"):
         assert measure_compute.fn(tmp_path / "pool.json", SETTING, CONFIG, folder) == 2
     assert "8 compute samples wanted, 2 of them to measure" in caplog.text
-    assert "2 devices; the reference op takes 3.000 ms" in caplog.text  # as the dataset has it, not calibrated again
+    # as the dataset has it, not calibrated again
+    assert "2 devices; the reference op takes 3.000 ms" in caplog.text
     assert "1 samples were disturbed and are measured once more" in caplog.text
     assert progress == [["compute", 2, 2, False], ["compute", 1, 1, True]]
     times = Counter(s.id for s in dataset.read_timings(folder))

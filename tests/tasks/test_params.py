@@ -1,4 +1,5 @@
-"""Each number of params.yaml has ends: a slip is one line at once, not days of drawing or a clock that overflows."""
+"""Each number of params.yaml has ends: a slip is one line at once, not days of drawing or a clock that
+overflows."""
 
 import dataclasses
 import math
@@ -17,7 +18,8 @@ from tasks.stack_config import StackConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
 
-CONFIGS = (SettingConfig, TablesConfig, MeasureConfig, TrainConfig, EvaluateConfig, PromoteConfig, PublishConfig, StackConfig)
+CONFIGS = (SettingConfig, TablesConfig, MeasureConfig, TrainConfig, EvaluateConfig, PromoteConfig,
+           PublishConfig, StackConfig)
 ELSEWHERE = {"object_store_mib"}
 """This machine's memory is its end (test_stack.py)."""
 NUMBERS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config)

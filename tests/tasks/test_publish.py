@@ -18,7 +18,8 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
         "data_version": "d1", "git_commit": "c1", "seed": 5, "datasets": {"datasets/x": "digest"}}})
     found = _provenance(model, VERSION, PublishConfig(budget_evals=2_000, max_moved_tables=limit))
     assert len(found.pop("git_commit")) >= 40
-    assert found == {"model": "shardcore-cost-law", "model_version": "3", "setting": str(SETTING), "data_version": "d1",
+    assert found == {"model": "shardcore-cost-law", "model_version": "3", "setting": str(SETTING),
+                     "data_version": "d1",
                      "model_git_commit": "c1", "model_seed": 5, "datasets": {"datasets/x": "digest"},
                      "algorithm": DEFAULT_SHARDER, "budget_evals": 2_000, "seed": 0,
                      **({} if limit is None else {"max_moved_tables": limit})}
@@ -26,4 +27,5 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
 
 def test_a_model_without_provenance_says_so():
     found = _provenance(SimpleNamespace(setting=SETTING, meta={"provenance": {}}), VERSION, PublishConfig())
-    assert found["data_version"] == "unversioned" and found["model_git_commit"] == "no git" and "datasets" not in found
+    assert (found["data_version"] == "unversioned" and found["model_git_commit"] == "no git"
+            and "datasets" not in found)

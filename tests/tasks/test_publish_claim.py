@@ -19,7 +19,8 @@ NOW = 1000.0
     (PublishState("m", "2", "1", NOW), True),
     (PublishState("m", "2", "1", NOW, "2", NOW + 1), False),
     (PublishState("m", "2", "1", NOW, "2", NOW - 1), True),  # whoever was at it was killed
-    (PublishState("m", "2", "1", NOW, "1", NOW + 1), False),  # it changed while the last one was being published
+    # it changed while the last one was being published
+    (PublishState("m", "2", "1", NOW, "1", NOW + 1), False),
     (PublishState("m", "2", "1", NOW, "1", NOW - 1), True),
     (PublishState("m", "2", "1", NOW, "2", None), True),  # a claim that says no time
     (PublishState("m", "1", "1", NOW, "2", NOW - 1), False),
@@ -37,7 +38,8 @@ def test_publishing_is_claimed_while_it_lasts_and_on_record_only_at_its_end(tmp_
     client.set_registered_model_alias("m", "champion", version.version)
     with pytest.raises(KeyError), publish_claim.publishing(client, version):
         claimed = publish_claim.read(client, "m")
-        assert (claimed.champion, claimed.publishing, claimed.published) == ("1", "1", None) and not claimed.due(time.time())
+        assert ((claimed.champion, claimed.publishing, claimed.published) == ("1", "1", None)
+                and not claimed.due(time.time()))
         raise KeyError
     assert publish_claim.read(client, "m") == PublishState("m", "1")
     with publish_claim.publishing(client, version, everything=False) as renew:
@@ -47,7 +49,8 @@ def test_publishing_is_claimed_while_it_lasts_and_on_record_only_at_its_end(tmp_
         before = publish_claim.read(client, "m").until
         renew()
         assert publish_claim.read(client, "m").until > before
-        client.delete_registered_model_tag("m", publish_claim.PUBLISHING)  # by another publisher, which was faster
+        # by another publisher, which was faster
+        client.delete_registered_model_tag("m", publish_claim.PUBLISHING)
     done = publish_claim.read(client, "m")
     assert done.published == "1" and done.publishing is None and abs(done.at - time.time()) < 60
     client.set_registered_model_tag("m", publish_claim.PUBLISHED, "by hand")

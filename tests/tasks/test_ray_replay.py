@@ -27,12 +27,15 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture
 def workload(tables):
     problem = Problem("replayed", tables, Topology((Device(64 * MIB),) * 2), SETTING.batch)
-    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))), problem)
+    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))),
+                 problem)
 
 
 def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor_processes):
-    [smaller] = [lower(Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(some))), Problem(
-        "replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch)) for some in (tables[2:4],)]
+    [smaller] = [lower(Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(some))),
+                       Problem(
+                           "replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch))
+                 for some in (tables[2:4],)]
     with replaying(2, SETTING, CONFIG) as run:
         costs = run([workload, workload])
         ranks = {p.pid for p in actor_processes("ReplayRank")}
@@ -61,7 +64,8 @@ def test_steps_need_two_devices_of_a_host_and_a_table_that_fits(tables):
     assert "no host has two devices" in why_no_steps(tables, SETTING, 1, config)
     assert why_no_steps(tables, SETTING, 2, config) is None
     large = [dataclasses.replace(t, rows=10**8) for t in tables]
-    assert why_no_steps(large, SETTING, 2, config) == "no table of the pool with lookups fits 8 MiB at a dim of 4"
+    assert (why_no_steps(large, SETTING, 2, config) == "no table of the pool with lookups fits 8 MiB at "
+            "a dim of 4")
 
 
 def test_a_workload_of_another_setting_is_refused(workload):
@@ -73,7 +77,8 @@ def test_a_workload_of_another_setting_is_refused(workload):
     (signal.SIGKILL, 60, "rank [01] of 2 failed: its process died"),
     (signal.SIGSTOP, 2, "does not answer|no word for"),
 ], ids=["dies", "hangs"])
-def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, monkeypatch, number, timeout_s, said):
+def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, monkeypatch, number,
+                                                              timeout_s, said):
     monkeypatch.setattr(tasks.replay, "_PROBE_S", 1.0)
     monkeypatch.setattr(actors, "_GRACE_S", 0.2)
     struck, over = [], threading.Event()
@@ -96,6 +101,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_pr
 
 
 def test_what_does_not_fit_is_named(workload):
-    with pytest.raises(ShardCoreError, match=r"rank 0 of 2 failed: shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds"):
+    with pytest.raises(ShardCoreError, match=r"rank 0 of 2 failed: shard cold\[0:50000, 0:16\] is 3.1 MiB; "
+                       r"the arena holds"):
         replay.fn([workload], SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
     assert ray.cluster_resources()["CPU"] == 2

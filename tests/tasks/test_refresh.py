@@ -1,4 +1,5 @@
-"""Overrides of params.yaml, what a refresh that pushes asks for before anything runs, and what it says of stages."""
+"""Overrides of params.yaml, what a refresh that pushes asks for before anything runs, and what it says of
+stages."""
 
 import fcntl
 import json
@@ -36,7 +37,8 @@ def folder(tmp_path, monkeypatch):
 def test_overrides_are_edits_that_keep_all_else(folder):
     assert override_params({"tables": {"tables": 50, "source": "x"}, "train": {"epochs": 4}}, SECTIONS)
     text = (folder / "params.yaml").read_text()
-    assert text.startswith("# of the stages\n") and "tables: 50        # of the pool\n" in text and "seed: 0" in text
+    assert (text.startswith("# of the stages\n") and "tables: 50        # of the pool\n" in text
+            and "seed: 0" in text)
     assert "source: x" in text and "train:\n  epochs: 4" in text
     assert not override_params({"tables": {"tables": 50}}, SECTIONS) and not override_params({}, SECTIONS)
     assert (folder / "params.yaml").read_text() == text
@@ -44,7 +46,8 @@ def test_overrides_are_edits_that_keep_all_else(folder):
 
 @pytest.mark.parametrize("overrides, named", [
     ({"tables": {"tables": 50}, "trains": {}}, "unknown section 'trains'; known are tables, train, evaluate"),
-    ({"tables": {"tables": 50}, "train": {"epoch": 4}}, "section 'train' has an unknown key 'epoch'; known are "),
+    ({"tables": {"tables": 50}, "train": {"epoch": 4}},
+     "section 'train' has an unknown key 'epoch'; known are "),
     ({"tables": {"tables": 50}, "train": {"epochs": "many"}}, "epochs is 'many'; it needs to be int"),
     ({"train": 4}, "section 'train' is 4; it needs to be an object"),
     ({"evaluate": {"problems": 0}}, "evaluate config has problems 0; it needs 1 to"),
@@ -73,7 +76,8 @@ def test_a_push_needs_a_branch_and_a_remote(folder):
 def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
     assert stages_of("measure") == ("tables", "measure")
     assert stages_of("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
-    assert heading("measure", "evaluate") == "stage 2 of 6: measure" and heading("promote", "evaluate") == "stage 5 of 6: promote"
+    assert (heading("measure", "evaluate") == "stage 2 of 6: measure"
+            and heading("promote", "evaluate") == "stage 5 of 6: promote")
     assert heading("tables", "train", runs=False) == "stage 1 of 3: tables, nothing changed"
 
 
@@ -87,7 +91,7 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
 
 
-# --- why dvc repro fails ---------------------------------------------------------------------------------------------------
+# --- why dvc repro fails ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -101,7 +105,8 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
     (tmp_path / ".dvc/tmp").mkdir(parents=True)
     users, here = tmp_path / ".dvc/tmp/rwlock", {"pid": os.getpid(), "cmd": "works"}
     dead = {"pid": ended.pid, "cmd": "dvc repro"}
-    users.write_text(json.dumps({"write": {"/a": dead, "/b": here}, "read": {"/c": [dead], "/d": [dead, here]}}))
+    users.write_text(json.dumps({"write": {"/a": dead, "/b": here},
+                                 "read": {"/c": [dead], "/d": [dead, here]}}))
     with open(users.with_name("rwlock.lock"), "a") as guard:
         if held:
             fcntl.flock(guard, fcntl.LOCK_EX)
@@ -125,12 +130,15 @@ def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
     other = {"write": {str(tmp_path / "pool"): {"pid": os.getpid(), "cmd": "dvc repro of another"}}}
     (tmp_path / ".dvc/tmp").mkdir(exist_ok=True)
     (tmp_path / ".dvc/tmp/rwlock").write_text(json.dumps(other))
-    said = subprocess.run([*run, "repro", "tables"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+    said = subprocess.run([*run, "repro", "tables"], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT).stdout
     lines = said.splitlines()
     errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")):]
     reason = refresh.why(errors)
     assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
     (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
     assert refresh.why([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
-        ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, or end it")
-    assert refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few" and refresh.why([]) == ""
+        ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, "
+        "or end it")
+    assert (refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
+            and refresh.why([]) == "")

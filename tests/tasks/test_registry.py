@@ -32,16 +32,20 @@ def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
                                  tags={registry._PROCESS_TAG: f"{host} {pid}"}).info.run_id
 
     here = socket.gethostname()
-    left, ours, elsewhere = left_by(here, gone.pid), left_by(here, os.getpid()), left_by(f"not-{here}", gone.pid)
+    left, ours, elsewhere = (left_by(here, gone.pid), left_by(here, os.getpid()),
+                             left_by(f"not-{here}", gone.pid))
     registry.connect()
-    assert [client.get_run(run).info.status for run in (left, ours, elsewhere)] == ["KILLED", "RUNNING", "RUNNING"]
+    assert ([client.get_run(run).info.status for run in (left, ours, elsewhere)]
+            == ["KILLED", "RUNNING", "RUNNING"])
 
 
-def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(client, tmp_path, monkeypatch):
+def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(client, tmp_path,
+                                                                                   monkeypatch):
     assert registry.find(client, "nothing", registry.CHAMPION) is None
     client.create_registered_model("empty")
     assert registry.find(client, "empty", registry.CHAMPION) is None
-    with pytest.raises(ShardCoreError, match="'shardcore-cost-empty' has no version with the alias 'champion'.*flows.promote"):
+    with pytest.raises(ShardCoreError, match="'shardcore-cost-empty' has no version with the alias "
+                       "'champion'.*flows.promote"):
         registry.champion(client, "empty")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     away = mlflow.MlflowClient("http://127.0.0.1:9", "http://127.0.0.1:9")
@@ -53,7 +57,8 @@ def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_nam
 
 
 def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path):
-    model = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)).model
+    model = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
+                      fit.FitConfig(epochs=1)).model
     model = dataclasses.replace(model, meta={**model.meta, "provenance": {}})
     neural.save(model, tmp_path / "model")
     version = registry.register(client, tmp_path / "model", None, {})

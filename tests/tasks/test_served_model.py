@@ -1,4 +1,5 @@
-"""A registered model in the hands of others: loaded and served from an unrelated folder, with only what its version holds."""
+"""A registered model in the hands of others: loaded and served from an unrelated folder, with only what its
+version holds."""
 
 import json
 import os
@@ -28,8 +29,10 @@ BAD = {
     "no list": ("shards", "Expected list"),
     "a table's key misspelt": ([{"shards": [{"table": {**TABLE, "pool": 3}}]}],
                                "group 0, shard 0, table 't0' has an unknown key 'pool'"),
-    "a table too short": ([{"shards": [{"table": TABLE, "rows": [0, 10**9]}]}], f"the table has [0, {TABLE['rows']})"),
-    "another precision": ([{"shards": [{"table": {**TABLE, "precision": "fp16"}}]}], "'t0' is fp16; the model is for (law"),
+    "a table too short": ([{"shards": [{"table": TABLE, "rows": [0, 10**9]}]}],
+                          f"the table has [0, {TABLE['rows']})"),
+    "another precision": ([{"shards": [{"table": {**TABLE, "precision": "fp16"}}]}],
+                          "'t0' is fp16; the model is for (law"),
     "no shards": ([{"batch": 64}], "group 0 lacks the key 'shards'"),
     "an unknown key": ([{"shards": [], "batches": 1}], "unknown key 'batches'; known are shards, batch"),
     "half a sample": ([{"shards": [], "batch": 0.5}], "batch 0.5; it needs a whole number"),
@@ -41,7 +44,8 @@ BAD = {
 def registered(tmp_path_factory):
     """(model, its URI in the registry, environment of a process that knows nothing but where that is)."""
     folder = tmp_path_factory.mktemp("registered")
-    trained = fit.train(compute_samples(linear_law, 120), comm_samples(20), SETTING, fit.FitConfig(epochs=3)).model
+    trained = fit.train(compute_samples(linear_law, 120), comm_samples(20), SETTING,
+                        fit.FitConfig(epochs=3)).model
     neural.save(trained, folder / "model")
     (folder / "card.md").write_text("# A card")
     uri = f"sqlite:///{folder}/mlflow.db"
@@ -57,8 +61,9 @@ def registered(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(registered):
     """What `mlflow models serve` runs, asked without a network."""
-    with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]), mock.patch.object(
-            sys, "path", list(sys.path)):  # MLflow sets more in both
+    with (mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]),
+          mock.patch.object(
+                  sys, "path", list(sys.path))):  # MLflow sets more in both
         yield TestClient(scoring_server.init(mlflow.pyfunc.load_model(registered[1])))
 
 
@@ -80,7 +85,8 @@ def test_it_answers_with_the_model_s_costs(registered, served):
     assert status == 200 and [a["ms"] for a in found] == pytest.approx(expected(registered[0]), rel=1e-12)
     assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] and 0 < a["forward_ms"] < a["ms"] for a in found)
     sums = registered[0].encode([Shard.whole(t) for t in pool()[:3]]).sum(0)
-    assert (found[0]["low_ms"], found[0]["high_ms"]) == pytest.approx(tuple(registered[0].interval(sums, 0.9)))
+    assert ((found[0]["low_ms"], found[0]["high_ms"])
+            == pytest.approx(tuple(registered[0].interval(sums, 0.9))))
     assert empty == {"ms": 0, "forward_ms": 0, "low_ms": 0, "high_ms": 0, "extrapolated": []}
 
 
@@ -101,7 +107,9 @@ def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
     code = (f"import json, mlflow, sys; sys.path[:] = [p for p in sys.path if p != {str(Path.cwd())!r}]; "
             f"model = mlflow.pyfunc.load_model({uri!r}); import shardcore; "
             f"print(json.dumps([shardcore.__file__, model.predict(json.loads({json.dumps(GROUPS)!r}))]))")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=env,
+                          capture_output=True, text=True)
     package, answers = json.loads(done.stdout.splitlines()[-1])
-    assert Path(package).parents[1].name == "code" and Path(files.__file__).parent not in Path(package).parents
+    assert (Path(package).parents[1].name == "code"
+            and Path(files.__file__).parent not in Path(package).parents)
     np.testing.assert_allclose([a["ms"] for a in answers], expected(model), rtol=1e-12)

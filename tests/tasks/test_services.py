@@ -22,8 +22,8 @@ from tasks import console, owned, services
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "127.0.0.1:9"
-PROXIES = {name: f"http://{NOWHERE}" for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY",
-                                                  "ALL_PROXY")}
+PROXIES = {name: f"http://{NOWHERE}" for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY",
+                                                  "HTTPS_PROXY", "ALL_PROXY")}
 
 
 class Page(http.server.BaseHTTPRequestHandler):
@@ -57,7 +57,8 @@ def page():
 def test_our_own_services_are_asked_without_a_proxy(page):
     with mock.patch.dict(os.environ, PROXIES):
         os.environ.pop("no_proxy", None)
-        assert services.get(f"{page}/", {"who": "me"}) == b"me" and services.get(f"{page}/", data=b"{}") == b"{}"
+        assert (services.get(f"{page}/", {"who": "me"}) == b"me"
+                and services.get(f"{page}/", data=b"{}") == b"{}")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             services.get(f"{page}/refused")
         with pytest.raises(OSError):
@@ -96,7 +97,8 @@ def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page
 
 @pytest.mark.parametrize("env, hosts, found", [
     ({}, (), "127.0.0.1,localhost"), ({"NO_PROXY": "a"}, (), "a,127.0.0.1,localhost"),
-    ({"no_proxy": "a, localhost", "NO_PROXY": "b"}, ("c", "a"), "a,localhost,127.0.0.1,c"), ({"no_proxy": "*"}, ("c",), "*")])
+    ({"no_proxy": "a, localhost", "NO_PROXY": "b"}, ("c", "a"), "a,localhost,127.0.0.1,c"),
+    ({"no_proxy": "*"}, ("c",), "*")])
 def test_what_was_excepted_from_the_proxy_stays_so(env, hosts, found):
     services.reach_directly(env, *hosts)
     assert env["no_proxy"] == found and env.get("NO_PROXY", "*") == found
@@ -111,7 +113,8 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server_that_names_it():
         if sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 3):
             with socket.socket() as other:  # one that asks for any port of which there is only this
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                other.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port | port << 16))  # IP_LOCAL_PORT_RANGE
+                # IP_LOCAL_PORT_RANGE
+                other.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port | port << 16))
                 with pytest.raises(OSError):
                     other.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError):
@@ -122,9 +125,11 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server_that_names_it():
         assert held.getsockname()[0] == "0.0.0.0"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "http://:80", "tcp://127.0.0.1:99999", f"http://{NOWHERE}/api", NOWHERE])
+@pytest.mark.parametrize("address", ["127.0.0.1", "http://:80", "tcp://127.0.0.1:99999",
+                                     f"http://{NOWHERE}/api", NOWHERE])
 def test_an_address_that_does_not_answer_is_named(address):
-    with pytest.raises(ShardCoreError, match=rf"^It \(OF_IT\) does not answer at {re.escape(address)}: .+; start it, or unset"):
+    with pytest.raises(ShardCoreError, match=rf"^It \(OF_IT\) does not answer at {re.escape(address)}: .+; "
+                       r"start it, or unset"):
         services.require_answer(address, "It (OF_IT)")
 
 
@@ -135,7 +140,8 @@ def test_an_address_that_answers_is_good_whatever_its_form(page):
 
 @pytest.fixture
 def in_project(tmp_path, monkeypatch):
-    """A project's folder, in which flows print as ever (tests/tasks/test_console.py has them print to a person)."""
+    """A project's folder, in which flows print as ever (tests/tasks/test_console.py has them print to a
+    person)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(console, "start", lambda name: console.Program(None, None, sys.stderr))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
@@ -152,8 +158,8 @@ def fails(error):
 
 @pytest.mark.parametrize("error, code, said", [
     (ShardCoreError("no pool"), 1, "error: no pool\n"), (OSError("disk full"), 1, "error: disk full\n"),
-    (httpx.ReadTimeout(""), 1, "error: Prefect does not answer any more at None: ReadTimeout; what was finished is kept, and a "
-                               "rerun goes on from there\n"),
+    (httpx.ReadTimeout(""), 1, "error: Prefect does not answer any more at None: ReadTimeout; "
+                               "what was finished is kept, and a rerun goes on from there\n"),
     (KeyboardInterrupt(), 130, "stopped; what was finished is kept, and a rerun goes on from there\n")])
 def test_a_flow_that_fails_says_why_in_one_line(in_project, capsys, error, code, said):
     with pytest.raises(SystemExit) as ended:
@@ -176,7 +182,8 @@ def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "flows.measure"])
     with pytest.raises(SystemExit) as ended:
         services.run_flow(fails(AssertionError))
-    assert ended.value.code == [sys.executable, "-m", "tasks.services", sys.executable, "-X", "dev", "-m", "flows.measure"]
+    assert ended.value.code == [sys.executable, "-m", "tasks.services", sys.executable, "-X", "dev", "-m",
+                                "flows.measure"]
 
 
 def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, capsys, monkeypatch):
@@ -184,11 +191,13 @@ def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, c
     monkeypatch.setenv("PREFECT_API_URL", f"http://{NOWHERE}/api")
     with pytest.raises(SystemExit):
         services.run_flow(lambda: begun.append(1))
-    assert f"error: Prefect (PREFECT_API_URL) does not answer at http://{NOWHERE}/api: " in capsys.readouterr().err
+    assert ("error: Prefect (PREFECT_API_URL) does not answer at "
+            f"http://{NOWHERE}/api: " in capsys.readouterr().err)
     (tmp_path / "params.yaml").unlink()
     with pytest.raises(SystemExit):
         services.run_flow(lambda: begun.append(1))
-    assert f"error: params.yaml is not in {tmp_path}: flows run in the project's folder" in capsys.readouterr().err
+    assert (f"error: params.yaml is not in {tmp_path}: "
+            "flows run in the project's folder" in capsys.readouterr().err)
     assert not begun
 
 
@@ -209,17 +218,20 @@ def test_a_server_that_is_named_is_used(monkeypatch):
     assert os.environ["PREFECT_API_URL"] == url
 
 
-# --- commands with a server ----------------------------------------------------------------------------------------------
+# --- commands with a server ---------------------------------------------------------------------------------
 
 
 def with_server(*command, **env):
     """`python -m tasks.services`, its server one that is named."""
-    return subprocess.Popen([sys.executable, "-m", "tasks.services", *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, "PREFECT_API_URL": "http://there/api", **env})
+    return subprocess.Popen([sys.executable, "-m", "tasks.services", *command], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE,
+                            env={**os.environ, "PREFECT_API_URL": "http://there/api", **env})
 
 
 @pytest.mark.parametrize("code, said", [
-    ("sys.exit(3)", ""), ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL; what was finished is kept")])
+    ("sys.exit(3)", ""),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL; what was finished is kept")])
 def test_a_command_s_end_is_told(code, said):
     run = with_server(sys.executable, "-c", f"import os, signal, sys; {code}")
     _, error = run.communicate(timeout=60)
@@ -227,7 +239,8 @@ def test_a_command_s_end_is_told(code, said):
 
 
 def test_a_command_ends_with_its_run_that_is_asked_to():
-    run = with_server(sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    run = with_server(sys.executable, "-c",
+                      "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     command = int(run.stdout.readline())
     run.terminate()
     assert run.wait(60) == 128 + signal.SIGTERM and not psutil.pid_exists(command)
@@ -235,5 +248,6 @@ def test_a_command_ends_with_its_run_that_is_asked_to():
 
 def test_a_server_that_ends_before_its_command_is_told():
     with subprocess.Popen(["false"]) as server:
-        with owned.owned(), pytest.raises(ShardCoreError, match="^the Prefect server of this run ended with exit code 1; "):
+        with owned.owned(), pytest.raises(ShardCoreError,
+                                          match="^the Prefect server of this run ended with exit code 1; "):
             services._run(["sleep", "20"], server)

@@ -99,11 +99,13 @@ def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(req
     assert "measured again one by one" in caplog.text
 
 
-def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(requests, another_node, actor_processes, caplog):
+def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(requests, another_node,
+                                                                              actor_processes, caplog):
     """Its raylet and its actor are killed, and no replacement finds room."""
     def lose_it():
         lost = raylet(another_node)
-        for process in [p for p in actor_processes("DeviceWorker", "measure[compute]") if p.ppid() == lost.pid] + [lost]:
+        for process in [p for p in actor_processes("DeviceWorker", "measure[compute]")
+                        if p.ppid() == lost.pid] + [lost]:
             process.kill()
 
     with caplog.at_level(logging.WARNING), workers(requests, count=3) as fleet:

@@ -1,4 +1,5 @@
-"""MLflow in a folder: its database is made once for all tests of a process, and copied, for making one takes a second."""
+"""MLflow in a folder: its database is made once for all tests of a process, and copied, for making one takes
+a second."""
 
 import contextlib
 import os
@@ -22,5 +23,6 @@ def _empty_database() -> bytes:
 def tracked(folder: Path) -> Iterator[Path]:
     """The folder is the current one, and keeps what MLflow is given."""
     (folder / "mlflow.db").write_bytes(_empty_database())
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db"):
+    with contextlib.chdir(folder), mock.patch.dict(os.environ,
+                                                   MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db"):
         yield folder

@@ -38,11 +38,13 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     number = {h: i for i, h in enumerate(topology.hosts)}
     on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
     busiest_host = (width @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((_PROBES, 1))
-    terms = np.stack(np.broadcast_arrays(width, width.max(1, keepdims=True), busiest_host, width.sum(1, keepdims=True), 1.0), -1)
+    terms = np.stack(np.broadcast_arrays(width, width.max(1, keepdims=True), busiest_host,
+                                         width.sum(1, keepdims=True), 1.0), -1)
     terms = terms.reshape(-1, len(names))
     # Scale columns to 1, so that the least squares are well conditioned.
     scale = np.maximum(terms.max(0), 1e-300)
-    cost = model.comm(traffic_of_widths({layout: MIN_WIDTH * width}, problem), np.zeros(width.shape), topology)
+    cost = model.comm(traffic_of_widths({layout: MIN_WIDTH * width}, problem),
+                      np.zeros(width.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
     ms = cost.backward_ms + cost.forward_ms.max(1, keepdims=True)
     return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))
@@ -62,9 +64,10 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
     of = exchange_rates(problem, model, layout)
     most = max(map(len, problem.topology.on_hosts))
     if size == n:
-        return {"total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n, "once": of["once"]}
-    return {"own": of["own"], "busiest": of["busiest"] + of["host_busiest"] * size, "total": of["total"] * size,
-            "once": of["once"]}
+        return {"total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n,
+                "once": of["once"]}
+    return {"own": of["own"], "busiest": of["busiest"] + of["host_busiest"] * size,
+            "total": of["total"] * size, "once": of["once"]}
 
 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndarray) -> np.ndarray:

@@ -18,7 +18,16 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, device_names, even_share, layout_of, shards_on
+from shardcore.layouts import (
+    LAYOUTS,
+    WHOLE_ROWS,
+    Group,
+    Layout,
+    device_names,
+    even_share,
+    layout_of,
+    shards_on,
+)
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, shared_rates
@@ -53,7 +62,8 @@ class Reshard:
         for name in ("tables", "bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ShardCoreError(f"re-sharding may move at most {value} {name}; it needs 0 or more, or None for any number")
+                raise ShardCoreError(f"re-sharding may move at most {value} {name}; it needs 0 or more, "
+                                     "or None for any number")
 
     @property
     def limited(self) -> bool:
@@ -87,24 +97,29 @@ class Reshard:
                 found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
             else:
                 found.new.append(tables[name])
-        home: dict[str, int] = {**{t.name: -1 for t in found.new}, **{s.table.name: d for s, d in found.placed}}
+        home: dict[str, int] = {**{t.name: -1 for t in found.new},
+                                **{s.table.name: d for s, d in found.placed}}
         # Bundles that the plan splits are placed anew.
-        apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1 for name in group}
+        apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1
+                 for name in group}
         together = [(s, d) for s, d in found.placed if s.table.name not in apart]
-        return replace(found, placed=together, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
+        return replace(found, placed=together,
+                       new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
 
-    def _require_whole(self, table: Table, placements: Sequence[Placement], everywhere: Sequence[int]) -> None:
+    def _require_whole(self, table: Table, placements: Sequence[Placement],
+                       everywhere: Sequence[int]) -> None:
         """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
         cells = sum(p.shard.rows * p.shard.width for p in placements)
         if placements and cells != table.rows * table.dim:
-            raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} cells of table "
-                                 f"{table.name!r}")
+            raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} "
+                                 f"cells of table {table.name!r}")
         for p in placements:
             if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
-                raise ShardCoreError(f"the plan to start from has {p.shard.label} by {p.kind} on {device_names(p.devices)}; "
-                                     "such a shard lives on one")
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} by {p.kind} on "
+                                     f"{device_names(p.devices)}; such a shard lives on one")
             if not set(p.devices) <= set(everywhere):
-                raise ShardCoreError(f"the plan to start from has {p.shard.label} on {device_names(p.devices)}; the problem has "
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} on "
+                                     f"{device_names(p.devices)}; the problem has "
                                      f"devices 0 to {len(everywhere) - 1}")
 
 
@@ -133,7 +148,8 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
     """Whether constraints still allow a table where the plan has it."""
     name = placements[0].shard.table.name
     on_one = len(placements) == 1 and len(placements[0].devices) == 1
-    return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name)) for p in placements)
+    return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name))
+                                                         for p in placements)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +175,8 @@ class SearchSpace:
 
     def number(self, kind: str, devices: Group) -> int:
         """The number of a group."""
-        return next(g for g, (layout, group) in enumerate(self.groups) if (layout.name, group) == (kind, devices))
+        return next(g for g, (layout, group) in enumerate(self.groups)
+                    if (layout.name, group) == (kind, devices))
 
     @property
     def dividing(self) -> int:
@@ -235,13 +252,15 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
-        allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed, free=np.array(free_bytes(problem), np.int64),
+        allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
+        free=np.array(free_bytes(problem), np.int64),
         speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}),
-        kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), most_moved=np.zeros(2, np.int64),
-        parameters=model.compiled().parameters, halves=halves)
-    return SearchSpace(problem, cache, fixed, groups, np.array([number[t.name] for t in by_rows], dtype=np.int64))
+        kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64),
+        most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
+    return SearchSpace(problem, cache, fixed, groups,
+                       np.array([number[t.name] for t in by_rows], dtype=np.int64))
 
 
 def is_large(cache: ShardCostCache) -> bool:
@@ -285,18 +304,19 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
     fixed, limits = of.fixed, {}
     if reshard.limited:
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
-        limits = {"kept": held.copy(), "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
+        limits = {"kept": held.copy(),
+                  "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
                   "most_moved": np.array(most, np.int64), "may_share": np.zeros_like(fixed.may_share)}
     if fixed.kind.any():
         limits["allowed"] = cache.allowed & (fixed.kind == 0)[:, None]
     return replace(of, fixed=fixed._replace(**limits))
 
 
-# --- tables that groups of devices share --------------------------------------------------------------------------------
+# --- tables that groups of devices share --------------------------------------------------------------------
 
 
-def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], wanted: bool,
-            divided: Collection[str]) -> dict[str, np.ndarray]:
+def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
+            wanted: bool, divided: Collection[str]) -> dict[str, np.ndarray]:
     """The fields of records.SearchProblem about groups.
 
     Groups may share whole tables that lookups hit and no constraint concerns.
@@ -310,15 +330,18 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     for g, (layout, group) in enumerate(groups):
         of[layouts.index(layout), list(group)] = g
     shape = (len(layouts), len(cache))
-    found = {"group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64), "group_of": of,
-             "may_share": np.zeros(shape, dtype=bool), "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
+    found = {"group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64),
+             "group_of": of,
+             "may_share": np.zeros(shape, dtype=bool),
+             "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
              "shared_bytes": np.zeros(shape, np.int64), "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
     if not wanted and not divided:
         return found
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     bound = {*problem.pinned, *problem.whole, *divided}
-    free = np.array([wanted and cache.kind[s] == 0 and w.width == MIN_WIDTH * cache.size[s] and w.table.pooling > 0
+    free = np.array([wanted and cache.kind[s] == 0 and w.width == MIN_WIDTH * cache.size[s]
+                     and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
@@ -326,14 +349,15 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         shards, divides = whole, np.ones(len(whole), dtype=bool)
         if layout.divides_rows:
             share = [even_share(shard.rows, size) for shard in whole]
-            shards = [replace(shard, row_hi=rows or shard.rows) for shard, rows in zip(whole, share, strict=True)]
+            shards = [replace(shard, row_hi=rows or shard.rows)
+                      for shard, rows in zip(whole, share, strict=True)]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
             divides = np.array(fine, dtype=bool) & (not cache.kind.any())
         found["may_share"][y] = free & divides
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
-        found["shared_size"][y] = [shard.rows * shard.width if layout.dense_gradient else shard.width // MIN_WIDTH
-                                   for shard in whole]
+        found["shared_size"][y] = [shard.rows * shard.width
+                                   if layout.dense_gradient else shard.width // MIN_WIDTH for shard in whole]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate
     return found
@@ -351,14 +375,16 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
     copies = fixed.shared_codes[y, may]
     total, size = codes.sum(0), fixed.shared_size[y, may]
-    of_width = (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0] / n + fixed.total[0]
+    of_width = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0]
+                / n + fixed.total[0])
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         """ms of these encodings, divided evenly over the devices."""
         return model.head(np.maximum(left, 0) / n) * n / speed
 
     beside = copies.sum(0)  # price a table among the others, as they share one op
-    extra = (model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest + fixed.shared_total[y] * size
+    extra = ((model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest
+             + fixed.shared_total[y] * size)
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_width * fixed.size[may]
     order = np.argsort(extra - saved, kind="stable")
     room = fixed.free.min() - fixed.shared_bytes[fixed.group_layout[space.dividing], space.divided].sum()

@@ -57,7 +57,8 @@ _ROUNDS = 24
 """Rounds of a cooling. After each, the budget is checked."""
 
 
-def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, space: str = "all",
+def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
+           space: str = "all",
           reshard: Reshard | None = None) -> Plan:
     """The best plan found within the budget (none: 500,000 evaluations).
 
@@ -80,10 +81,12 @@ def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
     kept = [search.starts.resharded(reshard, space)] if reshard else []
     best = search.run(kept) if limited else search.best(space, shards, kept)
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
-    return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space, evals=search.meter.evals)
+    return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space,
+                  evals=search.meter.evals)
 
 
-def anneal_columns(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
+def anneal_columns(problem: Problem, model: CostModel, *, seed: int = 0,
+                   budget: Budget | None = None) -> Plan:
     """`anneal` without tables shared by groups of devices.
 
     Row-wise and data-parallel tables have ops and collectives of their own. A model often knows these least.
@@ -183,4 +186,5 @@ class Search:
                 rows, width = (size, 1) if layout.dense_gradient else (0, MIN_WIDTH * size)
                 traffic[CHANNELS.index(channel), devices] += entering(rows, width, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
-        return float((compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms).max())
+        return float((compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms)
+                     .max())

@@ -92,12 +92,14 @@ class Starts:
         layouts = space.layouts if space.fixed.may_share.any() else ()
         # Layouts without divided rows come last: they may be the only ones that fit.
         for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
-            found += self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, any(found))
+            found += (self._divided(space, y)
+                      if layouts[y].divides_rows else self._replicated(space, y, any(found)))
         on_host = Counter(d.host for d in self.problem.topology.devices)
         if len(set(on_host.values())) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
-                found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements, kind))
+                found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements,
+                                      kind))
         fit = [start for start in found if start] or [self._packed(kind)]
         # Improving a hopeless start would waste its share of the budget.
         least = min(start.state.value[self.compiled.BEST] for start in fit)
@@ -135,8 +137,10 @@ class Starts:
 
         With tight memory, cuts chosen for cost may leave gaps that no shard fits. So some starts cut by size.
         """
-        found = [self._cheapest(space, [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
-        if least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem)) and not self.spaces.is_large(space.cache):
+        found = [self._cheapest(space,
+                                [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
+        if (least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem))
+            and not self.spaces.is_large(space.cache)):
             found.append(self._cheapest(space, [(self._small(space, share), _pairs()) for share in _SMALL]))
         return found
 
@@ -166,7 +170,8 @@ class Starts:
             if not len(last):
                 break
             hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
-            if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free), space.fixed.size[hottest]):
+            if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free),
+                                                                       space.fixed.size[hottest]):
                 break
             # `begin` keeps this array: further cuts add to it.
             n[hottest] += 1
@@ -233,7 +238,8 @@ class Starts:
 
         0 for strips that groups share.
         """
-        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
+        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)),
+                                                     space.fixed.size)
         n = np.ones(len(single), dtype=np.int64)
         n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
         limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
@@ -311,9 +317,9 @@ class Starts:
         held = start.state.held.copy()
         todo = space.keys([Shard.whole(t) for t in old.new])
         if not self.compiled.greedy(self.head, space.fixed, start.state, todo):
-            raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room for tables that it "
-                             f"lacks, or has where they may not be ({shown(t.name for t in old.new)}), uncut; plan afresh, or "
-                             "with more memory")
+            raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room "
+                             "for tables that it lacks, or has where they may not be "
+                             f"({shown(t.name for t in old.new)}), uncut; plan afresh, or with more memory")
         self.compiled.refresh(self.head, space.fixed, start.state)
         start.space = self.spaces.keeping(space, held, reshard, old.new)
         if kind != "all":

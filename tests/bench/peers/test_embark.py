@@ -23,7 +23,8 @@ def problem_of(*tables, memory=(MIB,) * 4, speeds=(1.0,) * 4, **fields) -> Probl
     return Problem("p", tables, Topology(tuple(map(Device, memory, speeds))), BATCH, **fields)
 
 
-def plan_of(problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32, rows=0.0, **arguments) -> Plan:
+def plan_of(problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32, rows=0.0,
+            **arguments) -> Plan:
     config = EmbarkConfig(rounds, (rows,), (ratio,), (narrowest,))
     return embark(problem, MODEL, config=config, **arguments)
 
@@ -34,7 +35,8 @@ def parts(plan: Plan, name: str) -> list[tuple[int, int]]:
 
 
 def test_the_first_round_is_greedy_and_later_ones_cut_the_hottest():
-    problem = problem_of(HOT, *COOL, constraints=Constraints(unsplit=("cool0",)))  # so not all are cut by rows
+    # so not all are cut by rows
+    problem = problem_of(HOT, *COOL, constraints=Constraints(unsplit=("cool0",)))
     assert all(len(parts(plan_of(problem, rounds=1), t.name)) == 1 for t in problem.tables)
     plan = plan_of(problem)
     assert len(parts(plan, "hot")) == 4
@@ -60,7 +62,8 @@ def test_columns_become_narrower_where_that_is_swept():
 def test_a_table_that_fits_nowhere_is_cut_though_it_is_cool():
     large = Table("large", 3000, 32, 0.1)
     constraints = Constraints(unsplit=("cool0",))
-    plan = plan_of(problem_of(large, COOL[0], memory=(large.bytes * 2 // 3,) * 4, constraints=constraints), rounds=2)
+    plan = plan_of(problem_of(large, COOL[0], memory=(large.bytes * 2 // 3,) * 4, constraints=constraints),
+                   rounds=2)
     assert parts(plan, "large") == [(750, 32)] * 4 and not plan.provenance["packed"]
 
 
@@ -82,8 +85,8 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
 def test_replicas_take_room_from_what_is_placed():
     small, hot = Table("small", 20, 8, 1.0), shard_bytes(Shard.whole(HOT), BATCH, "exact_sgd")
     copy = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", dense_gradient=True)
-    problem = problem_of(HOT, small, memory=(hot, hot + copy - 1, hot + copy, hot), speeds=(2.0, 2.0, 1.0, 2.0),
-                         constraints=Constraints(unsplit=("hot",)))
+    problem = problem_of(HOT, small, memory=(hot, hot + copy - 1, hot + copy, hot),
+                         speeds=(2.0, 2.0, 1.0, 2.0), constraints=Constraints(unsplit=("hot",)))
     plan = plan_of(problem, rows=0.5)
     assert {p.shard.table.name: p.devices for p in plan.placements} == {"hot": (2,), "small": (0, 1, 2, 3)}
 
@@ -100,7 +103,8 @@ def test_a_budget_ends_the_sweep_with_a_plan():
         assert embark(problem_of(HOT, *COOL), MODEL, budget=budget).provenance["evals"] == 1
 
 
-@pytest.mark.parametrize("fields", [{"rounds": 0}, {"narrowest": ()}, {"bw_ratio": ()}, {"replicated_rows": ()}])
+@pytest.mark.parametrize("fields",
+                         [{"rounds": 0}, {"narrowest": ()}, {"bw_ratio": ()}, {"replicated_rows": ()}])
 def test_a_config_that_runs_nothing_is_refused(fields):
     with pytest.raises(ShardCoreError, match="rounds"):
         EmbarkConfig(**fields)

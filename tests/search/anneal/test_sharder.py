@@ -1,4 +1,5 @@
-"""Annealing beats what it is measured against, and uses all of its space: rows, replicas, plans to start from."""
+"""Annealing beats what it is measured against, and uses all of its space: rows, replicas, plans to start
+from."""
 
 from dataclasses import replace
 
@@ -70,15 +71,18 @@ def test_it_finds_the_cheapest_of_all_plans():
     problem = replace(draw_problem(2, 4, [MIB] * 2, [1.0, 2.0]), tables=tables)
     model = model_for(problem)
     for space in ("columns", "all"):
-        least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns"))
-        assert cost(anneal(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(least, rel=1e-6)
+        least = min(price(lower(plan, problem), model).total_ms
+                    for plan in every_plan(problem, space == "columns"))
+        assert (cost(anneal(problem, model, budget=Budget(evals=20_000), space=space))
+                == pytest.approx(least, rel=1e-6))
 
 
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():
     hot = Table("hot", 100_003, 32, 60.0, Zipf(0.2))  # rows that no number of shares divides evenly
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
-    by_rows, by_columns = (anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns"))
+    by_rows, by_columns = (anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s)
+                           for s in ("all", "columns"))
     check_plan(by_rows, problem)
     assert row(hot, problem.topology) in by_rows.placements and cost(by_rows) < cost(by_columns)
     assert {p.kind for p in by_columns.placements} == {"column"}
@@ -88,7 +92,8 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
     hot, deep = Table("hot", 100_003, 32, 60.0, Zipf(0.2)), Table("deep", 1_200_000, 4, 1.0, Zipf(0.2))
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("deep", (deep, hot, *small), Topology((Device(16 * MIB),) * 3), BATCH)
-    plans = [anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")]
+    plans = [anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s)
+             for s in ("all", "columns")]
     for plan, names in zip(plans, ({"hot", "deep"}, {"deep"}), strict=True):
         check_plan(plan, problem)
         assert {p.shard.table.name for p in plan.placements if p.kind == "row"} == names
@@ -101,7 +106,8 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
 def test_it_finds_the_cheapest_of_all_plans_on_two_hosts(between_hosts_gbps):
     """Hot tables, and links between hosts that are slow: rows over one host."""
     tables = tuple(Table(f"t{i}", 1000 + i, 8, 30.0, Zipf(0.2)) for i in range(2))
-    where = on_hosts("xyxy", MIB, within_host_gbps=20.0, between_hosts_gbps=between_hosts_gbps, latency_ms=0.0)
+    where = on_hosts("xyxy", MIB, within_host_gbps=20.0, between_hosts_gbps=between_hosts_gbps,
+                     latency_ms=0.0)
     problem = Problem("hosts", tables, where, BATCH)
     model = replace(model_for(problem), lookup_ns=20)
     least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem))
@@ -117,27 +123,32 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     small = tuple(Table(f"s{i}", 4, 64, 1.0, Zipf(0.0)) for i in range(9))
     large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))
     problem = Problem("tiny-rows", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
-    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
+    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1,
+                          exchange_latency_ms=0.001)
     plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     everywhere = {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"}
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(anneal(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
-    assert all(len(p.devices) == 1 for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements)
+    assert all(len(p.devices) == 1
+               for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements)
 
 
 @pytest.mark.parametrize("short", [1, 50_000])
 def test_copies_take_no_byte_more_than_there_is(short):
-    """All small tables would be copied, for which one device lacks some bytes; 92 kB are dense gradients. Ordered tables are not
-    divided by rows instead."""
+    """All small tables would be copied, for which one device lacks some bytes; 92 kB are dense gradients.
+    Ordered tables are not divided by rows instead."""
     small = tuple(Table(f"s{i}", 40, 64, 1.0, Zipf(0.0), ordered=True) for i in range(9))
-    large = tuple(Table(f"t{i}", 20_000, 8, 5.0, Zipf(1.0), ordered=True) for i in range(4))  # four columns of none fit it
+    # four columns of none fit it
+    large = tuple(Table(f"t{i}", 20_000, 8, 5.0, Zipf(1.0), ordered=True) for i in range(4))
     needed = 9 * needed_bytes(40, 64, 256, copies=True)
-    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001)
+    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1,
+                          exchange_latency_ms=0.001)
 
     def copied(memory):
-        problem = Problem("copies", (*small, *large), Topology((*(Device(64 * MIB),) * 3, Device(memory))), 1024)
+        problem = Problem("copies", (*small, *large), Topology((*(Device(64 * MIB),) * 3, Device(memory))),
+                          1024)
         plan = anneal(problem, model, budget=Budget(evals=20_000))
         check_plan(plan, problem)
         return sum(p.kind == "data_parallel" for p in plan.placements)
@@ -148,7 +159,8 @@ def test_copies_take_no_byte_more_than_there_is(short):
 def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(700_000),) * 6), 49_152)  # four columns: 1.6 MB
-    problem = replace(problem, topology=Topology((*problem.topology.devices[:5], Device(2_300_000, host="b"))))
+    problem = replace(problem,
+                      topology=Topology((*problem.topology.devices[:5], Device(2_300_000, host="b"))))
     check_plan(anneal(problem, model_for(problem), budget=Budget(evals=300)), problem)
     with pytest.raises(Infeasible, match="no way was found to pack it"):
         anneal(problem, model_for(problem), budget=Budget(evals=300), space="columns")
@@ -158,7 +170,8 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
 def test_a_plan_to_start_from_does_not_become_dearer(seed):
     problem = draw_problem(seed, 15, [MIB] * 6)  # on hosts of 4 and 2, what exchanges cost is far from linear
     devices = tuple(Device(MIB, host="ab"[d > 3]) for d in range(6))
-    problem = replace(problem, topology=Topology(devices, within_host_gbps=1.0, between_hosts_gbps=0.05, latency_ms=0.01))
+    problem = replace(problem, topology=Topology(devices, within_host_gbps=1.0, between_hosts_gbps=0.05,
+                                                 latency_ms=0.01))
     old = SHARDERS["neuroshard"](problem, model_for(problem))
     for most in (1, None):
         new = anneal(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))
@@ -187,9 +200,11 @@ def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
     for p in plan.placements:
         widths[p.devices[0]] += p.shard.width / 4
     found = price(lower(plan, problem), model_for(problem))
-    own, busiest, _, total, once = (rates[name] for name in ("own", "busiest", "host_busiest", "total", "once"))
+    own, busiest, _, total, once = (rates[name]
+                                    for name in ("own", "busiest", "host_busiest", "total", "once"))
     predicted = own * widths + busiest * widths.max() + total * widths.sum() + once
-    assert predicted.max() == pytest.approx(max(np.add(found.forward_comm_ms, found.backward_comm_ms)), rel=1e-6)
+    assert predicted.max() == pytest.approx(max(np.add(found.forward_comm_ms, found.backward_comm_ms)),
+                                            rel=1e-6)
 
 
 def test_the_budget_is_kept_whichever_limit_is_nearer():
@@ -208,13 +223,16 @@ def old() -> tuple[Problem, Plan]:
     return problem, SHARDERS["size_greedy"](problem, model_for(problem))
 
 
-@pytest.mark.parametrize(("tables", "n_bytes"), [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)])
+@pytest.mark.parametrize(("tables", "n_bytes"),
+                         [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)])
 def test_no_more_of_a_plan_moves_than_may(old, tables, n_bytes):
     problem, plan = old
-    new = anneal(problem, model_for(problem), budget=Budget(evals=5000), reshard=Reshard(plan, tables, n_bytes))
+    new = anneal(problem, model_for(problem), budget=Budget(evals=5000),
+                 reshard=Reshard(plan, tables, n_bytes))
     check_plan(new, problem)
     n_tables, n_cells = moved(plan, new)
-    assert n_tables <= (np.inf if tables is None else tables) and n_cells * 4 <= (np.inf if n_bytes is None else n_bytes)
+    assert (n_tables <= (np.inf if tables is None else tables)
+            and n_cells * 4 <= (np.inf if n_bytes is None else n_bytes))
     assert cost(new) <= cost(plan)
     if tables != 0 and n_bytes != 0:
         assert cost(new) < cost(plan)
@@ -231,7 +249,8 @@ def test_new_tables_do_not_count_as_moved(old):
 
 def test_its_seed_is_used():
     problem = draw_problem(4, 20, [8 * MIB] * 4)
-    plans = {anneal(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements for seed in range(4)}
+    plans = {anneal(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements
+             for seed in range(4)}
     assert len(plans) > 1
 
 
@@ -286,7 +305,8 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
     fresh = anneal(problem, model, budget=budget, space="all")
-    again = anneal(problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
+    again = anneal(problem, model, budget=budget, space="all",
+                   reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
     assert cost(again) <= cost(fresh) * 1.001
     rows = [p for p in fresh.placements if p.shard.table == hot]
     assert rows == [row(hot, problem.topology)]
@@ -297,7 +317,8 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
 
 
 def test_a_shard_that_costs_nothing_leaves_no_launch_behind():
-    tables = (*(Table(f"idle{i}", 50, 8, 0.0) for i in range(6)), *(Table(f"t{i}", 100, 8, 2.0) for i in range(3)))
+    tables = (*(Table(f"idle{i}", 50, 8, 0.0) for i in range(6)),
+              *(Table(f"t{i}", 100, 8, 2.0) for i in range(3)))
     problem = Problem("idle", tables, Topology((Device(MIB),) * 3), BATCH)
     model = AnalyticModel(Setting("made-up", BATCH), launch_us=200, table_us=0)
     for seed in range(3):

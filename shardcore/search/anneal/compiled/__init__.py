@@ -17,5 +17,5 @@ from shardcore.search.anneal.compiled.records import BEST, ENERGY, LOG, WORST, S
 from shardcore.search.anneal.compiled.run import anneal
 from shardcore.search.anneal.compiled.state import place, refresh, rewind, share
 
-__all__ = ["BEST", "ENERGY", "LOG", "WORST", "SearchProblem", "State", "anneal", "empty", "greedy", "place", "refresh", "rewind",
-           "share"]
+__all__ = ["BEST", "ENERGY", "LOG", "WORST", "SearchProblem", "State", "anneal", "empty", "greedy", "place",
+           "refresh", "rewind", "share"]

@@ -19,7 +19,8 @@ def exchange(fx, st, d, k, more):
     ms = 0.0
     for j in range(st.width.shape[1]):
         width = more if j == k else 0
-        ms += (fx.own[j] + fx.busiest[j]) * (st.width[d, j] + width) + fx.host_busiest[j] * (st.hosts[fx.host[d], j] + width)
+        ms += ((fx.own[j] + fx.busiest[j]) * (st.width[d, j] + width)
+               + fx.host_busiest[j] * (st.hosts[fx.host[d], j] + width))
     return ms
 
 
@@ -46,7 +47,8 @@ def greedy(head, fx, st, shards):
                 continue
             if st.count[d] == 0:
                 e = seen_empty
-                if e >= 0 and fx.speed[e] == fx.speed[d] and fx.host[e] == fx.host[d] and fx.free[e] >= fx.free[d]:
+                if (e >= 0 and fx.speed[e] == fx.speed[d] and fx.host[e] == fx.host[d]
+                    and fx.free[e] >= fx.free[d]):
                     continue
                 seen_empty = d
             # A lower bound: a shard only adds to a load. It often saves the call of the head below.

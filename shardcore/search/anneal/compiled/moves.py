@@ -207,7 +207,8 @@ def try_edits(head, fx, st, a, b, n):
                         for f in range(n_features):
                             st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
                 st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)
-        st.trial_load[slot] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_width[slot])
+        st.trial_load[slot] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]),
+                                      st.trial_width[slot])
     # Norms change by the two devices' terms only.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
@@ -221,7 +222,8 @@ def try_edits(head, fx, st, a, b, n):
             if more != 0:
                 st.trial_all_width[k] += more
                 if fx.busiest[k] > 0.0:
-                    norm[1, k] += power(st.trial_width[slot, k] / ref[1, k]) - power(st.width[d, k] / ref[1, k])
+                    norm[1, k] += (power(st.trial_width[slot, k] / ref[1, k])
+                                   - power(st.width[d, k] / ref[1, k]))
     if len(st.hosts) > 1:
         x, y = fx.host[a], fx.host[b]
         for k in range(n_kinds):

@@ -128,15 +128,19 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
     n_kinds, n_groups = len(problem.own), len(problem.group_layout)
     shapes = {
         "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
-        "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds), "width": (n_devices, n_kinds), "used": n_devices,
-        "load": n_devices, "hosts": (n_hosts, n_kinds), "all_width": n_kinds, "norm": (3, n_kinds), "ref": (3, n_kinds),
+        "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds), "width": (n_devices, n_kinds),
+        "used": n_devices,
+        "load": n_devices, "hosts": (n_hosts, n_kinds), "all_width": n_kinds, "norm": (3, n_kinds),
+        "ref": (3, n_kinds),
         "group": n_strips, "shared": n_strips, "group_sums": (n_groups, n_features), "group_ms": n_groups,
         "group_size": n_groups, "group_bytes": n_groups, "shared_ms": n_devices, "own_ms": n_devices,
-        "moved": n_strips, "trial_sums": (2, n_kinds, n_features), "trial_ms": (2, n_kinds), "trial_width": (2, n_kinds),
+        "moved": n_strips, "trial_sums": (2, n_kinds, n_features), "trial_ms": (2, n_kinds),
+        "trial_width": (2, n_kinds),
         "trial_used": 2, "trial_load": 2, "trial_all_width": n_kinds, "trial_norm": (3, n_kinds),
-        "trial_group_sums": (2, n_features), "trial_group_ms": 2, "trial_group_size": n_groups, "edit": (MOST_EDITS, 3),
-        "log": (log_length, 3), "number": WIDEST + n_kinds, "value": 2, "random": 1}
-    found = State(**{name: np.zeros(shapes[name], State.__annotations__[name].dtype.name) for name in State._fields})
+        "trial_group_sums": (2, n_features), "trial_group_ms": 2, "trial_group_size": n_groups,
+        "edit": (MOST_EDITS, 3), "log": (log_length, 3), "number": WIDEST + n_kinds, "value": 2, "random": 1}
+    found = State(**{name: np.zeros(shapes[name], State.__annotations__[name].dtype.name)
+                     for name in State._fields})
     found.ref[:], found.group[:], found.value[:] = 1.0, -1, np.inf
     # Spread small seeds over 64 bits. xorshift must not start at 0, where it stays.
     found.random[0] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
@@ -144,5 +148,6 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
 
 
 # Explicit types make numba compile at import, or load the result from disk.
-PROBLEM = numba.types.NamedTuple([SearchProblem.__annotations__[name] for name in SearchProblem._fields], SearchProblem)
+PROBLEM = numba.types.NamedTuple([SearchProblem.__annotations__[name] for name in SearchProblem._fields],
+                                 SearchProblem)
 STATE = numba.types.NamedTuple([State.__annotations__[name] for name in State._fields], State)

@@ -5,7 +5,17 @@ from numba import njit
 
 from shardcore.compiling import OPTIONS, inner
 from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.records import BEST, BYTES_MOVED, ENERGY, HEAD, LOG, N_MOVED, N_SHARED, PROBLEM, STATE
+from shardcore.search.anneal.compiled.records import (
+    BEST,
+    BYTES_MOVED,
+    ENERGY,
+    HEAD,
+    LOG,
+    N_MOVED,
+    N_SHARED,
+    PROBLEM,
+    STATE,
+)
 
 
 @inner
