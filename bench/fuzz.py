@@ -339,9 +339,8 @@ def cut(content: bytes, rng: random.Random) -> bytes:
     if what == 2:
         return content[:at] + content[at + rng.randrange(1, 200):]
     if what == 3:
-        return content[:at] + content[max(0, at - rng.randrange(1, 200)):at] * rng.choice([1, 3,
-                                                                                           100]) + content[
-                                                                                               at:]
+        repeated = content[max(0, at - rng.randrange(1, 200)):at]
+        return content[:at] + repeated * rng.choice([1, 3, 100]) + content[at:]
     if what == 4:
         return content[:at] + rng.randbytes(rng.choice([1, 4, 100])) + content[at:]
     return rng.choice([b"", b"\x00" * 100, b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"null", b"1" * 5000,

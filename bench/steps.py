@@ -106,9 +106,8 @@ class InArena(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and isinstance(args[0],
-                                              int) and args[0] > LARGE and kwargs.get(
-                                                      "dtype") == self.arena.dtype:
+        if (func is torch.zeros and isinstance(args[0], int) and args[0] > LARGE
+                and kwargs.get("dtype") == self.arena.dtype):
             self.used += args[0]
             return self.arena[self.used - args[0]:self.used]
         own = (func is torch.Tensor.uniform_
@@ -410,9 +409,8 @@ def _interval(found: replay_metrics.Interval, form: str = "{:.3f}") -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
-def plot(rows: Sequence[replay_metrics.ReplayRecord], by_part: dict[str,
-                                                                    dict[str,
-                                                                         replay_metrics.SharderComparison]]) -> Figure:
+def plot(rows: Sequence[replay_metrics.ReplayRecord],
+         by_part: dict[str, dict[str, replay_metrics.SharderComparison]]) -> Figure:
     """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's
     cost over ours."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")

@@ -62,7 +62,8 @@ for line in sys.stdin:
         found = None
     else:
         try:
-            found = planners[name](problem, model, seed=0, budget=Budget(evals=evals)).provenance["predicted_ms"]
+            plan = planners[name](problem, model, seed=0, budget=Budget(evals=evals))
+            found = plan.provenance["predicted_ms"]
         except Exception as error:
             found = type(error).__name__
     print("=" + json.dumps([found, time.process_time() - began]), flush=True)

@@ -83,13 +83,16 @@ def page(stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commi
 
 
 LEGEND = """
-against it, against random: the published plan's cost relative to theirs. balance: mean over largest compute of the devices.
-extrapolated: the plan goes beyond what was measured (its cost.json says where); the models' own error is in data/evaluation/.
+against it, against random: the published plan's cost relative to theirs. balance: mean over largest compute
+of the devices. extrapolated: the plan goes beyond what was measured (its cost.json says where); the models'
+own error is in data/evaluation/.
 """
 WHERE_NEXT = """
 Where to look next (each from this folder, after `. .venv/bin/activate`):
-  plans        plans/report.md; `python -m shardcore history plans NAME`; plans/NAME/versions/VERSION/report.html
-  accuracy     data/evaluation/: metrics.json, predictions.png, sharders.csv; `dvc metrics show`, `dvc plots show`
+  plans        plans/report.md; `python -m shardcore history plans NAME`;
+               plans/NAME/versions/VERSION/report.html
+  accuracy     data/evaluation/: metrics.json, predictions.png, sharders.csv;
+               `dvc metrics show`, `dvc plots show`
   models       data/card.md; mlflow ui --backend-store-uri sqlite:///mlflow.db     then http://127.0.0.1:5000
   flow runs    prefect server start                                  then http://127.0.0.1:4200
   Ray          ray start --head, then RAY_ADDRESS=auto make run      and http://127.0.0.1:8265

@@ -5,8 +5,8 @@
 Each shard has a physical baseline times a learned correction.
 An op sums its shards, times their contention, and adds one launch.
 
-    encode(shard) = [drivers, forward ms, backward ms],  ms = rates · drivers × exp(CORRECTION
-                                                         tanh(network(conditions)))
+    encode(shard) = [drivers, forward ms, backward ms],
+    ms            = rates · drivers × exp(CORRECTION tanh(network(conditions)))
 
     contention    = C · tanh(A log(sums of drivers) + b),  all of A and C positive
 

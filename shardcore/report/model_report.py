@@ -379,5 +379,6 @@ curl localhost:5001/invocations -H 'Content-Type: application/json' -d \\
 
 In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`,
 whose `predict` takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to
-`high_ms` (holds 90% of measurements), `extrapolated`. A shard may name its `rows` and `columns`, [low, high] each.
+`high_ms` (holds 90% of measurements), `extrapolated`. A shard may name its `rows` and `columns`,
+[low, high] each.
 """

@@ -207,9 +207,8 @@ def test_any_algorithm_can_publish(problem, model, tmp_path):
         published = publish(tmp_path / algorithm, problem, model,
                             config=PublishConfig(algorithm, budget_evals=300))
         assert algorithm not in published.baselines
-        assert store.load_plan(tmp_path / algorithm, "published")[0] == SHARDERS[algorithm](problem, model,
-                                                                                            budget=Budget(
-                                                                                                evals=300))
+        found = SHARDERS[algorithm](problem, model, budget=Budget(evals=300))
+        assert store.load_plan(tmp_path / algorithm, "published")[0] == found
 
 
 def test_a_sharder_may_have_its_older_name():

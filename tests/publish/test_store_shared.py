@@ -25,7 +25,8 @@ from publishing import publish
 from shardcore import files
 problem = files.read_problem(sys.argv[1])
 for i in range(int(sys.argv[2])):
-    print(publish(Path(sys.argv[1]).parent, problem, i % 4, decided_at=float(i), reason=sys.argv[2]).id, flush=True)
+    decided = publish(Path(sys.argv[1]).parent, problem, i % 4, decided_at=float(i), reason=sys.argv[2])
+    print(decided.id, flush=True)
 """
 
 

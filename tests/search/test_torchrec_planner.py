@@ -92,8 +92,8 @@ def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
     problem = problem_of(deep, flat, TINY, devices=(Device(MIB // 2), Device(MIB // 3)) * 4)
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
     lower(plan, problem)
-    assert [p for p in plan.placements if p.shard.table == deep] == [row(deep,
-                                                                         problem.topology)] and not plan.provenance["packed"]
+    assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)]
+    assert not plan.provenance["packed"]
 
 
 @installed

@@ -20,8 +20,8 @@ PROGRAM = """
 import os, subprocess, sys, time
 from tasks.owned import RUN, end_with_parent, owned, serving
 def start(code="", *arguments, **options):
-    process = subprocess.Popen([sys.executable, "-c", code + "\\nprint(flush=True); import time; time.sleep(600)", *arguments],
-                               stdout=subprocess.PIPE, **options)
+    code += "\\nprint(flush=True); import time; time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, **options)
     process.stdout.readline()
     return str(process.pid)
 with owned():

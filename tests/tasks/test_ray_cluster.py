@@ -125,9 +125,11 @@ def environment():
 with ray_cluster():
     worker = ray.get(environment.remote())
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = {c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    print(json.dumps({"environment": worker, "pids": [p.pid for p in ours[1:]], "listening": sorted(listening),
-                      "address": ray.get_runtime_context().gcs_address, "folder": os.environ["SHARDCORE_OWNED"]}), flush=True)
+    listening = {c.laddr.ip for p in ours for c in p.net_connections("inet")
+                 if c.status == psutil.CONN_LISTEN}
+    print(json.dumps({"environment": worker, "pids": [p.pid for p in ours[1:]],
+                      "listening": sorted(listening), "address": ray.get_runtime_context().gcs_address,
+                      "folder": os.environ["SHARDCORE_OWNED"]}), flush=True)
     os.kill(os.getpid(), int(sys.argv[1]))
 """
 
