@@ -63,7 +63,13 @@ def _exchange(x: Explanation) -> str:
         return "Nothing is exchanged."
     mean = total / len(x.exchange_bytes)
     most = x.exchange_bytes[x.widest]
-    return f"Device {x.widest} has most to exchange: {gib(most)} each way, {most / mean:.2f} times the mean."
+    said = f"Device {x.widest} has most to exchange: {gib(most)} each way, {most / mean:.2f} times the mean."
+    ids = max(x.input_bytes)
+    if ids:
+        said += (f"\nDevice {x.input_bytes.index(ids)} receives most ids: "
+                 f"{gib(ids)} a step with their lengths. "
+                 "The cost leaves this out, as a pipeline overlaps it.")
+    return said
 
 
 def _memory(x: Explanation) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
+from shardcore.inputs import input_bytes
 from shardcore.memory import free_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
@@ -67,7 +68,8 @@ class Explanation:
     limit: "compute" or "exchange", whichever takes most of the step there.
     shards: on that device, by falling saves_ms.
     widest: the device that sends most.
-    exchange_bytes: of each device, in all collectives.
+    exchange_bytes: of each device, in all collectives of outputs and gradients.
+    input_bytes: of ids and lengths that each device receives. Costs leave them out.
     balance: mean over largest compute.
     searched: in words, how the alternatives were found.
     """
@@ -80,6 +82,7 @@ class Explanation:
     shards: tuple[ShardCost, ...]
     widest: int
     exchange_bytes: tuple[int, ...]
+    input_bytes: tuple[int, ...]
     memory_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
     balance: float
@@ -122,7 +125,8 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     return Explanation(
         algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms
         else "exchange", cost, _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)),
-        workload.memory_bytes, tuple(free_bytes(problem)), compare.balance(cost), bound(problem, model),
+        tuple(map(int, input_bytes(plan, problem)[1])), workload.memory_bytes, tuple(free_bytes(problem)),
+        compare.balance(cost), bound(problem, model),
         baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each")
 
 

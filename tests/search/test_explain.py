@@ -65,6 +65,8 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     assert found.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
     sent = tuple(BATCH * 4 * width for width in (4, 68))
     assert (found.device, found.limit, found.widest, found.exchange_bytes) == (1, "exchange", 1, sent)
+    # 8 bytes an id, and 4 for the length of each sample.
+    assert found.input_bytes == (BATCH * (50 * 8 + 4), BATCH * (2 * 8 + 2 * 4))
     assert found.total_ms == pytest.approx(compute_ms[1] + sent[1] / 1e6, rel=1e-3)
     assert ([s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"]
             and found.baselines == ())

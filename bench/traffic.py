@@ -1,0 +1,320 @@
+"""Are the bytes that `lower` says the bytes that TorchRec sends? Collectives counted in its real processes.
+
+    python -m bench.traffic --models 200 --out traffic.jsonl
+
+Each model is drawn: one to three collections of tables, of which some share a feature, ids of 32 or 64 bits,
+and a plan with all kinds of sharding. DistributedModelParallel runs one step of it on 2 or 4 gloo processes.
+Every collective passes a TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are
+compared with a Workload that was made for the same ids, rank by rank, to the byte.
+
+A line of --out is a model. Run again, it goes on from there. Exits 1 if a byte differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardcore import files, report
+from shardcore.export.torchrec import to_torchrec
+from shardcore.inputs import InputTypes, Lookups, input_bytes
+from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel, layout_of
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Shard, Table
+from shardcore.workload import lower
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+
+import training  # noqa: E402  (the tests' own)
+
+SHAPES = ((1, 2), (2, 2), (1, 4))
+"""Hosts, and devices on each."""
+SPLITS, INPUT = "splits", "input"
+"""Counts of what travels, and ids with their lengths."""
+_PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
+"""TorchRec's classes whose collectives carry no outputs."""
+_COLLECTIVES = {"alltoall_base_": "all_to_all", "_reduce_scatter_base_": "reduce_scatter",
+                "_allgather_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+_INT64 = 8
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model to train for a step.
+
+    problem: its tables; a table's name is collection_table.
+    features: the feature of each table. Tables may share one.
+    plan: a plan of the problem.
+    types: of ids and lengths.
+    """
+
+    problem: Problem
+    features: dict[str, str]
+    plan: Plan
+    types: InputTypes
+
+    @property
+    def collections(self) -> dict[str, list[Table]]:
+        found: dict[str, list[Table]] = {}
+        for table in self.problem.tables:
+            found.setdefault(table.name.split("_")[0], []).append(table)
+        return found
+
+
+def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
+    """A random model and plan."""
+    rng = np.random.default_rng(seed)
+    hosts, per_host = shape or SHAPES[rng.integers(len(SHAPES))]
+    devices = tuple(Device(10**9, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
+    tables = [Table(f"c{c}_t{i}", int(rng.integers(4, 60)), 4 * int(rng.integers(1, 9)), 2.0)
+              for c in range(rng.integers(1, 4)) for i in range(rng.integers(1, 6))]
+    names = [f"f{i}" for i in range(len(tables))]
+    # About a third of the tables share their feature with another.
+    features = {t.name: names[int(rng.integers(i + 1)) if rng.random() < 0.3 else i]
+                for i, t in enumerate(tables)}
+    given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
+    return Drawn(given, features, training.draw(given, rng), InputTypes(*map(int, rng.choice([4, 8], 2))))
+
+
+# --- what is expected --------------------------------------------------------------------------------------
+
+
+def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
+    """For each feature how many ids each sample of a rank has."""
+    rng = np.random.default_rng([seed, rank])
+    return {feature: rng.integers(0, 5, model.problem.local_batch)
+            for feature in sorted({*model.features.values()})}
+
+
+def ids_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
+    """For each feature the ids that a rank's samples look up: within the rows of every table that has it."""
+    rng = np.random.default_rng([seed, rank, 1])
+    rows = {f: min(t.rows for t in model.problem.tables if model.features[t.name] == f)
+            for f in model.features.values()}
+    return {f: rng.integers(0, rows[f], lengths.sum())
+            for f, lengths in lengths_of(model, seed, rank).items()}
+
+
+def given_lookups(model: Drawn, seed: int) -> Lookups:
+    """The lookups of a drawn batch, counted."""
+    ids = [ids_of(model, seed, rank) for rank in range(len(model.problem.topology))]
+
+    def of(shard: Shard) -> np.ndarray:
+        mine = [of_rank[model.features[shard.table.name]] for of_rank in ids]
+        return np.array([np.count_nonzero((i >= shard.row_lo) & (i < shard.row_hi)) for i in mine])
+    return of
+
+
+def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
+    """For each rank the bytes in and out of each collective of a step, by name."""
+    n = len(model.problem.topology)
+    workload = lower(model.plan, model.problem)
+    sent, received = input_bytes(model.plan, model.problem, model.types, given_lookups(model, seed))
+    # One exchange of counts for each kind of a collection: samples, ids and lengths, for each rank.
+    kinds = {(p.shard.table.name.split("_")[0], p.kind) for p in model.plan.placements
+             if not layout_of(p.kind).local_batch}
+    found = []
+    for rank in range(n):
+        mine = Counter({f"{SPLITS} in": 3 * n * _INT64 * len(kinds),
+                        f"{SPLITS} out": 3 * n * _INT64 * len(kinds),
+                        f"{INPUT} in": round(sent[rank]), f"{INPUT} out": round(received[rank])})
+        for channel, entering in zip(CHANNELS, workload.traffic, strict=True):
+            # What enters on the way there leaves on the way back.
+            if channel.collective == "all_reduce":
+                mine[f"backward {channel.words} in"] = round(entering[rank])
+            else:
+                mine[f"forward {channel.words} in"] = mine[f"backward {channel.words} out"] = round(
+                    entering[rank])
+        found.append({name: b for name, b in mine.items() if b})
+    return found
+
+
+# --- what is counted ---------------------------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    """Counts the bytes in and out of every collective of c10d, by what it carries.
+
+    bytes: by name. calls: collectives.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.topology = topology
+        self.way = "forward"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            if name not in _COLLECTIVES:
+                raise ValueError(f"TorchRec ran {name}, which bench.traffic does not know")
+            self._add(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, args) -> None:
+        if name == "allreduce_":
+            into = source = args[0]
+            group = args[1]
+        else:
+            into, source, group = args[:3]
+        what = _carried() or f"{self.way} {self._channel(name, group).words}"
+        for side, tensors in (("in", source), ("out", into)):
+            self.bytes[f"{what} {side}"] += sum(t.numel() * t.element_size() for t in _flat(tensors))
+
+    def _channel(self, name: str, group) -> Channel:
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+        hosts = {self.topology.devices[r].host for r in ranks}
+        several = len(ranks) < len(self.topology)
+        return Channel(_COLLECTIVES[name], (HOST if len(hosts) == 1 else CROSS) if several else WORLD)
+
+
+def _flat(tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else [t for inner in tensors for t in _flat(inner)]
+
+
+def _carried() -> str:
+    """What a collective carries beside outputs and gradients, by the class of TorchRec that runs it."""
+    frame = sys._getframe(1)
+    while frame:
+        for name, what in _PARTS.items():
+            if frame.f_code.co_qualname.startswith(name):
+                return what
+        frame = frame.f_back
+    return ""
+
+
+class Model(nn.Module):
+    """The collections of a drawn model."""
+
+    def __init__(self, model: Drawn, device: str) -> None:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        super().__init__()
+        for name, tables in model.collections.items():
+            setattr(self, name, EmbeddingBagCollection(device=torch.device(device), tables=[
+                EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                   feature_names=[model.features[t.name]]) for t in tables]))
+
+    def forward(self, features):
+        return torch.cat([x for c in self.children() for _, x in sorted(c(features).to_dict().items())], 1)
+
+
+def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[dict[str, int]]:
+    """As `expected`, counted in TorchRec's processes."""
+    n = len(model.problem.topology)
+    with tempfile.TemporaryDirectory() as folder:
+        codes = training.in_processes(n, _step, (model, seed, folder), limit_s)
+        if any(codes):
+            raise SystemExit(f"model {seed}: processes ended with {codes}")
+        return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(n)]
+
+
+def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    topology = model.problem.topology
+    n, local = len(topology), len(topology) // len(topology.hosts)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
+                      LOCAL_RANK=str(rank % local))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    sharded = DistributedModelParallel(
+        Model(model, "cpu"), device=torch.device("cpu"),
+        sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
+        plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"))
+    batch = _batch(model, seed, rank)
+    # The first step of DDP also exchanges what it needs to know of its parameters.
+    sharded(batch).sum().backward()
+    with Count(topology) as count:
+        pooled = sharded(batch)
+        count.way = "backward"
+        pooled.sum().backward()
+    files.write_json(f"{folder}/{rank}.json", {name: b for name, b in count.bytes.items() if b})
+    dist.barrier()
+    os._exit(0)
+
+
+def _batch(model: Drawn, seed: int, rank: int):
+    from torchrec import KeyedJaggedTensor
+
+    lengths, ids = lengths_of(model, seed, rank), ids_of(model, seed, rank)
+    dtype = {4: torch.int32, 8: torch.int64}
+    return KeyedJaggedTensor(
+        keys=list(lengths),
+        values=torch.from_numpy(np.concatenate(list(ids.values()))).to(dtype[model.types.id_bytes]),
+        lengths=torch.from_numpy(np.concatenate(list(lengths.values()))).to(dtype[model.types.length_bytes]))
+
+
+# --- both --------------------------------------------------------------------------------------------------
+
+
+def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
+    """What TorchRec sends otherwise than is expected, rank by rank. Collectives that nobody expects count
+    too."""
+    model, found = drawn(seed, shape), []
+    for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
+        known = {name.rsplit(" ", 1)[0] for name in ours}
+        for name in sorted({*ours, *theirs}):
+            # Of an exchange of outputs one side is expected; the other follows from it.
+            if name in ours or name.rsplit(" ", 1)[0] not in known:
+                if ours.get(name) != theirs.get(name):
+                    found.append(f"rank {rank}: {name}: {ours.get(name, 0)} bytes expected, "
+                                 f"{theirs.get(name, 0)} counted")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.traffic", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=200, help="to draw (200)")
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each model")
+    args = parser.parse_args()
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    done = {row["seed"]: row for row in map(json.loads, lines)}
+    for seed in range(args.models):
+        if seed in done:
+            continue
+        model = drawn(seed)
+        done[seed] = {"seed": seed, "devices": len(model.problem.topology),
+                      "tables": len(model.problem.tables),
+                      "collections": len(model.collections),
+                      "kinds": sorted({p.kind for p in model.plan.placements}),
+                      "differences": differences(seed)}
+        with args.out.open("a") as f:
+            f.write(json.dumps(done[seed]) + "\n")
+        print(f"\r{len(done)} of {args.models}", end="", file=sys.stderr, flush=True)
+    rows = [done[seed] for seed in range(args.models)]
+    kinds = Counter(kind for row in rows for kind in row["kinds"])
+    print(report.text_table(("models with", "models", "to the byte"), [
+        (what, len(some), sum(not r["differences"] for r in some))
+        for what, some in [("any", rows), *((kind, [r for r in rows if kind in r["kinds"]])
+                                            for kind in sorted(kinds)),
+                           ("several collections", [r for r in rows if r["collections"] > 1])]]))
+    for row in rows:
+        for words in row["differences"]:
+            print(f"model {row['seed']}: {words}")
+    sys.exit(any(row["differences"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
