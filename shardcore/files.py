@@ -113,6 +113,15 @@ def _document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"schema": f"shardcore/{schema}", "version": VERSIONS[schema], **body}
 
 
+def is_document(path: str | Path, schema: str) -> bool:
+    """Whether a file says that it is of a schema."""
+    try:
+        data = read_json(path)
+    except ShardCoreError:
+        return False
+    return isinstance(data, dict) and data.get("schema") == f"shardcore/{schema}"
+
+
 def _open_document(path: str | Path, schema: str) -> dict[str, Any]:
     return _open_versions(path, schema)[0]
 

@@ -77,6 +77,19 @@ def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
     return content
 
 
+def names_in(folder: str | Path) -> list[str]:
+    """Names of what is in a folder, sorted. Empty if there is no such folder.
+
+    Raises Unreachable for one that cannot be read; `Path.glob` would find it empty.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except ABSENT:
+        return []
+    except OSError as error:
+        raise Unreachable(f"cannot read {folder}: {error.strerror}") from None
+
+
 def _require_size(path: Any, size: int, most: int) -> None:
     if size > most:
         raise ShardCoreError(f"{path} has {size:,} bytes; files of at most {most:,} are read")

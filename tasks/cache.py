@@ -39,12 +39,14 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
     cache = Path(asked.stdout.strip()) / "files" / "md5"
     for path, md5 in outs:
         for copy, entry, right in _entries(cache, path, md5):
-            if not entry.is_file() or entry.is_symlink() or (found := _md5(entry)) == right:
+            if not entry.is_file() or entry.is_symlink() or not _leads_into(entry, cache):
+                continue
+            if (found := _md5(entry)) == right:
                 continue
             entry.chmod(0o644)
             entry.unlink()
             # A copy with other content was changed by the user: leave it.
-            if copy.is_file() and _is_ours(copy) and _md5(copy) == found:
+            if copy.is_file() and _leads_into(copy, Path.cwd()) and _md5(copy) == found:
                 copy.unlink()
             logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew",
                            entry, copy)
@@ -66,10 +68,10 @@ def _of(value: Any, kind: type, what: str) -> Any:
     return value
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether no link on the path leads out of the project. Data behind such a link is not removed."""
+def _leads_into(path: Path, root: Path) -> bool:
+    """Whether no link on the path leads out of `root`. Data behind such a link is not removed."""
     with suppress(OSError, RuntimeError):  # links may form a circle
-        return path.parent.resolve().is_relative_to(Path.cwd().resolve())
+        return path.parent.resolve().is_relative_to(root.resolve())
     return False
 
 
@@ -77,7 +79,9 @@ def _inside(name: Any, where: Path) -> Path:
     """A path inside the project. Raises ShardCoreError for any other."""
     if isinstance(name, str) and name and name.isprintable():
         path = Path(name)
-        if not path.is_absolute() and ".." not in path.parts:
+        # No result lies at the top under a name such as .git or .dvc.
+        hidden = not path.parts or path.parts[0].startswith(".")
+        if not hidden and not path.is_absolute() and ".." not in path.parts:
             return path
     raise ShardCoreError(f"{where} has path {schema.show(name)}; it needs to be one in the project")
 

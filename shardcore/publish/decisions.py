@@ -61,6 +61,9 @@ class Decision:
             raise ShardCoreError(f"decision has problem {self.problem!r}; it needs the name of one")
         for name in ("current", "candidate", "problem_digest"):
             require_id(getattr(self, name), f"decision has {name}")
+        if self.outcome != "kept" and self.current != self.candidate:
+            raise ShardCoreError(f"decision {self.outcome!r} has current {self.current}; "
+                                 f"it takes its candidate, {self.candidate}")
         if self.parent is not None:
             require_id(self.parent, "decision has parent")
         for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
@@ -98,8 +101,9 @@ def from_document(data: Any, where: str) -> Decision:
 
     where: the file, for the message.
     """
-    known = _SCHEMA, _SCHEMA_VERSION
-    if not isinstance(data, dict) or (data.pop("schema", None), data.pop("version", None)) != known:
+    known = _SCHEMA, _SCHEMA_VERSION, int
+    if not isinstance(data, dict) or (
+            data.pop("schema", None), version := data.pop("version", None), type(version)) != known:
         raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} "
                              f"{_SCHEMA_VERSION})")
     decision = schema.build(Decision, data, where)

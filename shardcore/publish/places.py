@@ -84,6 +84,12 @@ def is_link(at: Place) -> bool:
         return isinstance(at, Path) and at.is_symlink()
 
 
+def is_file(at: Place) -> bool:
+    """Whether a path on a local disk is a file. In an object store, only names below a folder are files."""
+    with plain_errors(at):
+        return isinstance(at, Path) and at.is_file()
+
+
 def exists(at: Place) -> bool:
     try:
         with plain_errors(at, ABSENT):
@@ -107,6 +113,10 @@ def listed(folder: Place) -> list[str]:
 def write(at: Place, content: bytes) -> None:
     """Write a file atomically: whole or not at all."""
     if isinstance(at, Path):
+        # Writing to a pipe may never end. A link may lead to a device.
+        with plain_errors(at):
+            if at.exists() and not at.is_file():
+                raise ShardCoreError(f"cannot write {at}: it is no regular file; remove it")
         files.write_atomic(at, content)
         return
     try:
@@ -117,7 +127,7 @@ def write(at: Place, content: bytes) -> None:
 
 def remove(at: Place) -> None:
     """Remove a file or a whole folder. It may be missing already."""
-    with suppress(FileNotFoundError), plain_errors(at, ABSENT):
+    with suppress(*ABSENT), plain_errors(at, ABSENT):
         if not isinstance(at, Path):
             at.call("rm", recursive=True)
         elif at.is_dir() and not at.is_symlink():

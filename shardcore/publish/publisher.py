@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import lower
+
+_logger = logging.getLogger(__name__)
 
 HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
            "balance", "extrapolated", "decision")
@@ -145,7 +148,11 @@ class Publisher:
             # A run that changes nothing leaves no decision, so history stays short.
             if not published.decision.repeats(before and before.decision):
                 store.record(self.plans, published.decision)
-            store.prune(self.plans, problem.name, self.config.keep_versions)
+            try:
+                store.prune(self.plans, problem.name, self.config.keep_versions)
+            except ShardCoreError as error:
+                # The decision stands. Versions that are not needed harm nobody.
+                _logger.warning("problem %r: old versions stay for now: %s", problem.name, error)
         return published
 
     def _before(self, problem: Problem) -> Before | None:

@@ -19,6 +19,7 @@ there.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -84,10 +85,10 @@ def _version(home: Place, version: str) -> Place:
 
 
 def _versions(home: Place) -> list[str]:
-    """Names of a problem's versions. Links do not count: they may lead out of the store."""
+    """Names of a problem's versions. Links do not count: they may lead out of the store. Nor do files."""
     folder = home / "versions"
     return [name for name in places.listed(folder) if files.DIGEST.fullmatch(name)
-            and not places.is_link(folder / name)]
+            and not places.is_link(folder / name) and not places.is_file(folder / name)]
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
@@ -125,8 +126,14 @@ def history(root: str | Path, name: str) -> Iterator[Decision]:
 def names(root: str | Path) -> list[str]:
     """Names of the problems with a published plan."""
     home = places.place(root)
-    return [name for name in places.listed(home) if is_path_name(name)
-            and places.exists(home / name / _POINTER)]
+    return [name for name in places.listed(home) if is_path_name(name) and _has_pointer(home / name)]
+
+
+def _has_pointer(home: Place) -> bool:
+    """Whether a problem's plans are there. Not behind a link, which may lead in a circle."""
+    with suppress(ShardCoreError):
+        return not places.is_link(home) and places.exists(home / _POINTER)
+    return False
 
 
 def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
@@ -174,9 +181,10 @@ def _read(home: Place, name: str, found: str) -> Decision:
 def _migrated(home: Place, name: str, version: str) -> Decision:
     """A pointer to a version as a decision. Stores had such pointers before there were decisions."""
     plan, problem = _load(_version(home, version), name, fits=False)
+    ms = plan.provenance.get("predicted_ms")
+    is_cost = isinstance(ms, float) and 0 <= ms < math.inf
     return Decision(name, "first", "published before decisions were kept", version, version,
-                    files.problem_digest(problem), plan.provenance.get("predicted_ms"),
-                    provenance=plan.provenance)
+                    files.problem_digest(problem), ms if is_cost else None, provenance=plan.provenance)
 
 
 # --- writing ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from shardcore import files, renamed
 from shardcore.errors import ShardCoreError
-from shardcore.schema import MOST_FILE_BYTES, read_bytes, show
+from shardcore.schema import MOST_FILE_BYTES, names_in, read_bytes, show
 from shardcore.types import Setting
 
 MEASUREMENT_VERSION = 2
@@ -139,7 +139,9 @@ def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None)
 def _parts(folder: str | Path, kind: str) -> list[Path]:
     """The files with a part's name, sorted. Raises ShardCoreError for a broken link."""
     found = []
-    for path in sorted(Path(folder).glob(f"{kind}-*.parquet")):
+    for path in (Path(folder) / name for name in names_in(folder)):
+        if not path.name.startswith(f"{kind}-") or path.suffix != ".parquet":
+            continue
         if not _PART.fullmatch(path.name):
             raise ShardCoreError(f"{path} has no name of a part, {kind}-<24 hex digits>.parquet; remove it")
         if path.is_symlink() and not path.exists():

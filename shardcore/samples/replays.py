@@ -13,6 +13,7 @@ holds none either.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -73,8 +74,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     """
     names = tuple((algorithm, plan_digest(plan)) for algorithm, plan in made)
     plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
-    if folder.is_symlink():
-        raise ShardCoreError(f"{folder} is a symbolic link; replays are kept in a folder of their own")
+    _require_own(folder, (PROBLEM_JSON, REPLAYS_JSON, *(f"{name}.json" for name in plans)))
     if is_kept(folder, problem, made, setting, config):
         return read(folder)
     # All plans in one call, so that their steps alternate and share any drift.
@@ -93,20 +93,40 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     return ReplaySet(problem, setting, names, plans, costs)
 
 
+def _require_own(folder: Path, names: Sequence[str]) -> None:
+    """Raise before replaying what could not be written afterwards."""
+    for path in (folder, folder.parent):
+        if path.is_symlink():
+            raise ShardCoreError(f"{path} is a symbolic link; replays are kept in a folder of their own")
+    if folder.exists() and not folder.is_dir():
+        raise ShardCoreError(f"{folder} is no folder; replays are kept in one: remove it")
+    for path in (folder / name for name in names):
+        if path.is_dir():
+            raise ShardCoreError(f"{path} is a folder; replays are kept in a file of that name: remove it")
+
+
 def _clear(folder: Path) -> None:
     """Remove the files that `keep` writes, and nothing else."""
     # replays.json goes first: a folder without it holds no replays.
-    for old in (folder / REPLAYS_JSON, *folder.glob("*.json"), *folder.glob(".*.tmp")):
-        is_ours = old.name in (REPLAYS_JSON, PROBLEM_JSON) or files.DIGEST.fullmatch(old.stem)
-        if is_ours or files.UNFINISHED.fullmatch(old.name):
+    for old in (folder / REPLAYS_JSON, *(folder / name for name in schema.names_in(folder))):
+        if _is_ours(old):
             old.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `keep` wrote a file, by its name. A plan is also known by its schema."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
+        return files.is_document(path, "plan")
+    return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(files.UNFINISHED.fullmatch(path.name))
 
 
 def remove(folder: Path) -> None:
     """Remove the files that `keep` writes, then the folder if it is empty. Links are left alone."""
     if folder.is_dir() and not folder.is_symlink():
         # Other content in it is not ours to remove.
-        with suppress(OSError):
+        with suppress(OSError, ShardCoreError):
             _clear(folder)
             folder.rmdir()
 
@@ -159,8 +179,13 @@ def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
 
 def _read_current(folder: Path) -> list[ReplaySet]:
     """The replays of the current MEASUREMENT_VERSION in subfolders of `folder`."""
-    there = [path.parent for path in sorted(folder.glob(f"*/{REPLAYS_JSON}"))]
-    return [_kept(one, body) for one in there if (body := _read(one)).is_current]
+    return [_kept(one, body) for one in _folders(folder) if (body := _read(one)).is_current]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Subfolders with replays, sorted by name. Raises Unreachable for one that cannot be read."""
+    return [folder / name for name in schema.names_in(folder)
+            if REPLAYS_JSON in schema.names_in(folder / name)]
 
 
 def missing(folder: Path, made: Sequence[tuple[Problem, Made]],
@@ -192,9 +217,14 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
 
 
 def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
-    kept = read_all(folder / dataset.REPLAYS, setting)
-    return {name: cost for one in kept if one.problem == problem for name, cost in one.costs.items()
-            if not _is_disturbed(cost)}
+    found: dict[str, StepSample] = {}
+    for where in _folders(folder / dataset.REPLAYS):
+        # Replays of another problem may be damaged. Its own, if damaged, are made anew.
+        with suppress(ShardCoreError):
+            one = read(where)
+            if one.setting == setting and one.problem == problem and _read(where).is_current:
+                found |= {name: cost for name, cost in one.costs.items() if not _is_disturbed(cost)}
+    return found
 
 
 def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, StepSample]]:
@@ -225,8 +255,7 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
 
 def digests(folder: Path) -> list[str]:
     """Digests of all replays in a dataset."""
-    there = sorted((folder / dataset.REPLAYS).glob(f"*/{REPLAYS_JSON}"))
-    return [_read(path.parent).digest for path in there]
+    return [_read(one).digest for one in _folders(folder / dataset.REPLAYS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +286,9 @@ class _Row:
         if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
             raise ShardCoreError(f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
                                  f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
+        if not math.isclose(self.total_ms, self.cost().total_ms, rel_tol=1e-9):
+            raise ShardCoreError(f"the replay of plan {self.plan} has total_ms {self.total_ms}; its parts "
+                                 f"sum to {self.cost().total_ms}")
         usual = self.cost().at_usual_speed()  # its times are checked too
         if not (usual.total_ms > 0 and usual.step.median_ms > 0):
             raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
@@ -275,6 +307,12 @@ class _Body:
     digest: str
     measurement_version: int = 2
 
+    def __post_init__(self) -> None:
+        known: dict[str, StepSample] = {}
+        for row in self.replays:
+            if known.setdefault(row.plan, row.cost()) != row.cost():
+                raise ShardCoreError(f"plan {row.plan} has two replays of different times; it needs one")
+
     @property
     def is_current(self) -> bool:
         """Whether its timings have the current meaning."""
@@ -285,7 +323,7 @@ def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
     if (not isinstance(data, dict) or data.get("schema") != SCHEMA
-            or data.get("version") not in range(1, VERSION + 1)):
+            or type(data.get("version")) is not int or not 1 <= data["version"] <= VERSION):
         raise ShardCoreError(f"{path} is not {SCHEMA} of version 1 to {VERSION}; "
                              f"remove {folder} to replay its plans again")
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}

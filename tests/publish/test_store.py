@@ -1,6 +1,7 @@
 """Published plans: what readers see whatever publishers do, wherever the plans are."""
 
 import json
+import os
 import uuid
 from dataclasses import replace
 
@@ -72,6 +73,8 @@ def test_what_cannot_be_decided_is_refused(problem, root):
     with pytest.raises(ShardCoreError, match="decision has current 'elsewhere'; it needs 16 hex digits"):
         publish(root, problem, 1, current="elsewhere")
     with pytest.raises(ShardCoreError, match="no version 'e15e0000e15e0000'.*to make current"):
+        publish(root, problem, 1, current="e15e0000e15e0000", candidate="e15e0000e15e0000")
+    with pytest.raises(ShardCoreError, match="'better' has current e15e0000e15e0000; it takes its candidate"):
         publish(root, problem, 1, current="e15e0000e15e0000")
     with pytest.raises(ShardCoreError, match="outcome 'worse'; known are first, better"):
         publish(root, problem, 1, "worse")
@@ -186,3 +189,34 @@ def test_a_version_of_another_problem_is_not_read_as_ones_own(problem, tmp_path)
 def test_plans_that_are_nowhere_are_named(root):
     with pytest.raises(ShardCoreError, match="plans are at"):
         store.names(root)
+
+
+def test_what_is_no_version_stays_and_stops_nobody(problem, tmp_path):
+    decisions = [publish(tmp_path, problem, device) for device in range(3)]
+    (tmp_path / "small/versions/0000000000000000").write_text("somebody's")
+    assert store.prune(tmp_path, "small", 2) == [decisions[0].current]
+    assert (tmp_path / "small/versions/0000000000000000").read_text() == "somebody's"
+
+
+def test_links_in_a_circle_are_no_problems(problem, tmp_path):
+    publish(tmp_path, problem, 0, "first")
+    (tmp_path / "loop").symlink_to("loop")
+    assert store.names(tmp_path) == ["small"]
+    with pytest.raises(ShardCoreError, match="no plan is published for problem 'nothere'.*small"):
+        store.load_plan(tmp_path, "nothere")
+
+
+@pytest.mark.parametrize("put", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/null"),
+                                 lambda path: path.mkdir()])
+def test_only_a_regular_file_is_written_over(tmp_path, put):
+    """Writing to a pipe would never end."""
+    put(tmp_path / "report.md")
+    with pytest.raises(ShardCoreError, match="cannot write .*report.md: it is no regular file; remove it"):
+        store.write(tmp_path, "report.md", b"for people")
+
+
+def test_a_cost_that_nothing_has_is_none(problem, tmp_path):
+    """Of a store that had no decisions yet."""
+    version = store.add(tmp_path, problem, plan(problem, 0, predicted_ms=-1.0), {})
+    (tmp_path / "small/current").write_text(f"{version}\n")
+    assert store.last(tmp_path, "small").candidate_ms is None

@@ -242,3 +242,76 @@ def test_nothing_is_kept_through_a_link_and_what_is_removed_is_named(problem, ma
     assert replays.read(folder).problem == problem
     replays.remove(folder)
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+
+
+def test_what_somebody_else_put_there_stays(problem, made, clock, tmp_path):
+    """Only a plan's file is one of ours, whatever a name looks like."""
+    theirs = tmp_path / "ffffffffffffffff.json"
+    theirs.write_text('{"schema": "somebody/else"}')
+    (tmp_path / "eeeeeeeeeeeeeeee.json").mkdir()
+    replays.keep(tmp_path, problem, made, SETTING, CONFIG, clock)
+    replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
+    assert theirs.exists() and replays.read(tmp_path).plans == {replays.plan_digest(made[0][1]): made[0][1]}
+    replays.remove(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["eeeeeeeeeeeeeeee.json", theirs.name]
+
+
+def test_a_linked_folder_of_replays_is_not_written_to(problem, made, clock, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/replays").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ShardCoreError, match="data/replays is a symbolic link"):
+        replays.append(tmp_path / "data", problem, made, SETTING, CONFIG, clock)
+    assert not clock.ran and not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("in_the_way", ["p", "p/problem.json/x", "p/replays.json/x"])
+def test_what_is_in_the_way_is_named_before_anything_runs(problem, made, clock, tmp_path, in_the_way):
+    path = tmp_path / in_the_way
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    with pytest.raises(ShardCoreError, match="p(/(problem|replays).json)? is (no|a) folder.*remove it"):
+        replays.keep(tmp_path / "p", problem, made, SETTING, CONFIG, clock)
+    assert not clock.ran
+
+
+def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, tmp_path):
+    """Those of others count on. Its own run again. Training reads all of them, and says which is damaged."""
+    other = dataclasses.replace(problem, name="other")
+    for one in (problem, other):
+        replays.append(tmp_path, one, made, SETTING, CONFIG, clock)
+    [damaged] = (tmp_path / "replays").glob("replayed-*")
+    (damaged / "replays.json").write_text("{")
+    assert replays.missing(tmp_path, [(problem, made), (other, made)], SETTING) == [(problem, made)]
+    with pytest.raises(ShardCoreError, match=damaged.name):
+        replays.steps([tmp_path], SETTING)
+    replays.append(tmp_path, other, made, SETTING, CONFIG, clock)
+    assert len(clock.ran) == 2
+    replays.append(tmp_path, problem, made, SETTING, CONFIG, clock)
+    assert len(clock.ran) == 3 and len(replays.steps([tmp_path], SETTING)) == 2 * len({p for _, p in made})
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda body: body["replays"][0].update(total_ms=1e9), "has total_ms 1000000000.0; its parts sum to"),
+    (lambda body: body["replays"].append({**body["replays"][0], "slowdown": 1.1}),
+     "two replays of different times"),
+    (lambda body: body.update(version=True), "is not shardcore/replays of version 1 to 2"),
+    (lambda body: body.update(version=2.0), "is not shardcore/replays of version 1 to 2"),
+])
+def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):
+    replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
+    path = tmp_path / "replays.json"
+    body = json.loads(path.read_text())
+    spoil(body)
+    sealed = {k: v for k, v in body.items() if k not in ("schema", "version", "digest")}
+    path.write_text(json.dumps({**body, "digest": files.digest(sealed)}))
+    with pytest.raises(ShardCoreError, match=said):
+        replays.read(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(problem, made, clock, tmp_path):
+    replays.append(tmp_path, problem, made, SETTING, CONFIG, clock)
+    (tmp_path / "replays/loop").symlink_to("loop")
+    for read in (replays.digests, lambda folder: replays.steps([folder], SETTING)):
+        with pytest.raises(ShardCoreError, match="cannot read .*loop: Too many levels of symbolic links"):
+            read(tmp_path)

@@ -152,3 +152,31 @@ def test_a_config_that_dvc_refuses_is_named(copy):
     (copy / ".dvc/config").write_text("[cache\n")
     with pytest.raises(ShardCoreError, match="DVC does not say where its cache is: .*; see .dvc/config"):
         cache.remove_damaged(logging.getLogger())
+
+
+def test_an_entry_behind_a_link_is_not_removed(copy):
+    """A link in the cache leads out of it. The file there has another content than the hash says."""
+    outside = copy.parent / "elsewhere"
+    outside.mkdir()
+    (outside / ("c" * 30)).write_text("somebody's")
+    (copy / ".dvc/cache/files/md5/cc").symlink_to(outside)
+    cache.LOCK.write_text(LOCKED.format("one", "c" * 32))
+    cache.remove_damaged(logging.getLogger())
+    assert (outside / ("c" * 30)).read_text() == "somebody's"
+
+
+@pytest.mark.parametrize("path", [".", ".git/config", ".dvc", "./.git/config"])
+def test_no_result_is_the_project_itself_or_hidden(copy, path):
+    """By a damaged entry of the same content, such a file would go."""
+    (copy / ".git").mkdir()
+    (copy / ".git/config").write_text("precious")
+    listed = json.dumps([{"md5": "b" * 32, "relpath": ".git/config"}]).encode()
+    md5 = hashlib.md5(listed).hexdigest()
+    entries = {f"{md5[:2]}/{md5[2:]}.dir": listed, f"bb/{'b' * 30}": b"precious"}
+    for name, content in entries.items():
+        (copy / ".dvc/cache/files/md5" / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / ".dvc/cache/files/md5" / name).write_bytes(content)
+    cache.LOCK.write_text(LOCKED.format(path, f"{md5}.dir" if path == "." else "b" * 32))
+    with pytest.raises(ShardCoreError, match="has path .*; it needs to be one in the project"):
+        cache.remove_damaged(logging.getLogger())
+    assert (copy / ".git/config").read_text() == "precious"
