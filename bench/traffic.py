@@ -127,18 +127,26 @@ def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
     # One exchange of counts for each kind of a collection: samples, ids and lengths, for each rank.
     kinds = {(p.shard.table.name.split("_")[0], p.kind) for p in model.plan.placements
              if not layout_of(p.kind).local_batch}
+    hosts = model.problem.topology.on_hosts
+    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
     found = []
     for rank in range(n):
         mine = Counter({f"{SPLITS} in": 3 * n * _INT64 * len(kinds),
                         f"{SPLITS} out": 3 * n * _INT64 * len(kinds),
                         f"{INPUT} in": round(sent[rank]), f"{INPUT} out": round(received[rank])})
         for channel, entering in zip(CHANNELS, workload.traffic, strict=True):
-            # What enters on the way there leaves on the way back.
+            [group] = (g for g in groups[channel.group] if rank in g)
+            there = entering[rank]
+            # An all-to-all deals out what each has, evenly. The others leave a device its share of a sum.
+            back = sum(entering[list(group)] if channel.collective == "all_to_all" else [there]) / len(group)
             if channel.collective == "all_reduce":
-                mine[f"backward {channel.words} in"] = round(entering[rank])
+                ways = {"backward in": there, "backward out": there}
             else:
-                mine[f"forward {channel.words} in"] = mine[f"backward {channel.words} out"] = round(
-                    entering[rank])
+                # What enters on the way there leaves on the way back.
+                ways = {"forward in": there, "forward out": back, "backward in": back, "backward out": there}
+            for way, n_bytes in ways.items():
+                name, side = way.split()
+                mine[f"{name} {channel.words} {side}"] = round(n_bytes)
         found.append({name: b for name, b in mine.items() if b})
     return found
 
@@ -269,17 +277,11 @@ def _batch(model: Drawn, seed: int, rank: int):
 
 
 def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
-    """What TorchRec sends otherwise than is expected, rank by rank. Collectives that nobody expects count
-    too."""
+    """What TorchRec sends otherwise than is expected, rank by rank."""
     model, found = drawn(seed, shape), []
     for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
-        known = {name.rsplit(" ", 1)[0] for name in ours}
-        for name in sorted({*ours, *theirs}):
-            # Of an exchange of outputs one side is expected; the other follows from it.
-            if name in ours or name.rsplit(" ", 1)[0] not in known:
-                if ours.get(name) != theirs.get(name):
-                    found.append(f"rank {rank}: {name}: {ours.get(name, 0)} bytes expected, "
-                                 f"{theirs.get(name, 0)} counted")
+        found += [f"rank {rank}: {name}: {ours.get(name, 0)} bytes expected, {theirs.get(name, 0)} counted"
+                  for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     return found
 
 
