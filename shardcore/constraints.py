@@ -80,7 +80,9 @@ def devices_of_pins(pins: Pins, together: Iterable[Sequence[str]], on_hosts: Map
         return sets[key]
 
     def meant(where: Sequence[int | str]) -> frozenset[int]:
-        return frozenset(d for w in where for d in (on_hosts[w] if isinstance(w, str) else (w,)))
+        # A host may be named a thousand times.
+        return frozenset(d for w in dict.fromkeys(where)
+                         for d in (on_hosts[w] if isinstance(w, str) else (w,)))
 
     own = {name: once(where, lambda w=where: meant(w)) for name, where in pins.items()}
     for group in together:

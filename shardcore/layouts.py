@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardcore.errors import ShardCoreError
@@ -212,6 +213,12 @@ def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
         yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
 
 
+@lru_cache(maxsize=16)
+def group_of(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
+    """The group that a set of devices is. There may be thousands of groups."""
+    return {frozenset(group): group for group in layout.groups(topology)}
+
+
 def possible_groups(layout: Layout, rows: int, topology: Topology,
                     allowed: Collection[int] | None) -> list[Group]:
     """The groups of a kind that can share a table of so many rows.
@@ -238,7 +245,7 @@ def require_placement(placement: Placement, problem: Problem) -> None:
         raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, "
                              "2 or more")
     # The order matters: row ranges are dealt out in it.
-    if devices not in groups:
+    if group_of(layout, problem.topology).get(frozenset(devices)) != devices:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
     if not shard.full_rows or not (layout.cuts_columns or shard.width == shard.table.dim):

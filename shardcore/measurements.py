@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_MS, SLOWDOWN_LIMIT, require, require_known
+from shardcore.limits import MOST_MS, MOST_UNIX_S, SLOWDOWN_LIMIT, require, require_known
 from shardcore.types import COLLECTIVES, PAYLOADS, Setting, Shard, StepCost
 
 
@@ -202,6 +202,6 @@ class CollectiveSample:
 def _require_sample(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
     require(is_timed or sample.error is not None, f"sample {sample.id} has no timing, and no error for "
             "which there is none")
-    require(0 <= sample.measured_at < math.inf and sample.order >= 0,
-            f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs 0 "
-            "or more")
+    require(0 <= sample.measured_at <= MOST_UNIX_S and sample.order >= 0,
+            f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs "
+            "Unix seconds before the year 10000, and an order of 0 or more")

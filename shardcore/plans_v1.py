@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, device_names, even_rows, layout_of, shards_on, ways
+from shardcore.layouts import (
+    LAYOUTS,
+    WHOLE_ROWS,
+    device_names,
+    even_rows,
+    group_of,
+    layout_of,
+    shards_on,
+    ways,
+)
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
@@ -95,11 +104,9 @@ def _divided(shards: Sequence[tuple[Shard, int]], problem: Problem) -> Placement
     first, devices = shards[0][0], {d for _, d in shards}
     table, sizes = first.table, sorted(s.rows for s, _ in shards)
     for layout in LAYOUTS.values():
-        for group in layout.groups(problem.topology) if layout.divides_rows else ():
-            even = (even_rows(table.rows, len(group))
-                    if set(group) == devices and len(shards) == len(group) else None)
-            if even is None:
-                continue
+        group = group_of(layout, problem.topology).get(frozenset(devices)) if layout.divides_rows else None
+        even = even_rows(table.rows, len(group)) if group and len(shards) == len(group) else None
+        if group and even:
             found = Placement(layout.name, Shard(table, 0, table.rows, first.col_lo, first.col_hi), group)
             same_sizes = sizes == sorted(hi - lo for lo, hi in even) and sum(sizes) == table.rows
             if same_sizes and not table.ordered or set(shards) == {(s, d) for d, s in shards_on(found)}:

@@ -26,6 +26,8 @@ MOST_FILE_BYTES = 1 << 29
 """Largest file. A problem of a million tables is smaller."""
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
+MOST_VALUES = 1 << 25
+"""Most values of a JSON file: a problem of a million tables has fewer. Each takes about 100 bytes."""
 MOST_DEPTH = 24
 """Depth of nested values."""
 MOST_INT = 1 << 53
@@ -119,6 +121,10 @@ def read_json(path: str | Path | Readable) -> Any:
 def parse_json(content: bytes, what: Any) -> Any:
     """As read_json, for the content of `what`."""
     text = decoded(content, what)
+    # Reading a value takes much more memory than its text.
+    values = sum(map(content.count, (b",", b"[", b"{")))
+    if values > MOST_VALUES:
+        raise ShardCoreError(f"{what} has about {values:,} values; files of at most {MOST_VALUES:,} are read")
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float,
                            parse_constant=_float)
@@ -126,6 +132,9 @@ def parse_json(content: bytes, what: Any) -> Any:
         if _SURROGATE.search(content):
             # Encoding fails on a lone surrogate. Better here than when the value is written.
             json.dumps(value, ensure_ascii=False).encode()
+    except MemoryError:
+        raise ShardCoreError(f"{what} has {len(content):,} bytes; "
+                             "this process has no memory to read it") from None
     except RecursionError:
         raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
     except ValueError as error:
@@ -317,13 +326,13 @@ def _read_one_of(value: Any, kinds: tuple[Any, ...], what: str) -> Any:
     raise _Wrong
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_INT
 
 
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
-    int: _is_whole,
-    float: lambda v: isinstance(v, float) and math.isfinite(v) or _is_whole(v),
+    int: is_whole,
+    float: lambda v: isinstance(v, float) and math.isfinite(v) or is_whole(v),
     str: lambda v: isinstance(v, str),
     bool: lambda v: isinstance(v, bool),
     NoneType: lambda v: v is None,

@@ -85,7 +85,7 @@ class Topology:
         """The devices as TorchRec numbers them, host by host."""
         return tuple(d for devices in self.on_hosts for d in devices)
 
-    @property
+    @cached_property
     def equal_hosts(self) -> bool:
         """Whether all hosts have the same number of devices."""
         return len({len(devices) for devices in self.on_hosts}) == 1

@@ -93,7 +93,7 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
     """The shards of a group and the batch of its op."""
     _check_keys(data, what, "shards", "batch")
     batch = data.get("batch", setting.batch)
-    if not (_is_whole(batch) and 1 <= batch <= MOST_BATCH):
+    if not (schema.is_whole(batch) and 1 <= batch <= MOST_BATCH):
         raise ShardCoreError(f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 "
                              f"to {MOST_BATCH}")
     if not isinstance(data["shards"], list):
@@ -110,7 +110,7 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     ends = []
     for name, size in (("rows", table.rows), ("columns", table.dim)):
         found = data.get(name, [0, size])
-        if not (isinstance(found, list) and len(found) == 2 and all(map(_is_whole, found))):
+        if not (isinstance(found, list) and len(found) == 2 and all(map(schema.is_whole, found))):
             raise ShardCoreError(f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole "
                                  "numbers")
         ends += found
@@ -124,16 +124,12 @@ def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
     if not isinstance(data, dict):
         raise ShardCoreError(f"{what} is {schema.show(data)}; it needs to be an object with the key "
                              f"{needed!r}")
-    unknown = sorted(set(data) - {needed, *optional})
+    unknown = sorted(map(schema.show, set(data) - {needed, *optional}))
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {schema.show(unknown[0])}; known are "
+        raise ShardCoreError(f"{what} has an unknown key {unknown[0]}; known are "
                              f"{', '.join((needed, *optional))}")
     if needed not in data:
         raise ShardCoreError(f"{what} lacks the key {needed!r}")
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 set_model(ServedCostModel())

@@ -64,6 +64,15 @@ def test_ten_thousand_tables_on_a_thousand_devices_are_pinned():
         8 + (i % 1024 // 8 != i % 128) for i in range(10_000))
 
 
+@pytest.mark.timeout(30)
+def test_a_host_may_be_named_a_thousand_times():
+    tables = tuple(Table(f"t{i}", 10, 4, 1.0) for i in range(4))
+    topology = Topology((Device(1 << 40, host="big"),) * (1 << 16))
+    pins = tuple((t.name, ("big",) * 8_000 + (i,)) for i, t in enumerate(tables))
+    problem = Problem("p", tables, topology, len(topology), constraints=Constraints(pinned=pins))
+    assert len(problem.allowed_devices("t0")) == 1 << 16
+
+
 def test_pins_that_mean_millions_of_devices_are_refused():
     tables = tuple(Table(f"t{i}", 10, 4, 1.0) for i in range(200))
     devices = (*(Device(1 << 40, 1.0, "big"),) * 30_000, *(Device(1 << 40, 1.0, f"h{i}") for i in range(200)))

@@ -95,6 +95,18 @@ def test_json_is_bounded(tmp_path, content, said):
     assert said in str(error.value) and "f.json" in str(error.value)
 
 
+def test_json_of_too_many_values_is_refused_before_it_fills_memory(monkeypatch):
+    with pytest.raises(ShardCoreError, match="x has about 33,554,435 values; files of at most 33,554,432"):
+        schema.parse_json(b"[" + b"{}," * (schema.MOST_VALUES // 2) + b"{},0]", "x")
+
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(schema.json, "loads", full)
+    with pytest.raises(ShardCoreError, match="x has 2 bytes; this process has no memory to read it"):
+        schema.parse_json(b"{}", "x")
+
+
 def test_what_json_may_hold_is_read(tmp_path):
     value = {"deep": json.loads("[" * 23 + "]" * 23), "n": [2**53, -(2**53), 1e308, 0.1],
              "text": "\U0001f600 名\n"}

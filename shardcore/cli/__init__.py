@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardcore.cli import measurements, plans, published
 from shardcore.cli.options import Formatter
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         group.add_commands(commands)
     args = parser.parse_args(argv)
     try:
+        _require_other(args)
         with rare_collections():
             args.command(args)
     except (ShardCoreError, OSError) as error:
@@ -30,3 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _require_other(args: argparse.Namespace) -> None:
+    """Raise ShardCoreError if --out is a file that the command reads."""
+    out = getattr(args, "out", None)
+    if not isinstance(out, Path) or not out.is_file():
+        return
+    for name, path in vars(args).items():
+        if name != "out" and isinstance(path, Path) and path.is_file() and path.samefile(out):
+            raise ShardCoreError(f"--out {out} is the {name} that is read; it needs to be another file")

@@ -35,6 +35,7 @@ import numpy as np
 
 from shardcore import files, schema
 from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_BATCH, MOST_POOLING
 from shardcore.tables.access import BIN_HIGH
 from shardcore.types import REUSE_BINS, Reuse, Table
 
@@ -116,7 +117,8 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     Raises ShardCoreError for a folder without reports, and for a damaged report.
     """
     path = Path(path)
-    reports = sorted(p for p in path.iterdir() if REPORT.fullmatch(p.name)) if path.is_dir() else [path]
+    reports = ([path / name for name in schema.names_in(path) if REPORT.fullmatch(name)] if path.is_dir()
+               else [path])
     if not reports:
         raise ShardCoreError(f"folder {str(path)!r} has no reports of FBGEMM "
                              "(tbe-OP-config-estimation-STEP.json); run the job with "
@@ -170,12 +172,16 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
             hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
             if not all(0 <= share <= 1 for share in hitters):
                 raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
-            mean = schema.read(mean, float, "Ls")
+            q, s = schema.read(law["zipf_q"], float, "zipf_q"), schema.read(law["zipf_s"], float, "zipf_s")
+            mean, batch = schema.read(mean, float, "Ls"), schema.read(batch, int, "Bs")
+            if not (0 <= mean <= MOST_POOLING and 1 <= batch <= MOST_BATCH):
+                raise ValueError(f"Ls has {mean:g} and Bs {batch}; they need 0 to {MOST_POOLING:g} and "
+                                 f"1 to {MOST_BATCH}")
             batches[table] = batch
             pooling[table] += mean
             # Features of a table are assumed to look up different ids.
-            seen[table] += rows_by_count(hitters, law["zipf_q"], law["zipf_s"], mean * batch, specs[table][0])
-        schema.read(list(batches.values()), tuple[int, ...], "Bs")
+            with np.errstate(all="ignore"):  # what is not finite is refused below
+                seen[table] += rows_by_count(hitters, q, s, mean * batch, specs[table][0])
         if not all(0 <= i < len(specs) for i in table_of):
             raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
         found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i])
@@ -193,6 +199,9 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
 
 def _mean(steps: list[PartLookups]) -> PartLookups:
     first, n = steps[0], len(steps)
+    if differs := next((s for s in steps if (s.rows, s.dim) != (first.rows, first.dim)), None):
+        raise ShardCoreError(f"FBGEMM's reports of one op have a table of {first.rows} x {first.dim} and, at "
+                             f"another step, of {differs.rows} x {differs.dim}; they need to be of one job")
     return PartLookups(first.rows, first.dim, first.part, sum(s.pooling for s in steps) / n,
                        sum(s.seen for s in steps) / n, first.batch)
 

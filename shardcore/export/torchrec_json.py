@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
     from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
+_PLACEMENT = re.compile(r"rank:(?P<rank>\d{1,6})/.+")
 SCHEMA, VERSION = "shardcore/torchrec-plan", 2
 """Version 1 had no qcomms. Its digest covered only the modules."""
 
@@ -94,6 +96,11 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
                                  f"{', '.join(known)}")
     if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
+    if made.ranks is not None and made.sharding_spec is not None:
+        placed = {shard.placement.rank() for shard in made.sharding_spec.shards}
+        if set(made.ranks) != placed:
+            raise ShardCoreError(f"{what} has ranks {schema.show(made.ranks)}; its shards are on "
+                                 f"{schema.show(sorted(placed))}")
     return made
 
 
@@ -183,6 +190,15 @@ class _ShardOfSpec:
     placement: such as "rank:0/cpu".
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, int]
+    sizes: tuple[int, int]
     placement: str
+
+    def __post_init__(self) -> None:
+        if not _PLACEMENT.fullmatch(self.placement):
+            raise ShardCoreError(f"a shard has placement {schema.show(self.placement)}; it needs a rank and "
+                                 "a device, such as rank:0/cuda:0")
+
+    @property
+    def rank(self) -> int:
+        return int(_PLACEMENT.fullmatch(self.placement)["rank"])

@@ -10,14 +10,12 @@ from typing import Any
 
 from shardcore import files, schema
 from shardcore.errors import ShardCoreError
-from shardcore.limits import is_path_name
+from shardcore.limits import MOST_UNIX_S, is_path_name
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 DEFAULT_THRESHOLD = 0.02
 """A new plan must be cheaper by this share of the current plan's cost."""
 _SCHEMA, _SCHEMA_VERSION = "shardcore/decision", 1
-_LAST_S = 253402300799.0
-"""Unix s, the end of the year 9999. No decision is made later."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class Decision:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
         # datetime cannot show later times.
-        if self.decided_at > _LAST_S:
+        if self.decided_at > MOST_UNIX_S:
             raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to "
-                                 f"{_LAST_S:.0f}")
+                                 f"{MOST_UNIX_S:.0f}")
 
     @property
     def id(self) -> str:

@@ -108,6 +108,9 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
     timed = [s for s in samples if s.error is None]
     figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(title)
+    if not timed:
+        figure.text(0.5, 0.5, f"all {len(samples)} samples failed", ha="center")
+        return figure
     (coverage, noise), (drift, again) = figure.subplots(2, 2)
     total = np.array([s.total_ms for s in timed])
     coverage.scatter([len(s.request.shards) for s in timed], total, s=6)

@@ -64,7 +64,12 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
     """Write a pool beside the parts that use it. Returns its digest."""
     name = files.digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
-    if not path.exists():
+    try:
+        there = files.read_pool(path) == tuple(tables)
+    except ShardCoreError:
+        # Missing, or damaged: its parts could not be read.
+        there = False
+    if not there:
         files.write_pool(path, tables)
     return name
 

@@ -68,12 +68,17 @@ Row = dict[str, Any]
 
 
 def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
-    """Write rows of a kind ("compute" or "comm") as one part."""
+    """Write rows of a kind ("compute" or "comm") as one part.
+
+    Raises ShardCoreError for rows that no reader would take, such as many that are far too alike.
+    """
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")
     content = sink.getvalue().to_pybytes()
     # Equal content gets an equal name, so copies of a part merge into one.
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
+    # A part that cannot be read would spoil its dataset.
+    _bounded(content, path)
     files.write_atomic(path, content)
     return path
 
@@ -116,8 +121,12 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
         in_time = sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))
         last = {r["id"]: k for k, r in in_time}
         kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
-        merged = {write_part(folder, kind, [rows[k] for k in kept[i:i + _PART_ROWS]])
-                  for i in range(0, len(kept), _PART_ROWS)}
+        try:
+            merged = {write_part(folder, kind, [rows[k] for k in kept[i:i + _PART_ROWS]])
+                      for i in range(0, len(kept), _PART_ROWS)}
+        except ShardCoreError:
+            # Together they would be no readable part. By themselves they are.
+            continue
         for path in merged:
             # Check the new part before the old ones are deleted.
             _read_part(path, kind, None)
@@ -165,7 +174,11 @@ def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
         raise ShardCoreError(f"{path} is no part of a dataset ({why}); remove it") from None
 
 
-def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path: Path) -> list[Row]:
+def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
+    """The table of a part, and the schema in its file.
+
+    Raises ShardCoreError for a part that would fill memory.
+    """
     file = pq.ParquetFile(pa.BufferReader(content))
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns_of = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -178,13 +191,18 @@ def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path:
     table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
     written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
     _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
+    return table, file.schema_arrow
+
+
+def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path: Path) -> list[Row]:
+    table, in_file = _bounded(content, path)
     if "measurement_version" in table.schema.names:
         if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
             return []
     if schema is COMM and "busy_ms" not in table.schema.names:
         table = table.append_column("busy_ms", pa.array([0.0] * len(table), pa.float64()))
     table = table.rename_columns(list(map(renamed.field, table.schema.names)))
-    in_file = pa.schema([f.with_name(renamed.field(f.name)) for f in file.schema_arrow])
+    in_file = pa.schema([f.with_name(renamed.field(f.name)) for f in in_file])
     _require_columns(table, in_file, schema, path)
     return (table.select(columns) if columns else table).to_pylist()
 

@@ -44,6 +44,14 @@ def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
             and not (stored / "plan.json").exists())
 
 
+def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
+    problem = stored / "problem.json"
+    before = problem.read_bytes()
+    assert main(["plan", str(problem), "--model", str(model), "--out", str(problem)]) == 1
+    assert "problem.json is the problem that is read; it needs to be another file" in capsys.readouterr().err
+    assert problem.read_bytes() == before
+
+
 def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
     asked = ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--module", "m"]
     assert main([*asked, "--uneven-rows", "--out", str(stored / "torchrec.json")]) == 1

@@ -206,6 +206,10 @@ def test_what_is_no_report_is_refused(reports, tmp_path):
 @pytest.mark.parametrize("change, said", [
     ({"feature_table_map": [0, 0, -1, 2]}, "feature_table_map"),
     ({"batch_params": {"Bs": [256.5] * 4}}, "Bs"),
+    ({"batch_params": {"Bs": ["a"] + [256] * 3}, "pooling_params": {"Ls": [2**53, 8, 8, 8]}}, "Bs"),
+    ({"batch_params": {"Bs": [[0]] + [256] * 3}, "pooling_params": {"Ls": [2e8, 8, 8, 8]}}, "Bs"),
+    ({"pooling_params": {"Ls": [2e8] * 4}}, "Ls has 2e.08"),
+    ({"indices_params_list": [{"heavy_hitters": [0.1], "zipf_q": "2", "zipf_s": 1.1}] * 4}, "zipf_q"),
     ({"pooling_params": {"Ls": [True] * 4}}, "Ls"),
     ({"indices_params_list": [{"heavy_hitters": [-1]}] * 4}, "heavy_hitters")])
 def test_numbers_that_fbgemm_does_not_write_are_refused(change, said, tmp_path):
@@ -218,6 +222,19 @@ def test_numbers_that_fbgemm_does_not_write_are_refused(change, said, tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(sound | change))
     with pytest.raises(ShardCoreError, match=said):
         fbgemm_statistics.reported_tables(tmp_path / "report.json")
+
+
+def test_steps_of_other_tables_are_refused(reports, tmp_path):
+    """An op has the same tables at each step."""
+    first = next(reports.iterdir())
+    report = json.loads(first.read_text())
+    rows, dim = report["embedding_specs"][0]
+    for step, specs in enumerate(([rows, dim], [rows + 1, dim])):
+        report["embedding_specs"][0] = specs
+        (tmp_path / f"tbe-x-config-estimation-{step}.json").write_text(json.dumps(report))
+    with pytest.raises(ShardCoreError,
+                       match="reports of one op have a table of .* they need to be of one job"):
+        read_statistics(tmp_path)
 
 
 def _changed(reports: Path, folder: Path, **change) -> Path:

@@ -194,6 +194,11 @@ ODD = [
     ("ranks", [1 << 40], "ranks has 1099511627776; ranks are 0 to 65535"),
     ("ranks", [0.5], "ranks is 0.5; it needs to be int"),
     ("sharding_spec", [{"offsets": [0, 0], "sizes": [-4, 4], "placement": "rank:0/cpu"}], "sharding_spec: "),
+    ("sharding_spec", [{"offsets": [0, 0, 0], "sizes": [24, 16, 1], "placement": "rank:0/cpu"}], "offsets"),
+    ("sharding_spec", [{"offsets": [0], "sizes": [24], "placement": "rank:0/cpu"}], "offsets"),
+    ("sharding_spec", [{"offsets": [0, 0], "sizes": [24, 16], "placement": "xxx"}],
+     "placement 'xxx'; it needs a rank and a device, such as rank:0/cuda:0"),
+    ("ranks", [5], "has ranks .5.; its shards are on .0."), ("ranks", [], "has ranks ..; its shards are on"),
 ]
 
 

@@ -37,6 +37,13 @@ def test_a_dataset_report_says_coverage_noise_drift_and_repeatability(tables, tm
     assert dict(dataset_report.dataset_summary([samples[-1]], [])) == {"samples": "0 timed, 1 failed"}
 
 
+def test_a_figure_of_samples_that_all_failed_says_so(tables, tmp_path):
+    failed = [sample(tables, i, 1.0, error="out of memory") for i in range(3)]
+    figure = dataset_report.dataset_figure(failed, [], "title")
+    figure.savefig(tmp_path / "f.png")
+    assert "all 3 samples failed" in [t.get_text() for t in figure.texts]
+
+
 def test_exchanges_are_summed_up_by_kind():
     spread = Spread(2.0, 1.9, 2.1, 5)
     requests = [comm_request(i, 2, 256) for i in range(20)]

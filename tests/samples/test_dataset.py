@@ -357,11 +357,47 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
 @pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"),
                                                ("x" * 200_000, 200, "characters;")])
 def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
-    path = dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=error)] * rows,
-                                 dataset.write_pool(tmp_path, tables))
-    assert path.stat().st_size < 100_000
+    """To read, and also to write: such a part would spoil its dataset."""
+    pool, sample = dataset.write_pool(tmp_path, tables), compute_sample(tables, 0, error=error)
+    with pytest.raises(ShardCoreError, match=said):
+        dataset.write_compute(tmp_path, [sample] * rows, pool)
+    assert not list(tmp_path.glob("compute-*"))
+    one = dataset.write_compute(tmp_path, [dataclasses.replace(sample, error=error[:1])], pool)
+    row = pq.read_table(one).to_pylist()[0] | {"error": error}
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([row] * rows, schema=parts.COMPUTE), sink, compression="zstd")
+    content = sink.getvalue().to_pybytes()
+    assert len(content) < 100_000
+    one.unlink()
+    (tmp_path / f"compute-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
     with pytest.raises(ShardCoreError, match=said):
         dataset.read_compute(tmp_path, SETTING)
+
+
+def test_parts_that_would_be_none_together_stay_as_they_are(tables, tmp_path, monkeypatch):
+    pool = dataset.write_pool(tmp_path, tables)
+    for i in range(3):
+        dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
+    before = sorted(tmp_path.iterdir())
+    groups = [pq.ParquetFile(p).metadata.row_group(0) for p in tmp_path.glob("compute-*")]
+    most = max(sum(g.column(i).num_values for i in range(g.num_columns)) for g in groups)
+    monkeypatch.setattr(parts, "_MOST_VALUES", (most, 0))
+    assert len(dataset.read_compute(tmp_path)) == 3
+    dataset.merge_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before and len(dataset.read_compute(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("content", ["", "{", None])
+def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
+    """What is measured next could not be read without it."""
+    pool = dataset.write_pool(tmp_path, tables)
+    if content is None:
+        (tmp_path / f"pool-{pool}.json").unlink()
+    else:
+        (tmp_path / f"pool-{pool}.json").write_text(content)
+    dataset.write_pool(tmp_path, tables)
+    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
+    assert len(dataset.read_compute(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("wrong",

@@ -113,3 +113,16 @@ def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
     assert (Path(package).parents[1].name == "code"
             and Path(files.__file__).parent not in Path(package).parents)
     np.testing.assert_allclose([a["ms"] for a in answers], expected(model), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shard, said", [
+    ({"table": TABLE, 1: 2, "x": 3}, "has an unknown key"),
+    ({"table": TABLE, "rows": [10**400, -10**5000]}, "it needs [low, high], two whole numbers"),
+])
+def test_what_only_python_can_ask_is_refused_by_name(registered, shard, said):
+    """JSON has text as keys, and its numbers are bounded."""
+    with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]):
+        model = mlflow.pyfunc.load_model(registered[1]).unwrap_python_model()
+        with pytest.raises(mlflow.MlflowException) as error:
+            model.predict(None, [{"shards": [shard]}])
+    assert said in str(error.value)
