@@ -130,12 +130,16 @@ def _require_pins_fit(problem: Problem, free: list[int]) -> None:
         if table.name in problem.pinned:
             pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(Shard.whole(table))
     needs = {devices: bundle_bytes(shards, problem) for devices, shards in pinned.items()}
-    # All tables whose devices lie within this set compete for its memory.
+    # A set lies within another only if its first device is there. Few sets share that.
+    of_first: dict[int, list[frozenset[int]]] = {}
+    for devices in pinned:
+        of_first.setdefault(min(devices), []).append(devices)
     for devices in sorted(pinned, key=len):
-        needed, available = (sum(n for d, n in needs.items() if d <= devices),
-                             sum(max(0, free[d]) for d in devices))
+        # All tables whose devices lie within this set compete for its memory.
+        within = [d for first in sorted(devices) for d in of_first.get(first, ()) if d <= devices]
+        needed, available = sum(needs[d] for d in within), sum(max(0, free[d]) for d in devices)
         if needed > available:
-            names = [s.table.name for d, shards in pinned.items() if d <= devices for s in shards]
+            names = [s.table.name for d in within for s in pinned[d]]
             raise _infeasible(problem,
                               f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
                                        f"{shown(names)}, take {gib(needed)} with their outputs; "

@@ -8,7 +8,9 @@ Shapes: D devices.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -268,20 +270,32 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
         straight = _first_fits(sizes, free)
         if straight is not None or len(sizes) > nodes:
             return straight, straight is not None
-    left = list(free)
-    devices: list[int] = []
-    seen: set[tuple] = set()
-    alike = _alike(allowed, len(left)) if any(allowed) else []
+    n = len(free)
+    # Remedies are sought with more memory than int64 can count.
+    left = np.array(free, dtype=np.int64 if max(free, default=0) < (1 << 62) // max(1, n) else object)
+    everywhere, devices = np.arange(n), []
+    seen: set[bytes] = set()
+    alike = _alike(allowed, n)
 
-    def rooms(i: int) -> Sequence:
-        """[D] the room on each device, beside what tells it apart for bundles from i on."""
-        return list(zip(left, alike[i], strict=True)) if alike and alike[i] else left
+    def keys(i: int) -> np.ndarray:
+        """[D] sort devices by room, then by class. Equal ones are alike to bundles from i on."""
+        return left * n + alike[i]
 
     def options(i: int) -> Iterator[int]:
-        room, where = rooms(i + 1), allowed[i] if allowed and allowed[i] is not None else range(len(left))
-        # of equal devices, one will do
-        by_room = {room[d]: d for d in reversed(where) if left[d] >= sizes[i]}
-        return iter([by_room[r] for r in sorted(by_room)])
+        """Devices for bundle i, the fullest first. Of devices that are alike to later ones, one will do."""
+        where = everywhere if not allowed or allowed[i] is None else np.array(allowed[i])
+        where = where[left[where] >= sizes[i]]
+        key = keys(i + 1)[where]
+        if len(where):
+            # Mostly the first is all that is asked for. To find it is faster than to sort.
+            yield int(where[key.argmin()])
+            yield from where[np.unique(key, return_index=True)[1][1:]].tolist()
+
+    def state() -> bytes:
+        """A digest of the bundles placed and of the room that is left, whichever device has it."""
+        found = np.sort(keys(len(devices)))
+        content = repr(found.tolist()).encode() if found.dtype == object else found.tobytes()
+        return hashlib.blake2b(content + len(devices).to_bytes(4, "little"), digest_size=16).digest()
 
     levels = [options(0)] if sizes else []
     while levels and nodes > 0:
@@ -297,9 +311,8 @@ def best_fit(sizes: Sequence[int], free: Sequence[int], nodes: int,
         devices.append(device)
         if len(devices) == len(sizes):
             return devices, True
-        state = (len(devices), *sorted(rooms(len(devices))))
-        if state not in seen:
-            seen.add(state)
+        if (now := state()) not in seen:
+            seen.add(now)
             levels.append(options(len(devices)))
     return ([], True) if not sizes else (None, not levels)
 
@@ -317,17 +330,21 @@ def _first_fits(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
     return devices
 
 
-def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> list[list[int]]:
-    """Class of each device for bundles from i on: devices of one class are alike to them. Empty: all are."""
-    classes: list[int] = []
+def _alike(allowed: Sequence[tuple[int, ...] | None], n_devices: int) -> Sequence[np.ndarray]:
+    """[D] for bundles from i on the class of each device: devices of one class are alike to them."""
+    classes = np.zeros(n_devices, dtype=np.int64)
+    if not any(allowed):
+        return defaultdict(lambda: classes)
     result, met = [classes], set()
     # Going backwards, each new constraint splits the classes into inside and outside.
     for devices in reversed(allowed):
         if devices is not None and devices not in met:
             met.add(devices)
-            inside, numbers = set(devices), {}
-            classes = [numbers.setdefault((c, d in inside), len(numbers))
-                       for d, c in enumerate(classes or [0] * n_devices)]
+            inside = np.zeros(n_devices, dtype=np.int64)
+            inside[list(devices)] = 1
+            _, first, split = np.unique(2 * classes + inside, return_index=True, return_inverse=True)
+            # Numbered by their first devices.
+            classes = np.argsort(np.argsort(first))[split]
         result.append(classes)
     return result[::-1]
 
