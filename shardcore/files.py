@@ -24,18 +24,14 @@ import numpy as np
 
 from shardcore import plans_v1, renamed, workload
 from shardcore.constraints import Constraints
+from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
-from shardcore.schema import build, read, read_bytes, read_json, show
+from shardcore.schema import build, read, read_bytes, show
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, Table, Zipf
 
-VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "model": 1}
-"""By schema. A file of an earlier version is read by its migration.
-
-A plan of version 1 names no kinds of sharding: see plans_v1.
-"""
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""
 UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
@@ -104,53 +100,6 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomic(path, text.getvalue().encode())
 
 
-def digest(value: Any) -> str:
-    """16 hex digits of the SHA-256 of a value's canonical JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
-
-
-def _document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"schema": f"shardcore/{schema}", "version": VERSIONS[schema], **body}
-
-
-def is_document(path: str | Path, schema: str) -> bool:
-    """Whether a file says that it is of a schema."""
-    try:
-        data = read_json(path)
-    except ShardCoreError:
-        return False
-    return isinstance(data, dict) and data.get("schema") == f"shardcore/{schema}"
-
-
-def _open_document(path: str | Path, schema: str) -> dict[str, Any]:
-    return _open_versions(path, schema)[0]
-
-
-def _open_versions(path: str | Path, schema: str) -> tuple[dict[str, Any], int]:
-    """A document of the latest version, or an earlier one, and which that is."""
-    data, latest = read_json(path), VERSIONS[schema]
-    if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ShardCoreError(f"{path} has schema {show(found)}; expected 'shardcore/{schema}'")
-    version = data.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= latest:
-        raise ShardCoreError(f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads "
-                             f"{'1 to ' * (latest > 1)}{latest}")
-    return {k: v for k, v in data.items() if k not in ("schema", "version")}, version
-
-
-def _seal(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {**body, "digest": digest(body)}
-
-
-def _unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    found = body.pop("digest", None)
-    if found != digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {show(found)}; "
-                             "it was edited after ShardCore wrote it")
-    return body
-
-
 # --- tables, problems ---------------------------------------------------------------------------------------
 
 
@@ -185,7 +134,7 @@ def table_from_json(data: Any, what: str) -> Table:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     topology = dataclasses.asdict(problem.topology)
     topology["devices"] = [dataclasses.asdict(d) for d in problem.topology.devices]
-    return _document("problem", {
+    return document("problem", {
         "name": problem.name,
         "global_batch": problem.global_batch,
         "optimizer": problem.optimizer,
@@ -234,7 +183,7 @@ def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_problem(path: str | Path) -> Problem:
-    data = _open_document(path, "problem")
+    data = open_document(path, "problem")
     what = str(path)
     topology = data.pop("topology", None)
     if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
@@ -268,11 +217,11 @@ def write_problem(path: str | Path, problem: Problem) -> None:
 
 
 def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
-    write_json(path, _document("pool", _seal({"tables": [table_to_json(t) for t in tables]})))
+    write_json(path, document("pool", seal({"tables": [table_to_json(t) for t in tables]})))
 
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
-    data = _unseal(_open_document(path, "pool"), path)
+    data = unseal(open_document(path, "pool"), path)
     found = build(_Pool, data, str(path)).tables
     names = [t["name"] for t in found if isinstance(t, Mapping) and isinstance(t.get("name"), str)]
     if len(set(names)) < len(names):
@@ -298,7 +247,7 @@ def problem_digest(problem: Problem) -> str:
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     placements = [{"table": p.shard.table.name, "kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi],
                    "devices": list(p.devices)} for p in plan.placements]
-    return _document("plan", _seal({"problem": problem.name, "problem_digest": problem_digest(problem),
+    return document("plan", seal({"problem": problem.name, "problem_digest": problem_digest(problem),
                                     "provenance": dict(plan.provenance), "placements": placements}))
 
 
@@ -310,8 +259,8 @@ def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
     """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse
     it. Without `fits` its devices may hold too much: what a published plan takes may count otherwise in a
     later version of ShardCore."""
-    data, version = _open_versions(path, "plan")
-    plan = plan_from_json(_unseal(data, path), problem, str(path), version)
+    data, version = open_versions(path, "plan")
+    plan = plan_from_json(unseal(data, path), problem, str(path), version)
     try:
         workload.require_plan(plan, problem, fits)
     except ShardCoreError as error:
@@ -388,7 +337,7 @@ def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[st
     weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
     write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
     write_json(Path(folder) / MODEL_JSON,
-               _document("model", _seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
+               document("model", seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
 
 
 def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -396,7 +345,7 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    meta = _unseal(_open_document(Path(folder) / MODEL_JSON, "model"), Path(folder) / MODEL_JSON)
+    meta = unseal(open_document(Path(folder) / MODEL_JSON, "model"), Path(folder) / MODEL_JSON)
     path = Path(folder) / MODEL_WEIGHTS
     weights = read_bytes(path)
     if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
@@ -410,7 +359,7 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
 
 def model_digest(folder: str | Path) -> str:
     """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
-    content = _document("model", _open_document(Path(folder) / MODEL_JSON, "model"))
+    content = document("model", open_document(Path(folder) / MODEL_JSON, "model"))
     return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, plans_v1, renamed, schema
+from shardcore.documents import is_document
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_SPEED
 from shardcore.measurements import Spread, StepSample
@@ -118,7 +119,7 @@ def _is_ours(path: Path) -> bool:
     if path.is_symlink() or not path.is_file():
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
-        return files.is_document(path, "plan")
+        return is_document(path, "plan")
     return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(files.UNFINISHED.fullmatch(path.name))
 
 

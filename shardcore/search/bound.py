@@ -1,25 +1,23 @@
 """A lower bound on the cost of any plan, where the model allows a proof, and an estimate.
 
-A step takes max over devices of (compute + backward exchange), plus the longest forward exchange.
-Each way to cut a table adds work to devices and bytes to exchanges. Both add up over tables.
-So no plan is cheaper than the least work of all tables divided by the devices' speeds,
-with exchanges of evenly divided bytes.
-The cheapest way to cut a table is a shortest path over widths.
+A step takes max over devices of (compute + backward exchange), plus the longest forward exchange. Each way to
+cut a table adds work to devices and bytes to exchanges. Both add up over tables. So no plan is cheaper than
+the least work of all tables divided by the devices' speeds, with exchanges of evenly divided bytes. The
+cheapest way to cut a table is a shortest path over widths.
 
-Nor is a plan cheaper than its most expensive shard.
-So the bound is the least time T in which the work fits when no shard takes longer than T.
+Nor is a plan cheaper than its most expensive shard. So the bound is the least time T in which the work fits
+when no shard takes longer than T.
 
-The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel).
-For plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
+The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel). For
+plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
 
-The estimate prices all tables as one op, divided evenly over the devices.
-It is higher where shards contend. It is no bound: a device may hold tables that contend less than the mean.
+The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
+It is no bound: a device may hold tables that contend less than the mean.
 
 Memory is ignored. So are constraints, except those that keep tables whole, together or on some devices.
 
 A shard is (table, kind, units of MIN_WIDTH columns). What each device of a group has is one unit.
-Shapes: T tables, N shards, F features, D devices.
-K kinds of shard: whole rows, and those that groups of devices share.
+Shapes: T tables, N shards, F features, D devices; K kinds: whole rows, and those that groups share.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
 _EVEN_BYTES = 2.0**24
 """Bytes of each device at which exchanges are priced."""
-_PRECISION = 1e-3
-"""Relative precision of a bisection."""
+_PRECISION = 1e-3  # relative, of a bisection
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,7 @@ class _Shards:
         self.problem, self.model, self.kinds = problem, model, (WHOLE_ROWS, *shared)
         self.speed = np.array([d.speed for d in problem.topology.devices])
         groups = [layout.groups(problem.topology) for layout in self.kinds]
-        self.n_groups, self.group_size = (np.array([len(g) for g in groups]),
-                                          np.array([len(g[0]) for g in groups]))
+        self.n_groups, self.group_size = np.array([(len(g), len(g[0])) for g in groups]).T
         n, tables = len(self.speed), problem.tables
         columns = np.array([t.dim // MIN_WIDTH for t in tables])
         whole = np.array([t.name in problem.whole for t in tables])
@@ -121,9 +117,9 @@ class _Shards:
             some = [i for i, shard in enumerate(least) if shard is not None]
             self.at[kind][some, 1] = len(shards) + np.arange(len(some))
             if some:
-                codes.append(np.asarray(model.encode([least[i] for i in some], layout.batch(problem)),
-                                        dtype=float))
-                shards += [least[i] for i in some]
+                added = [least[i] for i in some]
+                codes.append(np.asarray(model.encode(added, layout.batch(problem)), dtype=float))
+                shards += added
         self.codes = np.concatenate(codes)
         self.kind = np.zeros(len(shards), dtype=int)
         for kind, at in enumerate(self.at):
@@ -135,8 +131,7 @@ class _Shards:
             i, u = np.nonzero(at >= 0)
             self.table[at[i, u]], units[at[i, u]] = i, u
         allowed = [list(problem.allowed_devices(t.name)) for t in tables]
-        n_devices, fastest = (np.array([len(d) for d in allowed]),
-                              np.array([self.speed[d].max() for d in allowed]))
+        n_devices, fastest = np.array([(len(d), self.speed[d].max()) for d in allowed]).T
         self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
         of_kind = np.array([max(self.speed[list(group)].min() for group in of) for of in groups])
         self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
@@ -148,8 +143,7 @@ class _Shards:
         self.latency_ms, per_byte = self._exchanges()
         self.exchange_ms = self.copies * carried * per_byte[self.kind]
         kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
-        self.mixes = [list(mix) for n_kinds in range(1, len(kinds) + 1)
-                      for mix in combinations(kinds, n_kinds)]
+        self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
 
     def _widths(self, columns: int) -> list[int]:
         """The widths in units that a shard may have."""
@@ -172,8 +166,8 @@ class _Shards:
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in layout.channels.values()])
             for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
                 traffic = np.zeros((len(CHANNELS), n))
-                traffic[[CHANNELS.index(c) for c in layout.channels]] = (each
-                                                                         * (entering / entering[0])[:, None])
+                rows = [CHANNELS.index(c) for c in layout.channels]
+                traffic[rows] = each * (entering / entering[0])[:, None]
                 ms[k] = self.model.comm(traffic, np.zeros(n), self.problem.topology).total_ms.max()
         # At least one group is used. Devices of other groups may not wait at all.
         used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)
@@ -205,8 +199,7 @@ class _Shards:
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
         others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True)
                   if (at >= 0).any()]
-        return f"each table whole or cut by columns ({widths})" + "".join(f", or with {words}"
-                                                                          for words in others)
+        return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
 
 def shared_layouts(topology: Topology) -> tuple[Layout, ...]:

@@ -1,31 +1,27 @@
 """TorchRec's own planner (EmbeddingShardingPlanner, wheel 1.8.0), with a sweep of its options, as a sharder.
 
-TorchRec depends on the CUDA build of FBGEMM by name. So no extra of ours can ask for it on a CPU machine:
-
-    pip install --no-deps torchrec==1.8.0
-    pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath
+TorchRec depends on the CUDA build of FBGEMM by name. So no extra of ours can ask for it on a CPU machine
+(INSTALL says how to install it).
 
 By default the planner never cuts tables up to 128 columns wide. A careful user would sweep its options.
-So it runs with min_partition (the narrowest column cut) as it is, 16, 32 and 64.
-Each runs with table- and column-wise sharding only, and with all sharding types.
-Each run keeps the plan that TorchRec's own cost ranks first.
-The cheapest of these stays, under the model that all sharders are compared with.
-It plans for CUDA, but needs no GPU.
+So it runs with min_partition (the narrowest column cut) as it is, 16, 32 and 64. Each runs with table- and
+column-wise sharding only, and with all sharding types. Each run keeps the plan that TorchRec's own cost ranks
+first. The cheapest of these stays, under the model that all sharders are compared with. It plans for CUDA,
+but needs no GPU.
 
 It learns this through its extension points:
 
 - Links: the topology's, or else the model's.
 - Memory bandwidth: chosen so that its cost of all tables equals the model's.
 - Bytes of each shard, from `memory`, so that what fits there fits here.
-- Memory of each device. A custom topology is no way: with one, it proposes uneven row ranges,
-  which it does not train.
+- Memory of each device. A custom topology is no way: with one, it proposes uneven row ranges, untrainable.
 - Speed: compute counts for less on a faster device, when it places shards and when it ranks plans.
 
 Rows are not cut where the last rank would get none.
 
-It cannot know of pins and bundles. Such tables are placed before it runs, whole.
-Those with fewest devices go first, each where it is done first. TorchRec plans the rest around them.
-It sees hosts of unequal size as one host. `packing` takes over if no run finds a plan.
+It cannot know of pins and bundles. Such tables are placed before it runs, whole. Those with fewest devices go
+first, each where it is done first. TorchRec plans the rest around them. It sees hosts of unequal size as one
+host. `packing` takes over if no run finds a plan.
 
 Its exhaustive proposer runs up to 1,000 combinations, not 10,000. Either limit is met at about ten tables.
 

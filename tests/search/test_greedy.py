@@ -14,10 +14,11 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
 from shardcore.memory import shard_bytes
 from shardcore.search import SHARDERS
+from shardcore.search.best_fit import best_fit
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.free_memory import FreeMemory, bytes_alone
 from shardcore.search.greedy import looked_up
-from shardcore.search.packing import best_fit, pack
+from shardcore.search.packing import pack
 from shardcore.search.shards import consolidate, halve_columns, join_columns
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table

@@ -17,10 +17,11 @@ from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.search_space import Reshard
 from shardcore.search.anneal.sharder import anneal
+from shardcore.search.best_fit import best_fit
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
-from shardcore.search.packing import best_fit, least_bytes, pack, surely_fits
+from shardcore.search.packing import least_bytes, pack, surely_fits
 from shardcore.search.shards import devices_of, division, layout_of_shard, placed
 from shardcore.topology import Device, Topology
 from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table
