@@ -91,12 +91,12 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
 # --- to TorchRec --------------------------------------------------------------------------------------------
 
 
-def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str = "cuda",
+def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str | None = None,
                 like: ShardingPlan | None = None) -> ShardingPlan:
     """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
 
     module: the model, or the path of its only EmbeddingBagCollection.
-    compute_device: "cuda" or "cpu".
+    compute_device: "cuda" or "cpu". Default: that of `like`, or else "cuda".
     like: a TorchRec plan of the same model. Its kernels, cache settings and output types are kept. Default:
       those in the provenance of a plan from `from_torchrec`.
 
@@ -105,6 +105,7 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     require_cover(plan, problem)
+    compute_device = compute_device or _device_of(like) or "cuda"
     theirs = ({t.name: ModelTable(module, t.name, None, True) for t in problem.tables}
               if isinstance(module, str)
               else _matched(problem, tables_of(module)))
@@ -132,6 +133,13 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
             found, problem.topology, compute_device, old)
     _require_sequences(shardings, theirs, compute_device)
     return ShardingPlan(modules)
+
+
+def _device_of(plan: ShardingPlan | None) -> str | None:
+    """The type of device that a TorchRec plan is for. None: it does not say."""
+    specs = [sharding.sharding_spec for module in (plan.plan.values() if plan else ())
+             for sharding in module.values()]
+    return next((spec.shards[0].placement.device().type for spec in specs if spec and spec.shards), None)
 
 
 def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:

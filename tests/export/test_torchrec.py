@@ -186,6 +186,15 @@ def test_settings_of_a_plan_are_kept(tmp_path):
     assert kept.ranks == [1]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_like_another_is_for_its_devices(device):
+    given = training.problem(1, 2)
+    theirs = to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model(), device)
+    again = to_torchrec(Plan(tuple(column(t, 1) for t in given.tables)), given, training.Model(), like=theirs)
+    shards = [s for m in again.plan.values() for sharding in m.values() for s in sharding.sharding_spec.shards]
+    assert {s.placement.device().type for s in shards} == {device}
+
+
 ODD = [
     ("colour", "blue", " has 'colour'"),
     ("sharding_type", "bogus", "sharding_type is 'bogus'; TorchRec knows data_parallel"),
