@@ -191,8 +191,8 @@ def test_a_plan_like_another_is_for_its_devices(device):
     given = training.problem(1, 2)
     theirs = to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model(), device)
     again = to_torchrec(Plan(tuple(column(t, 1) for t in given.tables)), given, training.Model(), like=theirs)
-    shards = [s for m in again.plan.values() for sharding in m.values() for s in sharding.sharding_spec.shards]
-    assert {s.placement.device().type for s in shards} == {device}
+    specs = [sharding.sharding_spec for module in again.plan.values() for sharding in module.values()]
+    assert {s.placement.device().type for spec in specs for s in spec.shards} == {device}
 
 
 ODD = [
