@@ -25,8 +25,8 @@ from shardcore.layouts import layout_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard
 
-Lookups = Callable[[Shard], np.ndarray]
-"""shard -> [D] ids of its rows that the samples of each device look up in a step."""
+Lookups = Callable[[Shard], np.ndarray | float]
+"""shard -> [D] ids of its rows that the samples of each device look up in a step. A number: all the same."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,7 @@ class InputTypes:
 
 def expected_lookups(problem: Problem) -> Lookups:
     """Lookups by the statistics of the tables. All devices have the same."""
-    def of(shard: Shard) -> np.ndarray:
-        mean = problem.local_batch * shard.table.pooling * access_share(shard)
-        return np.full(len(problem.topology), mean)
-    return of
+    return lambda shard: problem.local_batch * shard.table.pooling * access_share(shard)
 
 
 def input_bytes(plan: Plan, problem: Problem, types: InputTypes = InputTypes(),
@@ -56,12 +53,14 @@ def input_bytes(plan: Plan, problem: Problem, types: InputTypes = InputTypes(),
     lookups: those of a given batch. Default: what the tables' statistics make us expect.
     """
     lookups = lookups or expected_lookups(problem)
-    sent_bytes, received_bytes = found = np.zeros((2, len(problem.topology)))
+    n = len(problem.topology)
+    # A number as long as all devices send the same: with thousands of devices, arrays would take long.
+    sent_bytes, received_bytes = 0.0, np.zeros(n)
     # Several columns of a table on a device are one shard in TorchRec.
     wanted = {(device, shard.table, shard.row_lo, shard.row_hi): shard for placement in plan.placements
               if not layout_of(placement.kind).local_batch for device, shard in shards_on(placement)}
     for (device, *_), shard in wanted.items():
         of_each = types.id_bytes * lookups(shard) + types.length_bytes * problem.local_batch
-        sent_bytes += of_each
-        received_bytes[device] += of_each.sum()
-    return found
+        sent_bytes = sent_bytes + of_each
+        received_bytes[device] += n * np.mean(of_each)
+    return np.stack([np.broadcast_to(sent_bytes, n), received_bytes])
