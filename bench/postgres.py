@@ -11,6 +11,7 @@ PostgreSQL runs as the user postgres. About 2 minutes on 2 cores.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -111,4 +112,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m bench.postgres", description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()
