@@ -208,6 +208,7 @@ def test_links_in_a_circle_are_no_problems(problem, tmp_path):
 
 @pytest.mark.parametrize("put", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/null"),
                                  lambda path: path.mkdir()])
+@pytest.mark.timeout(30)
 def test_only_a_regular_file_is_written_over(tmp_path, put):
     """Writing to a pipe would never end."""
     put(tmp_path / "report.md")
