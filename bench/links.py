@@ -46,7 +46,7 @@ from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveRequest, CollectiveSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import OUTPUT_BYTES, Setting
+from shardcore.types import COLLECTIVES, OUTPUT_BYTES, Setting
 
 # --- measured -----------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def measured_rows(comm: Sequence[CollectiveSample],
                      if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))}
     slowdown, folds = _slowdown(train, rates), _fold_errors(comm)
     rows = []
-    for collective, ways in collective_model.WAYS.items():
+    for collective, ways in COLLECTIVES.items():
         held_out = [s for s in test if s.request.collective == collective]
         again = [g for g in repeats if g[0].request.collective == collective
                  and len(collective_model.priced(g)) == len(g)]
@@ -86,7 +86,7 @@ def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
         rates = collective_model.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
-        for collective, ways in collective_model.WAYS.items():
+        for collective, ways in COLLECTIVES.items():
             for way, left_out in ((way, [s for s in comm[k::FOLDS] if s.request.collective == collective])
                                   for way in ways):
                 if left_out:
@@ -101,7 +101,7 @@ def _slowdown(train: Sequence[CollectiveSample],
     """A function: how many times as long as usual the training exchanges took that were measured nearest to a
     sample."""
     def slower(sample: CollectiveSample) -> float:
-        ratios = [math.log(b / a) for way in collective_model.WAYS[sample.request.collective]
+        ratios = [math.log(b / a) for way in COLLECTIVES[sample.request.collective]
                   for a, b in zip(*collective_model.predicted(rates, [sample], way), strict=True)]
         return float(np.mean(ratios))
 
@@ -157,18 +157,23 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
         sizes = np.tile(owned[:, None] / n, (1, n))
         forward, backward = (_all_to_all_ms(cluster, sizes, host) + wake_ms,
                              _all_to_all_ms(cluster, sizes.T, host))
+    elif request.collective == "all_to_all_ids":
+        # How much will be sent, lengths, and ids. An eighth of the bytes are lengths.
+        received = np.tile(owned[None] / n, (n, 1))
+        three = (np.full((n, n), 16.0), received / 8, received * 7 / 8)
+        forward, backward = sum(_all_to_all_ms(cluster, x, host) for x in three) + wake_ms, None
     else:
         scatter, gather = (_ring_ms(cluster, owned.max() / n, host, adds) for adds in (True, False))
         both = request.collective == "all_reduce"
         forward, backward = (None, np.full(n, scatter + gather + wake_ms)) if both else (
             np.full(n, scatter + wake_ms), np.full(n, gather))
 
-    def spreads(ms: np.ndarray) -> tuple[Spread, ...]:
-        return tuple(Spread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist())
+    def spreads(ms: np.ndarray | None) -> tuple[Spread, ...] | None:
+        return None if ms is None else tuple(
+            Spread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist())
 
-    return CollectiveSample(dataset.comm_id(SIMULATED, request), SIMULATED, request,
-                            None if forward is None else spreads(forward),
-                      spreads(backward), (0.0,) * n, 0.0)
+    return CollectiveSample(dataset.comm_id(SIMULATED, request), SIMULATED, request, spreads(forward),
+                            spreads(backward), (0.0,) * n, 0.0)
 
 
 def _all_to_all_ms(cluster: Cluster, sizes: np.ndarray, host: np.ndarray) -> np.ndarray:
@@ -232,7 +237,7 @@ def _max_min(uses: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 
 
 def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed: int,
-              collectives: Sequence[str] = tuple(collective_model.WAYS)) -> list[CollectiveSample]:
+              collectives: Sequence[str] = tuple(COLLECTIVES)) -> list[CollectiveSample]:
     """n exchanges of each (ranks, hosts), of the collectives in turn, at batches of different sizes."""
     found = []
     for ranks, hosts in shapes:
@@ -289,7 +294,7 @@ def main() -> None:
                                  "neighbours' slowdown", "repeats", "repeatability"), rows))
     if args.simulate:
         cluster = Cluster(uplink_gbps=args.uplink_gbps, eager_bytes=args.eager_bytes)
-        ways = [f"{collective} {way}" for collective, both in collective_model.WAYS.items() for way in both]
+        ways = [f"{collective} {way}" for collective, both in COLLECTIVES.items() for way in both]
         table = report.text_table(("ranks", "hosts", "", *ways),
                                   simulated_rows(cluster, args.samples, args.seed))
         lines = ["no measurements, known laws: error in percent", str(cluster), *table.splitlines()]

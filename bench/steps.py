@@ -444,7 +444,8 @@ def plot(rows: Sequence[replay_metrics.ReplayRecord],
 
 def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> str:
     """report.md, its plot and steps.csv; the report."""
-    replayed = [r for t in trained for r in replay_records.judge([t.kept], model)
+    # Ids travel beside the dense part here, so the embedding part has none.
+    replayed = [r for t in trained for r in replay_records.judge([t.kept], model, ids=False)
                 if r.algorithm in ALGORITHMS and r.plan in t.steps]
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
     by_replay, content = foretold(embedding, replayed), io.BytesIO()

@@ -26,6 +26,7 @@ from shardcore import plans_v1, renamed, workload
 from shardcore.constraints import Constraints
 from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
 from shardcore.errors import ShardCoreError
+from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
 from shardcore.schema import build, read, read_bytes, show
@@ -140,8 +141,15 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "optimizer": problem.optimizer,
         "topology": {**topology, "devices": _counted(topology["devices"])},
         "constraints": _constraints_to_json(problem.constraints),
+        **_job_to_json(problem.job),
         "tables": [table_to_json(t) for t in problem.tables],
     })
+
+
+def _job_to_json(job: Job) -> dict[str, Any]:
+    """Only what differs from the defaults, so that older problems keep the digest that their plans know."""
+    given = {k: v for k, v in dataclasses.asdict(job).items() if v != getattr(Job(), k)}
+    return {"job": given} if given else {}
 
 
 def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
@@ -203,12 +211,13 @@ def read_problem(path: str | Path) -> Problem:
     if not isinstance(tables, list):
         raise ShardCoreError(f"{what} lacks the list 'tables'")
     return build(
-        Problem, {k: v for k, v in data.items() if k != "constraints"}, what,
-        also=("schema", "version", "topology", "tables", "constraints"),
+        Problem, {k: v for k, v in data.items() if k not in ("constraints", "job")}, what,
+        also=("schema", "version", "topology", "tables", "constraints", "job"),
         topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology",
                        also=("devices",), devices=tuple(devices)),
         tables=tuple(table_from_json(t, what) for t in tables),
         constraints=_constraints_from_json(data.get("constraints", {}), f"{what}: constraints"),
+        job=build(Job, data.get("job", {}), f"{what}: job"),
     )
 
 

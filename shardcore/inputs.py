@@ -9,15 +9,12 @@ collection:
 - Each shard also gets a length for each sample, even if it is 0: how many ids the sample has for it.
 - A kind that runs over a device's own samples needs nothing from others.
 
-Costs leave this out so far: TorchRec's pipeline overlaps it with the previous batch.
-
 Shapes: D devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -25,42 +22,44 @@ from shardcore.layouts import layout_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard
 
-Lookups = Callable[[Shard], np.ndarray | float]
-"""shard -> [D] ids of its rows that the samples of each device look up in a step. A number: all the same."""
+Lookups = Callable[[Shard], np.ndarray]
+"""shard -> [D] ids of its rows that the samples of each device look up in a step."""
 
 
-@dataclass(frozen=True)
-class InputTypes:
-    """What a job's KeyedJaggedTensor holds.
+def received_bytes(shard: Shard, problem: Problem) -> int:
+    """Bytes of ids and lengths that a device with this shard receives in a step, by the table's statistics.
 
-    id_bytes: bytes of an id: 8 for int64, 4 for int32.
-    length_bytes: bytes of a length.
+    The shard's columns do not matter. Its own ids from itself are included.
     """
-
-    id_bytes: int = 8
-    length_bytes: int = 4
-
-
-def expected_lookups(problem: Problem) -> Lookups:
-    """Lookups by the statistics of the tables. All devices have the same."""
-    return lambda shard: problem.local_batch * shard.table.pooling * access_share(shard)
+    n_ids = shard.table.pooling * access_share(shard)
+    # Whole bytes, so that searches can add and subtract them exactly.
+    return round(problem.global_batch * (problem.job.id_bytes * n_ids + problem.job.length_bytes))
 
 
-def input_bytes(plan: Plan, problem: Problem, types: InputTypes = InputTypes(),
-                lookups: Lookups | None = None) -> np.ndarray:
+def expected_bytes(plan: Plan, problem: Problem) -> np.ndarray:
+    """[D] bytes that each device receives by the tables' statistics. All devices send the same."""
+    received = np.zeros(len(problem.topology))
+    for device, shard in _inputs(plan):
+        received[device] += received_bytes(shard, problem)
+    return received
+
+
+def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     """[2, D] bytes of ids and lengths that each device sends and receives, its own to itself included.
 
-    lookups: those of a given batch. Default: what the tables' statistics make us expect.
+    lookups: those of a given batch.
     """
-    lookups = lookups or expected_lookups(problem)
-    n = len(problem.topology)
-    # A number as long as all devices send the same: with thousands of devices, arrays would take long.
-    sent_bytes, received_bytes = 0.0, np.zeros(n)
-    # Several columns of a table on a device are one shard in TorchRec.
-    wanted = {(device, shard.table, shard.row_lo, shard.row_hi): shard for placement in plan.placements
-              if not layout_of(placement.kind).local_batch for device, shard in shards_on(placement)}
-    for (device, *_), shard in wanted.items():
-        of_each = types.id_bytes * lookups(shard) + types.length_bytes * problem.local_batch
-        sent_bytes = sent_bytes + of_each
-        received_bytes[device] += n * np.mean(of_each)
-    return np.stack([np.broadcast_to(sent_bytes, n), received_bytes])
+    n, job = len(problem.topology), problem.job
+    sent, received = np.zeros((2, n))
+    for device, shard in _inputs(plan):
+        of_each = job.id_bytes * lookups(shard) + job.length_bytes * problem.local_batch
+        sent += of_each
+        received[device] += of_each.sum()
+    return np.stack([sent, received])
+
+
+def _inputs(plan: Plan) -> Iterator[tuple[int, Shard]]:
+    """The devices that receive ids, and what for. Several columns of a table on a device are one shard."""
+    return ((device, shard) for (device, *_), shard in
+            {(device, shard.table, shard.row_lo, shard.row_hi): shard for placement in plan.placements
+             if not layout_of(placement.kind).local_batch for device, shard in shards_on(placement)}.items())

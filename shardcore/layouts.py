@@ -47,6 +47,7 @@ class Channel:
     group: WORLD, HOST or CROSS.
 
     The backward of a reduce-scatter is an all-gather. An all-reduce runs backward only.
+    An all-to-all of ids runs forward only, before the lookups.
     """
 
     collective: str
@@ -55,7 +56,7 @@ class Channel:
     @property
     def words(self) -> str:
         """The collective in words, for people."""
-        return (self.collective.replace("_", "-")
+        return (self.collective.replace("_", "-").replace("-ids", " of ids")
                 + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group])
 
 
@@ -159,9 +160,15 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
 )}
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
-CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(c for layout in LAYOUTS.values()
-                                                    for c in layout.channels))
-"""All channels. Arrays of bytes [C, ...] use this order."""
+IDS = Channel("all_to_all_ids")
+"""Carries the ids of every kind whose op runs over the global batch (see inputs.py)."""
+
+CHANNELS: tuple[Channel, ...] = (*dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
+                                 IDS)
+"""All channels. Arrays of bytes [C, ...] use this order.
+
+A device enters its outputs and gradients into a channel. Of IDS, it counts what a device receives.
+"""
 
 # Found by its properties, so that no code names a kind.
 WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)

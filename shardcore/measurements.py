@@ -8,11 +8,11 @@ Shapes: D ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_UNIX_S, SLOWDOWN_LIMIT, require, require_known
-from shardcore.types import COLLECTIVES, PAYLOADS, Setting, Shard, StepCost
+from shardcore.types import COLLECTIVES, PARTS, PAYLOADS, Setting, Shard, StepCost
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepSample(StepCost):
 
     def at_usual_speed(self) -> StepSample:
         """The same step, had the machine been as fast as usual."""
-        parts = {f.name: tuple(ms / self.slowdown for ms in getattr(self, f.name)) for f in fields(StepCost)}
+        parts = {name: tuple(ms / self.slowdown for ms in getattr(self, name)) for name in PARTS}
         step = replace(self.step, median_ms=self.step.median_ms / self.slowdown,
                        q1_ms=self.step.q1_ms / self.slowdown,
                        q3_ms=self.step.q3_ms / self.slowdown)
@@ -90,6 +90,8 @@ class CollectiveRequest:
       reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum of
                       its B / D rows; backward: an all-gather of their gradients
       all_reduce      backward only: the sum of dense gradients [B, width], all widths being equal
+      all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as it would own of
+                      outputs, the same from each rank (measure/id_transfer.py)
     """
 
     widths: tuple[int, ...]
@@ -108,6 +110,8 @@ class CollectiveRequest:
         require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
                 f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
                 "ranks, and one above 0")
+        require(self.collective != "all_to_all_ids" or self.payload == "fp32",
+                f"exchange all_to_all_ids has payload {self.payload!r}; ids are never cast, it needs 'fp32'")
         require(self.collective != "all_reduce" or len(set(self.widths)) == 1,
                 f"exchange all_reduce has widths {self.widths}; the same gradient on all ranks has one width")
         require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % ranks == 0),
@@ -168,7 +172,7 @@ class CollectiveSample:
     """One measured exchange among D ranks. A cast to and from BF16 is part of it.
 
     id: hash of its setting, its request and the version of what a timing means.
-    forward, backward: [D] transfers, from the last rank's start to the own end; an all_reduce has no forward.
+    forward, backward: [D] transfers, from the last rank's start to the own end; None when it does not run.
     waiting_ms: [D] ms for the last rank before the first exchange.
     measured_at: when it was done, Unix s.
     error: why there is no timing; None where there is one.
@@ -188,9 +192,9 @@ class CollectiveSample:
     oversubscribed: bool = False
 
     def __post_init__(self) -> None:
-        one_way = self.request.collective == "all_reduce"
-        _require_sample(self, self.backward is not None and self.waiting_ms is not None
-                        and (self.forward is None) == one_way)
+        runs = COLLECTIVES[self.request.collective]
+        _require_sample(self, self.waiting_ms is not None and all(
+            (getattr(self, way) is not None) == (way in runs) for way in ("forward", "backward")))
         of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms) if x is not None]
         require(all(len(x) == len(self.request.widths) for x in of_ranks),
                 f"sample {self.id} has {[len(x) for x in of_ranks]} timings; it needs one for each of its "

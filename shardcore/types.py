@@ -15,6 +15,7 @@ from typing import Any
 
 from shardcore.constraints import Constraints, devices_of_pins
 from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.job import Job
 from shardcore.limits import (
     MOST_BATCH,
     MOST_DIM,
@@ -40,7 +41,9 @@ OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
 """
 
-COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce")
+COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
+               "all_reduce": ("backward",), "all_to_all_ids": ("forward",)}
+"""The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
 PAYLOADS = ("fp32", "bf16")
 """What travels between ranks; pooled outputs and gradients are FP32 at both ends."""
 
@@ -259,6 +262,7 @@ class Problem:
     name: also that of the folder of its plans.
     global_batch: samples of one training step over all devices, which divide it evenly.
     optimizer: of the embeddings.
+    job: how a step runs around the embeddings.
     """
 
     name: str
@@ -267,6 +271,7 @@ class Problem:
     global_batch: int
     optimizer: str = "exact_sgd"
     constraints: Constraints = Constraints()
+    job: Job = Job()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
@@ -350,15 +355,23 @@ class Problem:
                                   "measure and train one for the problem's setting, or change the problem")
 
 
+PARTS = ("forward_compute_ms", "backward_compute_ms", "forward_comm_ms", "backward_comm_ms", "waiting_ms",
+         "input_ms")
+"""Of a StepCost: what a device's total is the sum of."""
+
+
 @dataclass(frozen=True)
 class StepCost:
     """What one training step costs on each of D devices.
 
-    A device computes, waits for the last one, and transfers. Its total is their sum, the step's the largest.
+    A device computes, waits for the last one, transfers, and waits for ids. Its total is their sum.
+    The step takes as long as the device with the largest total, and the dense part.
 
     forward_compute_ms, backward_compute_ms: [D] ms of lookups, and of their gradients with the optimizer.
-    forward_comm_ms, backward_comm_ms: [D] ms of transfers.
+    forward_comm_ms, backward_comm_ms: [D] ms of transfers of outputs and gradients.
     waiting_ms: [D] ms for the last device.
+    input_ms: [D] ms that the step takes longer because ids travel. 0 if left out.
+    dense_ms: of the dense part, on each device.
     """
 
     forward_compute_ms: tuple[float, ...]
@@ -366,6 +379,12 @@ class StepCost:
     forward_comm_ms: tuple[float, ...]
     backward_comm_ms: tuple[float, ...]
     waiting_ms: tuple[float, ...]
+    input_ms: tuple[float, ...] = field(default=(), kw_only=True)
+    dense_ms: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.input_ms:
+            object.__setattr__(self, "input_ms", (0.0,) * len(self.waiting_ms))
 
     @property
     def compute_ms(self) -> tuple[float, ...]:
@@ -373,9 +392,8 @@ class StepCost:
 
     @property
     def device_ms(self) -> tuple[float, ...]:
-        return tuple(map(sum, zip(self.compute_ms, self.forward_comm_ms, self.backward_comm_ms,
-                                  self.waiting_ms, strict=True)))
+        return tuple(map(sum, zip(*(getattr(self, name) for name in PARTS), strict=True)))
 
     @property
     def total_ms(self) -> float:
-        return max(self.device_ms)
+        return max(self.device_ms) + self.dense_ms

@@ -1,11 +1,9 @@
 """lower: turn a plan into what one training step does.
 
-Each device looks up rows (forward) and exchanges pooled outputs.
+Devices send each other the ids to look up (see inputs.py).
+Each device then looks up rows (forward) and exchanges pooled outputs.
 After the dense part it exchanges their gradients and updates rows (backward).
 As in TorchRec, the shards of a kind run as one fused FBGEMM op with its collectives (see layouts).
-
-Input ids also travel. TorchRec's pipeline overlaps that with the previous batch's compute.
-So a step does not wait for it, and a Workload does not contain it.
 
 Shapes: C channels (layouts.CHANNELS), D devices.
 """
@@ -20,7 +18,18 @@ import numpy as np
 
 from shardcore import memory
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, LAYOUTS, Layout, device_names, layout_of, require_placement, shards_on
+from shardcore.inputs import expected_bytes
+from shardcore.job import Job
+from shardcore.layouts import (
+    CHANNELS,
+    IDS,
+    LAYOUTS,
+    Layout,
+    device_names,
+    layout_of,
+    require_placement,
+    shards_on,
+)
 from shardcore.topology import Topology
 from shardcore.types import Plan, Problem, Shard
 
@@ -44,10 +53,12 @@ class Workload:
     """One step of a plan.
 
     ops: (D tuples) of each device, in the order of LAYOUTS. Devices that run the same shards share an Op.
-    traffic: [C, D] bytes that enter each channel. All 0 along D means that its collective does not run.
+    traffic: [C, D] bytes that enter each channel; of layouts.IDS, bytes that arrive.
+        All 0 along D means that its collective does not run.
     memory_bytes: (D) bytes held on each device.
     topology: the devices and links.
     global_batch: samples of a step.
+    job: how a step runs around the embeddings.
     """
 
     ops: tuple[tuple[Op, ...], ...]
@@ -55,6 +66,7 @@ class Workload:
     memory_bytes: tuple[int, ...]
     topology: Topology
     global_batch: int
+    job: Job = Job()
 
 
 def lower(plan: Plan, problem: Problem) -> Workload:
@@ -84,7 +96,9 @@ def lower(plan: Plan, problem: Problem) -> Workload:
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
             traffic[:, device] += entering
-    return Workload(tuple(map(tuple, ops)), traffic, tuple(used), problem.topology, problem.global_batch)
+    traffic[CHANNELS.index(IDS)] = expected_bytes(plan, problem)
+    return Workload(tuple(map(tuple, ops)), traffic, tuple(used), problem.topology, problem.global_batch,
+                    problem.job)
 
 
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
@@ -93,13 +107,17 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
-def traffic_of_widths(widths: Mapping[Layout, np.ndarray], problem: Problem) -> np.ndarray:
+def traffic_of_widths(widths: Mapping[Layout, np.ndarray], problem: Problem,
+                      id_bytes: np.ndarray | float = 0.0) -> np.ndarray:
     """[C, ..., D] bytes that enter each channel, if devices hold columns [..., D] of some kinds.
+
+    id_bytes: [..., D] bytes of ids and lengths that devices receive.
 
     Only for kinds whose channels carry pooled outputs, as these do not depend on rows.
     """
     shape = next(iter(widths.values())).shape
     traffic = np.zeros((len(CHANNELS), *shape))
+    traffic[CHANNELS.index(IDS)] = id_bytes
     for layout, width in widths.items():
         for channel, entering in layout.channels.items():
             # 0 rows: pooled outputs do not depend on them.

@@ -68,7 +68,8 @@ def replaying(ranks: int, setting: Setting, config: ReplayConfig,
             for workload in workloads:
                 # GPUs are the cluster's, not this machine's
                 require_replayable(workload, workloads[0], setting, "cpu")
-            found = combine_all(_marks(members, workloads, setting, config, device, reference), reference)
+            found = combine_all(_marks(members, workloads, setting, config, device, reference), reference,
+                                workloads[0].job)
             return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
 
         yield run

@@ -5,7 +5,7 @@ Shapes: C channels, D devices.
 
 import numpy as np
 
-from shardcore.layouts import CHANNELS, WORLD, Channel
+from shardcore.layouts import CHANNELS, IDS, WORLD, Channel
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Shard, Table
 
@@ -24,9 +24,9 @@ def sends(**entering) -> np.ndarray:
 
 
 def entering(found: np.ndarray) -> dict[str, list[float]]:
-    """Of traffic [C, D] the channels that run, by name."""
+    """Of traffic [C, D] the channels of outputs and gradients that run, by name."""
     return {name: found[CHANNELS.index(c)].tolist() for name, c in CHANNEL.items()
-            if found[CHANNELS.index(c)].any()}
+            if c != IDS and found[CHANNELS.index(c)].any()}
 
 
 def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:

@@ -4,58 +4,83 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore.inputs import InputTypes, input_bytes
-from shardcore.types import Plan, Problem, Table, Zipf
+from shardcore.inputs import expected_bytes, input_bytes, received_bytes
+from shardcore.job import Job
+from shardcore.tables import streams
+from shardcore.types import Plan, Problem, Reuse, Shard, Table, Zipf
 
 TABLE = Table("t", 1000, 64, 5.0)
 
 
-def problem(*tables: Table, hosts: str = "aabb") -> Problem:
-    return Problem("p", tables or (TABLE,), on_hosts(hosts), 8 * len(hosts))
+def problem(*tables: Table, hosts: str = "aabb", job: Job | None = None) -> Problem:
+    return Problem("p", tables or (TABLE,), on_hosts(hosts), 8 * len(hosts), job=job or Job())
 
 
 def test_a_whole_table_gets_all_its_ids():
-    sent, received = input_bytes(Plan((column(TABLE, 1),)), problem())
-    assert sent.tolist() == [8 * (5 * 8 + 4)] * 4
-    assert received.tolist() == [0, 32 * (5 * 8 + 4), 0, 0]
+    assert expected_bytes(Plan((column(TABLE, 1),)), problem()).tolist() == [0, 32 * (5 * 8 + 4), 0, 0]
 
 
-def test_a_table_cut_by_columns_sends_its_ids_to_each_device():
+def test_a_table_cut_by_columns_gets_its_ids_on_each_device():
     halves = Plan((column(TABLE, 0, 0, 32), column(TABLE, 2, 32, 64)))
-    sent, received = input_bytes(halves, problem())
-    assert sent.tolist() == [2 * 8 * (5 * 8 + 4)] * 4
-    assert received.tolist() == [32 * (5 * 8 + 4), 0, 32 * (5 * 8 + 4), 0]
+    assert expected_bytes(halves, problem()).tolist() == [32 * (5 * 8 + 4), 0, 32 * (5 * 8 + 4), 0]
     on_one = Plan((column(TABLE, 0, 0, 32), column(TABLE, 0, 32, 64)))
-    assert input_bytes(on_one, problem())[0].tolist() == [8 * (5 * 8 + 4)] * 4
+    assert expected_bytes(on_one, problem()).tolist() == [32 * (5 * 8 + 4), 0, 0, 0]
 
 
 def test_row_ranges_share_the_ids_but_each_has_all_lengths():
     given = problem()
-    sent, received = input_bytes(Plan((row(TABLE, given.topology),)), given)
-    assert sent == pytest.approx([8 * (5 * 8 + 4 * 4)] * 4)
+    received = expected_bytes(Plan((row(TABLE, given.topology),)), given)
     assert received == pytest.approx([32 * (5 * 8 / 4 + 4)] * 4)
-    sent, received = input_bytes(Plan((host_row(TABLE, (2, 3)),)), given)
-    assert sent == pytest.approx([8 * (5 * 8 + 2 * 4)] * 4)
+    received = expected_bytes(Plan((host_row(TABLE, (2, 3)),)), given)
     assert received == pytest.approx([0, 0, 32 * (5 * 8 / 2 + 4), 32 * (5 * 8 / 2 + 4)])
 
 
 def test_popular_rows_come_first_in_an_ordered_table():
     table = Table("t", 1000, 64, 5.0, Zipf(1.2), ordered=True)
     given = problem(table)
-    _, received = input_bytes(Plan((row(table, given.topology),)), given, InputTypes(length_bytes=0))
-    assert received.sum() == pytest.approx(32 * 5 * 8)
-    assert received[0] > 3 * received[1] > 3 * received[3]
+    ids = expected_bytes(Plan((row(table, given.topology),)), given) - 32 * 4
+    assert ids.sum() == pytest.approx(32 * 5 * 8, abs=2)
+    assert ids[0] > 3 * ids[1] > 3 * ids[3]
 
 
 def test_a_replica_needs_nothing_of_others():
     given = problem()
-    assert not input_bytes(Plan((replica(TABLE, given.topology),)), given).any()
+    assert not expected_bytes(Plan((replica(TABLE, given.topology),)), given).any()
 
 
 def test_ids_of_a_given_batch_are_counted():
-    given = problem(hosts="aa")
+    given = problem(hosts="aa", job=Job(id_bytes=4, length_bytes=8))
     lookups = {(0, 500): np.array([3, 4]), (500, 1000): np.array([1, 0])}
-    sent, received = input_bytes(Plan((row(TABLE, given.topology),)), given, InputTypes(4, 8),
+    sent, received = input_bytes(Plan((row(TABLE, given.topology),)), given,
                                  lambda shard: lookups[shard.row_lo, shard.row_hi])
     assert sent.tolist() == [4 * 4 + 2 * 8 * 8, 4 * 4 + 2 * 8 * 8]
     assert received.tolist() == [7 * 4 + 16 * 8, 1 * 4 + 16 * 8]
+
+
+@pytest.mark.parametrize("shard", [Shard.whole(TABLE), Shard(TABLE, 0, 1000, 8, 16),
+                                   Shard(TABLE, 250, 500, 0, 64)])
+def test_a_shard_receives_the_same_in_searches_as_in_plans(shard):
+    given = problem(job=Job(id_bytes=4))
+    of_shard = {(0, 1000): 5.0, (250, 500): 1.25}[shard.row_lo, shard.row_hi]
+    assert received_bytes(shard, given) == pytest.approx(32 * (4 * of_shard + 4))
+
+
+@pytest.mark.parametrize("access", [Zipf(1.05), Zipf(0.0),
+                                    Reuse((0.5, 0.2, 0.2, 0.1) + (0.0,) * 13, 1 << 14)])
+def test_what_statistics_make_us_expect_is_near_what_drawn_batches_have(access):
+    """Within 2%, on each device of a plan with all kinds."""
+    ordered = isinstance(access, Zipf)
+    whole, host = (Table(name, 40_000, 16, pooling, access) for name, pooling in (("a", 20.0), ("c", 2.0)))
+    rows = Table("b", 40_000, 16, 7.3, access, ordered=ordered)
+    where = on_hosts("aabb")
+    given = Problem("p", (whole, rows, host), where, 1 << 14)
+    plan = Plan((column(whole, 0, 0, 8), column(whole, 3, 8, 16), row(rows, where), host_row(host, (2, 3))))
+    local = given.local_batch
+
+    def lookups(shard: Shard) -> np.ndarray:
+        ids, offsets = streams.stream(shard.table, given.global_batch, seed=3)
+        return np.array([np.count_nonzero((mine >= shard.row_lo) & (mine < shard.row_hi)) for mine in
+                         (ids[offsets[d * local]:offsets[(d + 1) * local]] for d in range(4))])
+
+    _, received = input_bytes(plan, given, lookups)
+    assert expected_bytes(plan, given) == pytest.approx(received, rel=0.02)

@@ -77,10 +77,10 @@ def test_what_each_kind_runs_over_and_keeps():
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
-    assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE)
+    assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS)
     assert [c.words for c in layouts.CHANNELS] == [
         "all-to-all", "reduce-scatter", "reduce-scatter within a host", "all-to-all across hosts",
-        "all-reduce"]
+        "all-reduce", "all-to-all of ids"]
 
 
 def test_kinds_that_are_always_on_all_devices():

@@ -13,7 +13,7 @@ import numpy as np
 from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, Channel
+from shardcore.layouts import CHANNELS, IDS, Channel
 from shardcore.tables.access import access_share, lookups, unique_rows
 from shardcore.topology import Topology
 from shardcore.types import PRECISION_BYTES, Setting, Shard
@@ -119,13 +119,17 @@ class AnalyticModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
+        input_ms = forward
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
             ms = self._transfer_ms(channel, sent_bytes, topology)
+            if channel == IDS:
+                input_ms = ms
+                continue
             # An all-reduce runs backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
             both_ways = channel.collective != "all_reduce"
             forward, backward = forward + both_ways * ms, backward + (ms if both_ways else 2 * ms)
         ready = compute_ms + backward
-        return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready)
+        return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms)
 
     def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
         """[..., D] ms of one collective.

@@ -32,7 +32,7 @@ from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
 from shardcore.measurements import CollectiveSample
 from shardcore.topology import Topology
-from shardcore.types import OUTPUT_BYTES
+from shardcore.types import COLLECTIVES, OUTPUT_BYTES
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -58,9 +58,8 @@ uplink_bytes: the most of any host. Its devices may share an uplink.
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
 LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 10)
 
-WAYS = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
-        "all_reduce": ("backward",)}
-"""The directions in which a collective runs. A reduce-scatter's backward is an all-gather."""
+ALL_TO_ALLS_OF_IDS = 3
+"""TorchRec exchanges how much it will send, then lengths, then ids."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
@@ -88,13 +87,16 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
     """
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
-    if channel.collective == "all_to_all":
+    times = 1
+    if channel.collective in ("all_to_all", "all_to_all_ids"):
+        # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
         far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
+        times = ALL_TO_ALLS_OF_IDS if channel.collective == "all_to_all_ids" else 1
     else:
         # A reduce-scatter pads inputs to the largest. An all-reduce is one, and then an all-gather.
         twice = channel.collective == "all_reduce"
         far_rounds, *of_links = _ring(2 * owned if twice else owned.max(-1, keepdims=True), hosts)
-    return [1.0, len(hosts) - 1.0, far_rounds, skew, *of_links]
+    return [1.0 * times, (len(hosts) - 1.0) * times, far_rounds * times, skew, *of_links]
 
 
 def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
@@ -165,7 +167,7 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way), topology)
-             for way in WAYS[channel.collective]}
+             for way in COLLECTIVES[channel.collective]}
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
@@ -173,9 +175,9 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     # If any device of a group owns bytes, all take part. An all-reduce is the exception: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
     runs = grouped > 0 if channel.collective == "all_reduce" else all_run
-    backward[..., members] = np.where(runs, transfer_ms(terms, rates["backward"]), 0.0)
-    if "forward" in rates:
-        forward[..., members] = np.where(runs, transfer_ms(terms, rates["forward"]), 0.0)
+    for ms, way in ((forward, "forward"), (backward, "backward")):
+        if way in rates:
+            ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
     return forward, backward
 
 
@@ -237,12 +239,12 @@ def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """Whether the channel has rates of its own in every direction."""
-    return all(weight(channel, way) in w for way in WAYS[channel.collective])
+    return all(weight(channel, way) in w for way in COLLECTIVES[channel.collective])
 
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     """The kinds of links that the channel's rates know: "within" hosts, "between" hosts, or both."""
-    rates = np.stack([rates_of(w, channel, way) for way in WAYS[channel.collective]])
+    rates = np.stack([rates_of(w, channel, way) for way in COLLECTIVES[channel.collective]])
     return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
 
 
@@ -296,7 +298,7 @@ def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveS
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
     """[E] rates of each measured collective and direction, named by `weight`."""
     rates = {}
-    for collective, ways in WAYS.items():
+    for collective, ways in COLLECTIVES.items():
         known, unseen = ([s for s in side if s.request.collective == collective]
                          for side in (train_side, validation))
         for way in ways if len(known) >= FEWEST_SAMPLES else ():
@@ -341,8 +343,8 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
     return [s for s in samples if s.request.payload == "fp32"
-            and (s.error
-                 or min(x.median_ms for way in WAYS[s.request.collective] for x in getattr(s, way)) > 0)]
+            and (s.error or min(x.median_ms for way in COLLECTIVES[s.request.collective]
+                                for x in getattr(s, way)) > 0)]
 
 
 def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
@@ -356,7 +358,7 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
     hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
-    first = way == WAYS[r.collective][0]  # only the first exchange is entered at start_ms
+    first = way == COLLECTIVES[r.collective][0]  # only the first exchange is entered at start_ms
     terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts,
                            max(r.start_ms) - min(r.start_ms) if first else 0.0)
     return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
@@ -386,7 +388,7 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     A kind without samples has no metrics.
     """
     found = {}
-    for collective, ways in WAYS.items():
+    for collective, ways in COLLECTIVES.items():
         of_kind = [s for s in samples if s.request.collective == collective]
         for way in ways if of_kind else ():
             name = f"{way}_comm_mape" if collective == "all_to_all" else f"{collective}_{way}_mape"

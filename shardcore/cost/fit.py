@@ -26,6 +26,7 @@ from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
+from shardcore.layouts import IDS
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.measurements import CollectiveSample, ComputeSample
 from shardcore.types import Setting
@@ -38,6 +39,8 @@ _WHOLE, _PART = 1.0, 0.25
 """Weights in the loss: of forward + backward, and of each of the two."""
 _LEAST_STEPS = 16
 """The fewest steps of an epoch. Small datasets get smaller batches."""
+_OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
+"""Ranges of exchanges, among neural.QUANTITIES."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
 
@@ -125,7 +128,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
     # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
-        ranges |= {k: v for k, v in start.meta["ranges"].items() if k in ("devices", "exchange_bytes")}
+        ranges |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
         carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm))
@@ -186,7 +189,8 @@ def measured_ranges(compute: Sequence[ComputeSample],
             values[name] += found
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
-        values["exchange_bytes"] += collective_model.owned_bytes(sample).tolist()
+        name = "exchange_id_bytes" if sample.request.collective == IDS.collective else "exchange_bytes"
+        values[name] += collective_model.owned_bytes(sample).tolist()
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}
 
 

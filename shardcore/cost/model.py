@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shardcore.job import Job
 from shardcore.topology import Topology
 from shardcore.types import Setting, Shard, StepCost
 from shardcore.workload import Workload
@@ -45,7 +46,7 @@ class CostModel(Protocol):
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of the collectives.
 
-        traffic: [C, ..., D] bytes that enter each of layouts.CHANNELS.
+        traffic: [C, ..., D] bytes of each of layouts.CHANNELS, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
 
@@ -74,14 +75,17 @@ class CommCost:
     forward_ms: [..., D] transfer of pooled outputs.
     backward_ms: [..., D] transfer of gradients.
     waiting_ms: [..., D] that a device waits for the last one, before the forward exchange.
+    input_ms: [..., D] transfer of ids.
     """
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
     waiting_ms: np.ndarray
+    input_ms: np.ndarray
 
     @property
     def total_ms(self) -> np.ndarray:
+        """[..., D] ms of all but ids."""
         return self.forward_ms + self.backward_ms + self.waiting_ms
 
 
@@ -180,6 +184,19 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
     return np.where([len(g) > 0 for g in groups], costs, 0.0)
 
 
+def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
+    """[...] ms that a step takes longer because ids travel.
+
+    Devices meet in this exchange, so the longest transfer counts. What the dense part hides costs nothing.
+    """
+    return np.maximum(0.0, comm.input_ms.max(-1) - job.hides_ids_ms)
+
+
+def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
+    """[...] ms of a step, dense part included. compute_ms: [..., D]."""
+    return (compute_ms + comm.total_ms).max(-1) + exposed_input_ms(comm, job) + job.dense_ms
+
+
 def price(workload: Workload, model: CostModel) -> StepCost:
     """The cost that a model predicts for one step of a workload."""
     n_devices = len(workload.ops)
@@ -200,5 +217,7 @@ def price(workload: Workload, model: CostModel) -> StepCost:
             backward[device] += (1 - share) * cost
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
-    return StepCost(*(tuple(map(float, x))
-                      for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms)))
+    input_ms = np.full(n_devices, exposed_input_ms(comm, workload.job))
+    *parts, input_ms = (tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms,
+                                                       comm.waiting_ms, input_ms))
+    return StepCost(*parts, input_ms=input_ms, dense_ms=workload.job.dense_ms)

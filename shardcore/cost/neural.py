@@ -18,11 +18,11 @@ from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, LAYOUTS, Channel
+from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import Topology
-from shardcore.types import Setting, Shard
+from shardcore.types import COLLECTIVES, Setting, Shard
 from shardcore.workload import Workload
 
 _AT_ONCE = 1 << 16
@@ -139,13 +139,14 @@ class NeuralModel:
                                  "within_host_gbps (and between_hosts_gbps), "
                                  "or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
-        forward, backward = map(sum,
-                                zip(*self.collectives(traffic, compute_ms, topology).values(), strict=True))
+        of_channel = self.collectives(traffic, compute_ms, topology)
+        input_ms, _ = of_channel.pop(IDS)
+        forward, backward = map(sum, zip(*of_channel.values(), strict=True))
         # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
-        return CommCost(forward, backward, waiting)
+        return CommCost(forward, backward, waiting, input_ms)
 
     def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
                     topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
@@ -154,7 +155,7 @@ class NeuralModel:
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
             found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes,
                                                             topology, skew_ms)
-            if "forward" in collective_model.WAYS[channel.collective]:
+            if "forward" in COLLECTIVES[channel.collective]:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
         return found
@@ -258,6 +259,7 @@ QUANTITIES = {
     "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
     "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
     "exchange_bytes": Quantity("exchanges {} of pooled outputs", show=gib),
+    "exchange_id_bytes": Quantity("receives {} of ids", show=gib),
 }
 
 
@@ -288,8 +290,9 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 found[name] += zip(named, values, strict=True)
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
-        found["exchange_bytes"] += [(f"device {d}", b) for sent in workload.traffic
-                                    for d, b in enumerate(sent)]
+        for channel, sent in zip(CHANNELS, workload.traffic, strict=True):
+            found["exchange_id_bytes" if channel == IDS else "exchange_bytes"] += [(f"device {d}", b)
+                                                                          for d, b in enumerate(sent)]
     sentences = [s for name, values in found.items()
                  for s in _beyond(name, values, model.meta["ranges"].get(name))]
     return sentences + list(_unmeasured(model, workload))
@@ -336,7 +339,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield "devices share a host; links within hosts count as those measured between hosts"
     for channel in (c for c in used if c != collective_model.ALL_TO_ALL
                     and not collective_model.is_measured(model.weights, c)):
-        kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels)
+        kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels) or "all"
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})

@@ -11,33 +11,40 @@ import numpy as np
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.replay_metrics import ReplayRecord, noise_ms
 from shardcore.samples.replays import ReplaySet
-from shardcore.types import StepCost
+from shardcore.types import PARTS, StepCost
 from shardcore.workload import lower
 
 
-def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]:
-    """One record for every replay. Times are scaled to a slowdown of 1."""
+def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[ReplayRecord]:
+    """One record for every replay. Times are scaled to a slowdown of 1.
+
+    ids: whether both times include what ids add to a step.
+    """
     rows = []
     for one in replayed:
         steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
-        predicted = {name: price(step, model).total_ms for name, step in steps.items()}
+        predicted = {name: _total_ms(price(step, model), ids) for name, step in steps.items()}
         # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
         rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
-                        predicted_ms=predicted[name], replayed_ms=costs[name].total_ms,
+                        predicted_ms=predicted[name], replayed_ms=_total_ms(costs[name], ids),
                         noise_ms=noise_ms(costs[name].step))
                  for algorithm, name in one.made]
     return rows
 
 
+def _total_ms(cost: StepCost, ids: bool) -> float:
+    # Ids add as much on every device.
+    return cost.total_ms - (0.0 if ids else max(cost.input_ms))
+
+
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
-    """Measured over predicted time of each part of a step, over all replays. Keys are StepCost's fields."""
+    """Measured over predicted time of each part of a step, over all replays. Keys are types.PARTS."""
     pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_speed())
              for one in replayed for name, plan in one.plans.items()]
-    names = [f.name for f in dataclasses.fields(StepCost)]
-    predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in names] for pair in pairs]).sum(0)
+    predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0)
                        for i in (0, 1))
-    return {name: float(t / p) for name, p, t in zip(names, predicted, took, strict=True) if p > 0}
+    return {name: float(t / p) for name, p, t in zip(PARTS, predicted, took, strict=True) if p > 0}
 
 
 def csv_rows(rows: Sequence[ReplayRecord]) -> list[dict[str, Any]]:

@@ -21,9 +21,9 @@ from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import CHANNELS, Channel
+from shardcore.layouts import CHANNELS, IDS, Channel
 from shardcore.topology import Topology
-from shardcore.types import StepCost
+from shardcore.types import COLLECTIVES, StepCost
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8
@@ -46,14 +46,14 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     factors: dict[str, np.ndarray] = {}
     told = 0
-    for way in ("forward", "backward"):
-        often = [c for c in _OF_WAY[way] if "within" in collective_model.measured_links(model.weights, c)
-                 and sum(_runs(w, c) for w, _ in steps) >= FEWEST_STEPS]
+    for part, (way, channels) in _PARTS.items():
+        timed = [s for s in steps if any(getattr(s[1], part))]
+        often = [c for c in channels if "within" in collective_model.measured_links(model.weights, c)
+                 and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
         # Keep steps whose collectives all run often enough, or another's time would distort the fit.
-        known = [s for s in steps if (ran := {c for c in _OF_WAY[way] if _runs(s[0], c)})
-                 and ran <= set(often)]
+        known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
         if known:
-            terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, way, often) for s in known),
+            terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, part, often) for s in known),
                                                           strict=True))
             fitted = zip(often, fit_law(terms, took), strict=True)
             factors |= {collective_model.step_weight(c, way): np.array([k]) for c, k in fitted
@@ -74,9 +74,11 @@ def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_OF_WAY = {way: [c for c in CHANNELS if way in collective_model.WAYS[c.collective]]
-           for way in ("forward", "backward")}
-_NAMES = {collective_model.step_weight(c, way) for way, channels in _OF_WAY.items() for c in channels}
+_PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c != IDS and way in COLLECTIVES[c.collective]])
+             for way in ("forward", "backward")},
+          "input_ms": ("forward", [IDS])}
+"""Parts of a StepCost, with the direction and the channels that they time."""
+_NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
 
 
 def _are_measured(topology: Topology) -> bool:
@@ -89,8 +91,8 @@ def _runs(workload: Workload, channel: Channel) -> bool:
     return bool(workload.traffic[CHANNELS.index(channel)].any())
 
 
-def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Channel]) -> tuple[np.ndarray,
-                                                                                              np.ndarray]:
+def _observed(model: NeuralModel, step: Step, part: str, channels: Sequence[Channel]) -> tuple[np.ndarray,
+                                                                                               np.ndarray]:
     """[D, C] predicted ms of each channel in isolation, and [D] ms that all of them took.
 
     The measured times are scaled to the slowdown of the measurements.
@@ -99,8 +101,8 @@ def _observed(model: NeuralModel, step: Step, way: str, channels: Sequence[Chann
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
     # Index into the pair (forward, backward) of NeuralModel.collectives.
-    which = ("forward", "backward").index(way)
-    took = np.array(getattr(measured, f"{way}_comm_ms")) * sum(said.compute_ms) / sum(measured.compute_ms)
+    which = ("forward", "backward").index(_PARTS[part][0])
+    took = np.array(getattr(measured, part)) * sum(said.compute_ms) / sum(measured.compute_ms)
     # A transfer that ended before the last device arrived has no measured time.
     ran = took > 0
     return np.stack([alone[c][which] for c in channels], axis=-1)[ran], took[ran]

@@ -16,6 +16,7 @@ import numpy as np
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS
+from shardcore.types import COLLECTIVES
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
@@ -45,7 +46,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
-    ran = [(channel, way) for channel in CHANNELS for way in collective_model.WAYS[channel.collective]]
+    ran = [(channel, way) for channel in CHANNELS for way in COLLECTIVES[channel.collective]]
     # Collectives may be unmeasured, and factors exist only with replays.
     optional = {collective_model.weight(*x): ((e,), _RATE)
                 for x in ran} | {collective_model.step_weight(*x): ((1,), in_step) for x in ran}

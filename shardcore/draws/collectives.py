@@ -14,6 +14,8 @@ BUSY_MS = 20.0
 _VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
 """Shares of collectives among the other draws. Otherwise too few samples would cover divided rows and
 data-parallel tables."""
+_IDS = 0.1
+"""Share of all draws that are exchanges of ids instead."""
 _FP32 = 0.75
 """Share of the other draws in FP32, which the cost model prices."""
 
@@ -29,6 +31,7 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
 
     Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls in FP32 at the full
     batch, as plans of whole and column-wise tables have. The others vary in collective, payload and batch.
+    Some draws then become exchanges of ids.
     """
     rng = np.random.default_rng([2, seed, index, ranks])
     p, widths = rng.random(), [0] * ranks
@@ -47,6 +50,9 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
         payload = "fp32" if rng.random() < _FP32 else "bf16"
         for _ in range(rng.integers(4)):
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
+    # Drawn apart, so that the other draws are those of versions without ids.
+    if np.random.default_rng([5, seed, index, ranks]).random() < _IDS:
+        collective, payload = "all_to_all_ids", "fp32"
     if collective == "all_reduce":
         # An all-reduce sums the same tensor on every rank.
         widths = [max(widths)] * ranks

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import local_ranks
+from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measure.timing import spread
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
@@ -65,11 +66,11 @@ class CollectiveConfig:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; forward
-    is None for an all-reduce. oversubscribed: the rank's host has more ranks than cores."""
+    """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; None for
+    a way that the collective does not run. oversubscribed: the rank's host has more ranks than cores."""
 
     forward: tuple[tuple[float, ...], tuple[float, ...]] | None
-    backward: tuple[tuple[float, ...], tuple[float, ...]]
+    backward: tuple[tuple[float, ...], tuple[float, ...]] | None
     oversubscribed: bool = False
 
 
@@ -135,9 +136,8 @@ def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTi
     transfer = {way: tuple(map(spread, ms)) for way, (_, ms) in ways.items()}
     first_waiting, _ = next(iter(ways.values()))
     return CollectiveSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"),
-                            transfer["backward"],
-                      tuple(map(float, np.median(first_waiting, axis=1))), time.time(), order=order,
-                      oversubscribed=any(r.oversubscribed for r in ranks))
+                            transfer.get("backward"), tuple(map(float, np.median(first_waiting, axis=1))),
+                            time.time(), order=order, oversubscribed=any(r.oversubscribed for r in ranks))
 
 
 def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -217,13 +217,14 @@ class Rank:
 
     def _measure(self, request: CollectiveRequest) -> RankTimes:
         _require_fits(request, self.ranks, self.hosts)
-        forward, backward = transfers(request, self.rank, self.device)
+        both = transfers(request, self.rank, self.device)
+        first = next(transfer for transfer in both if transfer)
         times: tuple[list, list] = [], []
         for _ in range(self.config.warmups + self.config.repeats):
-            if forward:
-                times[0].append(self._timed(forward, request.start_ms[self.rank], request.busy_ms))
-            times[1].append(self._timed(backward, 0.0 if forward else request.start_ms[self.rank],
-                                        request.busy_ms))
+            for transfer, way in zip(both, times, strict=True):
+                if transfer:
+                    start_ms = request.start_ms[self.rank] if transfer is first else 0.0
+                    way.append(self._timed(transfer, start_ms, request.busy_ms))
         ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
         return RankTimes(*ways, self._oversubscribed)
 
@@ -234,7 +235,7 @@ class Rank:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
 
-    def _timed(self, transfer: Transfer, start_ms: float, busy_ms: float) -> tuple[float, float]:
+    def _timed(self, transfer: Transfer | IdTransfer, start_ms: float, busy_ms: float) -> tuple[float, float]:
         """Start and end in s of rank 0's clock."""
         self._compute(busy_ms)
         with local_ranks.exchanging():
@@ -324,9 +325,9 @@ class Transfer:
             self.into.copy_(self._arrived)
 
 
-def transfers(request: CollectiveRequest, rank: int,
-              device: torch.device | str = "cpu") -> tuple[Transfer | None, Transfer]:
-    """What `rank` does of a request forward (None: nothing) and backward, over buffers of its own that hold
+def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu"
+              ) -> tuple[Transfer | IdTransfer | None, Transfer | None]:
+    """What `rank` does of a request forward and backward (None: nothing), over buffers of its own that hold
     zeros."""
     def both(outputs: int, arrived: int, forward: Collective,
              backward: Collective) -> tuple[Transfer, Transfer]:
@@ -343,6 +344,8 @@ def transfers(request: CollectiveRequest, rank: int,
                     lambda into, source: dist.all_to_all_single(into, source, mine, theirs))
     if request.collective == "reduce_scatter":
         return both(batch * width, local * width, reduce_scatter, all_gather)
+    if request.collective == "all_to_all_ids":
+        return IdTransfer(*features_and_ids(request), local, rank, device), None
     dense = _filled(batch * width, device)
     return None, Transfer(lambda into, source: dist.all_reduce(into), dense, dense, request.payload)
 

@@ -3,9 +3,13 @@
 
 A step is timed as it falls in a training loop, from one dense part to the next:
 
-  barrier | exchange of gradients | backward | forward of the next batch | waiting | exchange of outputs
+  barrier | ids of the next batch | exchange of gradients | backward | forward of that batch | waiting |
+  exchange of outputs
 
-so a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
+Ids travel where TorchRec's pipeline has them (job.HIDES_IDS): beside the dense part, for which ranks sleep.
+Without a pipeline they come later, but take as long. What the dense part hides costs nothing.
+
+So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
 the last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock,
 hence they share one host. A transfer is from the last rank's start to a rank's own end; the skew with which
 ranks leave the barrier is nobody's cost.
@@ -30,14 +34,15 @@ import torch
 import torch.distributed as dist
 
 from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.job import Job
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
-from shardcore.measure import exchanges, local_ranks
+from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import ComputeRequest, StepSample
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import PRECISION_BYTES, Setting
+from shardcore.types import PARTS, PRECISION_BYTES, Setting
 from shardcore.workload import Workload
 
 _GRADIENT = 1e-3
@@ -107,27 +112,31 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     n_devices = len(workloads[0].ops)
     last_said = dict(local_ranks.run("replay", _work, n_devices,
                                      (workloads, setting, config, device, reference), config.timeout_s))
-    return combine_all([last_said[rank] for rank in range(n_devices)], reference)
+    return combine_all([last_said[rank] for rank in range(n_devices)], reference, workloads[0].job)
 
 
-def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]],
-                reference: ReferenceOp | None) -> list[StepSample]:
+def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None,
+                job: Job) -> list[StepSample]:
     """The workloads' costs from what replay_rank gives of each rank of one host."""
     slowdown = float(np.median([reference_ms for _, reference_ms in ranks],
                                axis=1).mean()) / reference[1] if reference else 1.0
-    return [replace(combine(marks), slowdown=slowdown) for marks in zip(*(marks for marks, _ in ranks),
-                                                                        strict=True)]
+    return [replace(combine(marks, job), slowdown=slowdown)
+            for marks in zip(*(marks for marks, _ in ranks), strict=True)]
 
 
-def combine(marks_s: Sequence[np.ndarray]) -> StepSample:
-    """One workload's cost from what each rank of one host saw of it: D arrays [R, 5] of replay_rank."""
-    begin, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R] each, ms
-    _, backward_comm = wait_and_transfer(begin, received)
+def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
+    """One workload's cost from what each rank of one host saw of it: D arrays [R, 6] of replay_rank."""
+    begin, informed, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R]
+    _, ids = wait_and_transfer(begin, informed)
+    _, backward_comm = wait_and_transfer(informed, received)
     waiting, forward_comm = wait_and_transfer(pooled, end)
-    parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting)
-    medians = (tuple(map(float, np.median(part, axis=1))) for part in parts)
-    return StepSample(*medians, spread(sum(parts).max(0)), oversubscribed=len(marks_s)
-                    > len(os.sched_getaffinity(0)))
+    # Ranks meet in the next exchange: the last one to have its ids counts.
+    input_ms = np.maximum(0.0, ids - job.hides_ids_ms).max(0, keepdims=True) * np.ones_like(ids)
+    parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting, input_ms)
+    medians = {name: tuple(map(float, np.median(part, axis=1)))
+               for name, part in zip(PARTS, parts, strict=True)}
+    return StepSample(**medians, dense_ms=job.dense_ms, step=spread(sum(parts).max(0) + job.dense_ms),
+                      oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
 
 
 def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
@@ -140,6 +149,9 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if own != setting:
         raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
                               "own hardware and batch")
+    if workload.job != first.job:
+        raise ShardCoreError(f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
+                             "give plans of one problem")
     if topology != first.topology:
         raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
                              "different topologies, "
@@ -160,12 +172,12 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
                 config: ReplayConfig,
                 device: str = "cpu", progress: Callable[[], None] = lambda: None,
                 reference: ReferenceOp | None = None) -> tuple[list[np.ndarray], np.ndarray]:
-    """One rank's part, for whoever starts the gang: marks [R, 5] of each workload, in s of the host's
+    """One rank's part, for whoever starts the gang: marks [R, 6] of each workload, in s of the host's
     monotonic clock; and [R] ms of the reference op, once a round (without one: [0]).
 
-    The marks of a step: its begin, gradients received, weights updated, the next batch pooled, outputs
-    received. All ranks of the gang need the same arguments; `progress` is called after each op built and each
-    round of steps.
+    The marks of a step: its begin, ids received, gradients received, weights updated, the next batch pooled,
+    outputs received. All ranks of the gang need the same arguments; `progress` is called after each op built
+    and each round of steps.
     """
     if device == "cpu":
         torch.set_num_threads(1)
@@ -206,7 +218,7 @@ class _Step:
 
     def __init__(self, bench: KernelBench, workload: Workload, rank: int, config: ReplayConfig):
         ops, self._device = workload.ops[rank], bench.device
-        self._workload, self._rank, self._chains = workload, rank, {}
+        self._workload, self._rank, self._chains, self._ids = workload, rank, {}, None
         self._batches = [{op.kind: bench.prepare(ComputeRequest(op.shards, op.batch), config.seed + k)
                           for op in ops}
                          for k in range(config.batches)]
@@ -216,13 +228,19 @@ class _Step:
     def join(self, groups: exchanges.Groups) -> None:
         """Make the buffers of its exchanges, once the gang is there."""
         self._chains = exchanges.chains(self._workload, self._rank, self._full, groups)
+        self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
 
     def once(self, batch: int) -> tuple[float, ...]:
-        """One step from dense part to dense part, going on with batch number `batch`; the five marks of
+        """One step from dense part to dense part, going on with batch number `batch`; the six marks of
         replay_rank."""
         with local_ranks.exchanging():
             dist.barrier()
-            begin = self._now()
+            begin = informed = self._now()
+            if self._ids:
+                works = self._ids.start()
+                time.sleep(self._workload.job.hides_ids_ms / 1e3)
+                self._ids.finish(works)
+                informed = self._now()
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._gradients.get(kind))
             received = self._now()
@@ -235,7 +253,7 @@ class _Step:
             outputs = {kind: output.detach() for kind, output in self._outputs.items()}
             for kind, chain in self._chains.items():
                 exchanges.forward(chain, outputs.get(kind))
-            return begin, received, updated, pooled, self._now()
+            return begin, informed, received, updated, pooled, self._now()
 
     def _forward(self, runs: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {kind: run.op(run.indices, run.offsets) for kind, run in runs.items()}

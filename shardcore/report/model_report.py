@@ -17,6 +17,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
 from shardcore.layouts import CHANNELS, LAYOUTS
 from shardcore.report.text import markdown_table
+from shardcore.types import COLLECTIVES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -273,6 +274,7 @@ _SPLIT_ROWS = (
     ("of its reduce-scatter", "reduce_scatter_forward_mape", "{:.1f}%"),
     ("of its all-gather", "reduce_scatter_backward_mape", "{:.1f}%"),
     ("of its all-reduce", "all_reduce_backward_mape", "{:.1f}%"),
+    ("of its exchange of ids", "all_to_all_ids_forward_mape", "{:.1f}%"),
 )
 """Rows of the card's table of splits: words, metric of accuracy.evaluate, format."""
 
@@ -319,7 +321,7 @@ def _trained_on(model: NeuralModel) -> str:
 
 def _in_steps(model: NeuralModel) -> str:
     factors = [f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
-               for channel in CHANNELS for way in collective_model.WAYS[channel.collective]
+               for channel in CHANNELS for way in COLLECTIVES[channel.collective]
                if collective_model.step_weight(channel, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
@@ -344,7 +346,8 @@ def _proxies(model: NeuralModel) -> list[str]:
     links = [collective_model.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
-        *((f"the {c.words} of {' and '.join(k for k, of in LAYOUTS.items() if c in of.channels)} shards, "
+        *((f"the {c.words} of "
+           f"{' and '.join(k for k, of in LAYOUTS.items() if c in of.channels) or 'all'} shards, "
            f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
           for c in CHANNELS if c != collective_model.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),

@@ -26,7 +26,7 @@ MOST_ROWS = 12
 _PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
           ("backward compute", "backward_compute_ms", "#66ccee"),
           ("waiting", "waiting_ms", "#dddddd"), ("forward exchange", "forward_comm_ms", "#ccbb44"),
-          ("backward exchange", "backward_comm_ms", "#ee6677"))
+          ("backward exchange", "backward_comm_ms", "#ee6677"), ("ids", "input_ms", "#aa3377"))
 _MOST_TICKS = 16
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -53,7 +53,7 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
     decision = decisions[0]
     return "\n".join([
         _head(problem, decision),
-        f"<p><b>{explained.total_ms:.2f} ms</b> predicted for the embeddings of one training step: "
+        f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {_what(explained)} of one training step: "
         f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
         f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
         f"{escape(decision.reason)}.</p>",
@@ -66,6 +66,10 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
         "<h2>Decisions</h2>", _history(decisions),
         "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}),
         "</body></html>\n"])
+
+
+def _what(explained: Explanation) -> str:
+    return "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
 
 
 def _head(problem: Problem, decision: Decision) -> str:

@@ -12,7 +12,7 @@ from shardcore.publish.diff import Diff
 from shardcore.publish.drift import Drift
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.types import Placement
+from shardcore.types import Placement, StepCost
 
 MOST_SHARDS = 8
 """Shards of the bottleneck device that are shown."""
@@ -48,13 +48,21 @@ def _bounding(x: Explanation) -> str:
     last = (f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after "
             f"{cost.forward_compute_ms[d]:.3f} ms of forward and {cost.backward_compute_ms[d]:.3f} ms of "
             f"backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of backward exchange; then come "
-            f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.")
+            f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_ids(cost)}")
     if len(waiting) == 1:
         return last
     # The bottleneck device itself never waits.
     others = [w for i, w in enumerate(waiting) if i != d]
     return (f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, "
             f"{max(others):.3f} ms at most; compute is {x.balance:.0%} balanced (mean over largest).")
+
+
+def _ids(cost: StepCost) -> str:
+    """What ids and the dense part add to a step."""
+    ids_ms = max(cost.input_ms)
+    said = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
+    said += [f"{cost.dense_ms:.3f} ms of dense part"] if cost.dense_ms else []
+    return f"\nAlso counted: {' and '.join(said)}." if said else ""
 
 
 def _exchange(x: Explanation) -> str:
@@ -67,8 +75,7 @@ def _exchange(x: Explanation) -> str:
     ids = max(x.input_bytes)
     if ids:
         said += (f"\nDevice {x.input_bytes.index(ids)} receives most ids: "
-                 f"{gib(ids)} a step with their lengths. "
-                 "The cost leaves this out, as a pipeline overlaps it.")
+                 f"{gib(ids)} a step with their lengths.")
     return said
 
 

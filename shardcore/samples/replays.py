@@ -2,8 +2,8 @@
 
   problem.json    as files.write_problem
   <plan>.json     as files.write_plan; named by the digest of what it places
-  replays.json    schema shardcore/replays, version 2, sealed by a digest:
-                    the setting, the ReplayConfig and MEASUREMENT_VERSION (without one: 2)
+  replays.json    schema shardcore/replays, version 3, sealed by a digest:
+                    the setting, the ReplayConfig and STEP_VERSION as measurement_version (without one: 2)
                     replays: algorithm (or kind of plan), plan, total_ms and the parts of each
 
 replays.json is written last, so a folder without it holds no replays. A folder of another measurement version
@@ -24,11 +24,13 @@ from shardcore.documents import is_document
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_SPEED
 from shardcore.measurements import Spread, StepSample
-from shardcore.samples import dataset, parts
-from shardcore.types import Plan, Problem, Setting, StepCost
+from shardcore.samples import dataset
+from shardcore.types import PARTS, Plan, Problem, Setting
 from shardcore.workload import Workload, lower
 
-SCHEMA, VERSION = "shardcore/replays", 2
+SCHEMA, VERSION = "shardcore/replays", 3
+STEP_VERSION = 3
+"""Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it."""
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 MOST_SLOWDOWN = 1.5
 """A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""
@@ -86,7 +88,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
         files.write_plan(folder / f"{name}.json", plan, problem)
     body = {
         "setting": files.setting_to_json(setting), "config": dataclasses.asdict(config),
-        "measurement_version": parts.MEASUREMENT_VERSION,
+        "measurement_version": STEP_VERSION,
         "replays": [{"algorithm": algorithm, "plan": name, "total_ms": costs[name].total_ms,
                      **dataclasses.asdict(costs[name])} for algorithm, name in names]}
     head = {"schema": SCHEMA, "version": VERSION}
@@ -179,7 +181,7 @@ def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
 
 
 def _read_current(folder: Path) -> list[ReplaySet]:
-    """The replays of the current MEASUREMENT_VERSION in subfolders of `folder`."""
+    """The replays of the current STEP_VERSION in subfolders of `folder`."""
     return [_kept(one, body) for one in _folders(folder) if (body := _read(one)).is_current]
 
 
@@ -274,16 +276,21 @@ class _Row:
     step: Spread
     oversubscribed: bool
     slowdown: float = 1.0
+    input_ms: tuple[float, ...] = ()
+    dense_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not files.DIGEST.fullmatch(self.plan):
             raise ShardCoreError(f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits "
                                  "of a digest")
-        of_parts = [getattr(self, f.name) for f in dataclasses.fields(StepCost)]
+        of_parts = [getattr(self, name) for name in PARTS if getattr(self, name) or name != "input_ms"]
         alike = len({len(p) for p in of_parts}) == 1 and of_parts[0]
         if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
             raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
                                  "it needs as many times for each, of 0 ms or more")
+        if not 0 <= self.dense_ms <= MOST_MS:
+            raise ShardCoreError(f"the replay of plan {self.plan} has dense_ms {self.dense_ms}; it needs 0 "
+                                 "or more")
         if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
             raise ShardCoreError(f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
                                  f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
@@ -317,7 +324,7 @@ class _Body:
     @property
     def is_current(self) -> bool:
         """Whether its timings have the current meaning."""
-        return self.measurement_version == parts.MEASUREMENT_VERSION
+        return self.measurement_version == STEP_VERSION
 
 
 def _read(folder: Path) -> _Body:
@@ -332,7 +339,7 @@ def _read(folder: Path) -> _Body:
         digest = schema.show(data.get("digest"))
         raise ShardCoreError(f"{path} does not match its digest {digest}; it was edited after ShardCore "
                              f"wrote it: remove {folder} to replay its plans again")
-    return schema.build(_Body, body if data["version"] == VERSION else _of_version_1(body), str(path))
+    return schema.build(_Body, _of_version_1(body) if data["version"] == 1 else body, str(path))
 
 
 def _of_version_1(body: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """A lower bound on the cost of any plan, where the model allows a proof, and an estimate.
 
-A step takes max over devices of (compute + backward exchange), plus the longest forward exchange. Each way to
-cut a table adds work to devices and bytes to exchanges. Both add up over tables. So no plan is cheaper than
-the least work of all tables divided by the devices' speeds, with exchanges of evenly divided bytes. The
-cheapest way to cut a table is a shortest path over widths.
+A step takes max over devices of (compute + backward exchange), plus the longest exchanges forward and of ids.
+Each way to cut a table adds work to devices and bytes to exchanges. Each shard needs all ids of its rows.
+Both add up over tables. So no plan is cheaper than the least work of all tables divided by the devices'
+speeds, with exchanges of evenly divided bytes. The cheapest way to cut a table is a shortest path over
+widths.
 
 Nor is a plan cheaper than its most expensive shard. So the bound is the least time T in which the work fits
 when no shard takes longer than T.
@@ -23,20 +24,15 @@ Shapes: T tables, N shards, F features, D devices; K kinds: whole rows, and thos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, Layout, even_share
-from shardcore.topology import Topology
-from shardcore.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.layouts import Layout
+from shardcore.search.bound_shards import BoundShards, shared_layouts
+from shardcore.types import Problem
 
-MOST_SHARDS = 150_000
-"""With more possible shards, only widths of powers of two are considered."""
-_EVEN_BYTES = 2.0**24
-"""Bytes of each device at which exchanges are priced."""
 _PRECISION = 1e-3  # relative, of a bisection
 
 
@@ -63,187 +59,22 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     """
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
-    shards, lower, proved_ms = _Shards(problem, model, kinds), model.lower, None
-    if lower is not None and lower.even_is_least(problem.topology):
-        least = shards if lower is model else _Shards(problem, lower, kinds)
-        # Subtract a trace for rounding errors.
-        proved_ms = _least_ms(least, _proved(least), lower.takes_all_alike(problem.topology))[0] * (1 - 1e-9)
-    estimate_ms, limit = _least_ms(shards, _estimated(shards), True)
-    return Bound(proved_ms, max(estimate_ms, proved_ms or 0.0), limit, shards.space())
-
-
-# --- shards -------------------------------------------------------------------------------------------------
-
-
-class _Shards:
-    """What one device may hold of each table.
-
-    kinds: [K] kinds of sharding. The first is that of whole rows; groups share the others.
-    n_groups, group_size: [K] groups of the kind, and devices in each.
-    table, kind: [N] numbers.
-    codes: [N, F] encodings.
-    copies: [N] number of devices that have one.
-    alone_ms: [N] cost of the shard alone at speed 1.
-    fastest: [N] the highest speed it may find. For a group, the speed of its slowest device.
-    exchange_ms: [N] what it adds to even exchanges, forward + backward.
-    large: [N] whether it is at least an even share of the table. Every plan has such a shard.
-    at: for each kind [T, U + 1], the shard of a number of units of a table; -1 for none.
-    size: [T, K] units of the whole table.
-    whole: [T] the uncut shards.
-    latency_ms: [K] of a kind's collectives, whatever they carry.
-    mixes: sets of kinds that plans may use.
-    """
-
-    def __init__(self, problem: Problem, model: CostModel, shared: Sequence[Layout]) -> None:
-        self.problem, self.model, self.kinds = problem, model, (WHOLE_ROWS, *shared)
-        self.speed = np.array([d.speed for d in problem.topology.devices])
-        groups = [layout.groups(problem.topology) for layout in self.kinds]
-        self.n_groups, self.group_size = np.array([(len(g), len(g[0])) for g in groups]).T
-        n, tables = len(self.speed), problem.tables
-        columns = np.array([t.dim // MIN_WIDTH for t in tables])
-        whole = np.array([t.name in problem.whole for t in tables])
-        self.any_width = columns.sum() <= MOST_SHARDS
-        self.size = np.stack([columns, *[np.ones_like(columns)] * len(shared)], 1)
-        self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
-        shards: list[Shard] = []
-        for i, t in enumerate(tables):
-            for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
-                self.at[0][i, u] = len(shards)
-                shards.append(Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
-        codes = [np.asarray(model.encode(shards), dtype=float)]
-        for kind, layout in enumerate(shared, 1):
-            size = int(self.group_size[kind])
-            least = [_least_share(layout, t, size, bool(whole[i])) for i, t in enumerate(tables)]
-            some = [i for i, shard in enumerate(least) if shard is not None]
-            self.at[kind][some, 1] = len(shards) + np.arange(len(some))
-            if some:
-                added = [least[i] for i in some]
-                codes.append(np.asarray(model.encode(added, layout.batch(problem)), dtype=float))
-                shards += added
-        self.codes = np.concatenate(codes)
-        self.kind = np.zeros(len(shards), dtype=int)
-        for kind, at in enumerate(self.at):
-            self.kind[at[at >= 0]] = kind
-        self.whole = self.at[0][np.arange(len(tables)), columns]
-        self.table = np.empty(len(shards), dtype=int)
-        units = np.empty(len(shards), dtype=int)
-        for at in self.at:
-            i, u = np.nonzero(at >= 0)
-            self.table[at[i, u]], units[at[i, u]] = i, u
-        allowed = [list(problem.allowed_devices(t.name)) for t in tables]
-        n_devices, fastest = np.array([(len(d), self.speed[d].max()) for d in allowed]).T
-        self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
-        of_kind = np.array([max(self.speed[list(group)].min() for group in of) for of in groups])
-        self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
-        self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
-        self.copies = self.group_size[self.kind]
-        first = [next(iter(layout.channels.values())) for layout in self.kinds]
-        carried = np.array([first[k](float(s.rows), s.width, problem)
-                            for s, k in zip(shards, self.kind, strict=True)], dtype=float)
-        self.latency_ms, per_byte = self._exchanges()
-        self.exchange_ms = self.copies * carried * per_byte[self.kind]
-        kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
-        self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
-
-    def _widths(self, columns: int) -> list[int]:
-        """The widths in units that a shard may have."""
-        if self.any_width:
-            return list(range(1, columns + 1))
-        return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
-
-    def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K] ms of a kind's channels at least, and [K] ms per byte in the first of them.
-
-        The first holds if any group of the kind is used.
-        The second includes the bytes in other channels, with all devices having equally many.
-        """
-        n = len(self.speed)
-        if n == 1:
-            return np.zeros(1), np.zeros(1)
-        once, twice = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
-        for k, layout in enumerate(self.kinds):
-            # Bytes of all channels are proportional to those of the first.
-            entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in layout.channels.values()])
-            for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
-                traffic = np.zeros((len(CHANNELS), n))
-                rows = [CHANNELS.index(c) for c in layout.channels]
-                traffic[rows] = each * (entering / entering[0])[:, None]
-                ms[k] = self.model.comm(traffic, np.zeros(n), self.problem.topology).total_ms.max()
-        # At least one group is used. Devices of other groups may not wait at all.
-        used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)
-        # A line through two points: its value at 0, and its slope.
-        return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
-
-    def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
-        """The least total price of shards of these kinds that make up all tables.
-
-        price: [N] with copies included.
-        Also returns how often each shard is taken, [N]. inf and None if there is no such set.
-        """
-        sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
-        best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
-        return least, sum(way(best == i) for i, way in enumerate(ways)) if np.isfinite(least) else None
-
-    def within(self, some: np.ndarray) -> np.ndarray:
-        """[N] bool: those of `some` shards that can be in a plan.
-
-        A table and kind without any of its large shards is impossible: its devices need at least one.
-        """
-        possible = np.zeros(self.size.shape, dtype=bool)
-        chosen = some & self.large
-        possible[self.table[chosen], self.kind[chosen]] = True
-        return some & possible[self.table, self.kind]
-
-    def space(self) -> str:
-        """The plans for which a bound holds, in words."""
-        widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
-        others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True)
-                  if (at >= 0).any()]
-        return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
-
-
-def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
-    """The kinds by which groups of several devices share tables."""
-    return tuple(k for k in LAYOUTS.values() if any(len(group) > 1 for group in k.groups(topology)))
-
-
-def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | None:
-    """The smallest shard that any of n devices has of a table. None if they cannot share it.
-
-    whole: whether the table must stay whole.
-    """
-    if not layout.divides_rows:
-        return Shard.whole(table)
-    each = None if table.ordered or whole else even_share(table.rows, n)
-    # The last device has the remaining rows, which are the fewest.
-    return each and Shard(table, (n - 1) * each, table.rows, 0, table.dim)
-
-
-def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):
-    """[T] the least price of shards that make up `size` units of each table.
-
-    Also returns a function: from chosen tables [T] bool to how often each shard [N] is taken.
-    """
-    rows = np.arange(len(at))
-    of = np.where(at >= 0, price[at], np.inf)
-    best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
-    best[:, 0] = 0.0
-    # Dynamic programming over units, for all tables at once: best price, and the last shard taken.
-    for u in range(1, at.shape[1]):
-        candidates = of[:, 1 : u + 1] + best[:, u - 1 :: -1] if u > 1 else of[:, 1:2]
-        last[:, u] = 1 + np.argmin(candidates, axis=1)
-        best[:, u] = candidates[rows, last[:, u] - 1]
-
-    def taken(chosen: np.ndarray) -> np.ndarray:
-        """How often each shard is taken: follow `last` back to 0."""
-        counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
-        while left.any():
-            live = rows[left > 0]
-            np.add.at(counts, at[live, last[live, left[live]]], 1)
-            left[live] -= last[live, left[live]]
-        return counts
-
-    return best[rows, size], taken
+    job, topology, lower = problem.job, problem.topology, model.lower
+    may_prove = lower is not None and lower.even_is_least(topology)
+    found: list[Bound] = []
+    # A step is no shorter than without ids, nor than with them less what the dense part hides.
+    for ids in (True, False) if job.hides_ids_ms else (True,):
+        more_ms = job.dense_ms - (job.hides_ids_ms if ids else 0.0)
+        shards, proved_ms = BoundShards(problem, model, kinds, ids), None
+        if may_prove:
+            least = shards if lower is model else BoundShards(problem, lower, kinds, ids)
+            # Subtract a trace for rounding errors.
+            least_ms, _ = _least_ms(least, _proved(least), lower.takes_all_alike(topology))
+            proved_ms = least_ms * (1 - 1e-9) + more_ms
+        estimate_ms, limit = _least_ms(shards, _estimated(shards), True)
+        found.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
+    best = max(found, key=lambda x: x.estimate_ms)
+    return replace(best, proved_ms=max(x.proved_ms for x in found) if may_prove else None)
 
 
 # --- bounds -------------------------------------------------------------------------------------------------
@@ -253,7 +84,7 @@ Price = Callable[[list[int], np.ndarray], float]
 _EVENLY = "the work of all tables, divided evenly"
 
 
-def _proved(shards: _Shards) -> Price:
+def _proved(shards: BoundShards) -> Price:
     """A price that no plan undercuts: the least work, divided by all speeds.
 
     A shared table brings a launch on each device of its group. Columns bring one on at least one device.
@@ -265,14 +96,14 @@ def _proved(shards: _Shards) -> Price:
         shared = sum(int(shards.group_size[k]) for k in mix if k)
         launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
         least, _ = shards.cheapest(np.where(some, work, np.inf), mix)
-        ms = launch_ms * launches + least + shards.latency_ms[mix].sum()
+        ms = launch_ms * launches + least + shards.latencies_ms(mix)
         return max(ms, _at_mean_load(shards, mix[0], some)) if len(mix) == 1 and alike else ms
 
     alike = shards.model.takes_all_alike(shards.problem.topology)
     return price
 
 
-def _at_mean_load(shards: _Shards, kind: int, some: np.ndarray) -> float:
+def _at_mean_load(shards: BoundShards, kind: int, some: np.ndarray) -> float:
     """A higher price for plans of one kind, which run one op on each device.
 
     Some device has at least the mean load by speed. Its drivers raise the rates at which loads count.
@@ -291,10 +122,10 @@ def _at_mean_load(shards: _Shards, kind: int, some: np.ndarray) -> float:
     share = min(1.0, (now[counted > 0] / counted[counted > 0]).min(initial=1.0))
     work = share * shards.copies * (shards.codes @ counted) / total_speed + shards.exchange_ms
     least, _ = shards.cheapest(np.where(some, work, np.inf), [kind])
-    return model.launch_ms / shards.speed.max() + least + float(shards.latency_ms[kind])
+    return model.launch_ms / shards.speed.max() + least + shards.latencies_ms([kind])
 
 
-def _least_codes(shards: _Shards, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
+def _least_codes(shards: BoundShards, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
     """[F] the least that a device can have of each feature, if the loads of its shards sum to `wanted`.
 
     load: [N] of each shard. A device holds at most one shard of each table.
@@ -313,7 +144,7 @@ def _least_codes(shards: _Shards, load: np.ndarray, some: np.ndarray, wanted: fl
     return found
 
 
-def _estimated(shards: _Shards) -> Price:
+def _estimated(shards: BoundShards) -> Price:
     """An estimate of the price.
 
     Shared tables count as one op of each kind, alike on all devices.
@@ -336,12 +167,12 @@ def _estimated(shards: _Shards) -> Price:
             ms = shards.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum()
             found.append(float(ms / total_speed + taken @ shards.exchange_ms))
             sums = columns + n * sum(shared)
-        return min(found) + shards.latency_ms[mix].sum()
+        return min(found) + shards.latencies_ms(mix)
 
     return price
 
 
-def _least_ms(shards: _Shards, price: Price, alike: bool) -> tuple[float, str]:
+def _least_ms(shards: BoundShards, price: Price, alike: bool) -> tuple[float, str]:
     """The least ms over all mixes of kinds, and what prevents less.
 
     No shard may take longer than the result. Each kind in a mix adds its own launches and latencies.
@@ -350,7 +181,7 @@ def _least_ms(shards: _Shards, price: Price, alike: bool) -> tuple[float, str]:
     together_ms, together = _together(shards)
     found: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
-        waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latency_ms[mix].sum()
+        waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
         exchange_ms = waits_ms if alike else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
@@ -382,7 +213,7 @@ def _crossing(falling: Callable[[float], float], low: float, high: float) -> flo
     return low
 
 
-def _together(shards: _Shards) -> tuple[float, str]:
+def _together(shards: BoundShards) -> tuple[float, str]:
     """ms of the most expensive bundle on a device, and its name in words."""
     index, found = {t.name: i for i, t in enumerate(shards.problem.tables)}, [(0.0, "")]
     for group in shards.problem.constraints.together:

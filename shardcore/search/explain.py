@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
-from shardcore.inputs import input_bytes
+from shardcore.layouts import CHANNELS, IDS
 from shardcore.memory import free_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
@@ -69,7 +69,7 @@ class Explanation:
     shards: on that device, by falling saves_ms.
     widest: the device that sends most.
     exchange_bytes: of each device, in all collectives of outputs and gradients.
-    input_bytes: of ids and lengths that each device receives. Costs leave them out.
+    input_bytes: of ids and lengths that each device receives.
     balance: mean over largest compute.
     searched: in words, how the alternatives were found.
     """
@@ -112,8 +112,9 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     ready = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
-    # Bytes of all channels, [D].
-    sent = workload.traffic.sum(0)
+    # Bytes of ids, and of all other channels, [D].
+    ids = workload.traffic[CHANNELS.index(IDS)]
+    sent = workload.traffic.sum(0) - ids
     if known is None:
         baselines = tuple(_searched(name, problem, name, model, seed, budget)
                           for name in (*BASELINES, "neuroshard") if name != algorithm)
@@ -125,7 +126,7 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     return Explanation(
         algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms
         else "exchange", cost, _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)),
-        tuple(map(int, input_bytes(plan, problem)[1])), workload.memory_bytes, tuple(free_bytes(problem)),
+        tuple(map(int, ids)), workload.memory_bytes, tuple(free_bytes(problem)),
         compare.balance(cost), bound(problem, model),
         baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each")
 

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, step_ms
+from shardcore.inputs import received_bytes
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS
 from shardcore.search.free_memory import bundle_bytes
 from shardcore.search.shards import (
@@ -53,6 +54,7 @@ class ShardCostCache:
     codes: [R, F] encodings.
     bytes: [R] memory.
     width: [R] units of columns.
+    id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
 
@@ -80,7 +82,7 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self._made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.bytes, self.width = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        self.bytes, self.width, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
         """S."""
@@ -157,6 +159,8 @@ class ShardCostCache:
         self.bytes = np.concatenate([self.bytes, [bundle_bytes(bundle, self.problem) for bundle in made]])
         width = [sum(s.width for s in bundle) // MIN_WIDTH for bundle in made]
         self.width = np.concatenate([self.width, width])
+        ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
+        self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
         for i, (s, u) in enumerate(new):
             self._numbers[s, u] = first + i
 
@@ -189,15 +193,17 @@ class ShardCostCache:
         """
         return self._numbers[strips, units]
 
-    def total_ms(self, compute_ms: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[...] ms of a step, from compute and columns. Equal to price(lower(plan, problem), model).total_ms.
+    def total_ms(self, compute_ms: np.ndarray, units: np.ndarray, id_bytes: np.ndarray) -> np.ndarray:
+        """[...] ms of a step. Equal to price(lower(plan, problem), model).total_ms.
 
         compute_ms: [..., D] at each device's speed.
         units: [..., D, K] of each kind.
+        id_bytes: [..., D] that devices receive.
         """
         widths = {layout: MIN_WIDTH * units[..., k] for k, layout in enumerate(self.kinds)}
-        traffic = traffic_of_widths(widths, self.problem)
-        return (compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms).max(-1)
+        traffic = traffic_of_widths(widths, self.problem, id_bytes)
+        comm = self.model.comm(traffic, compute_ms, self.problem.topology)
+        return step_ms(compute_ms, comm, self.problem.job)
 
     def plan_ms(self, keys: Sequence[ShardKey], devices: Sequence[int]) -> float:
         """ms of the plan that puts the shards of keys[i] on devices[i]."""
@@ -210,7 +216,7 @@ class ShardCostCache:
         # The shards of a kind run as one fused op: price sums, not shards.
         compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
                       / self.speed)
-        return float(self.total_ms(compute_ms, width))
+        return float(self.total_ms(compute_ms, width, self.id_bytes[numbers].sum(0)))
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:

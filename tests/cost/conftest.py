@@ -9,4 +9,5 @@ from shardcore.cost import fit
 @pytest.fixture(scope="session")
 def model():
     """Trained on the cache law and the exchange law."""
-    return fit.train(compute_samples(cache_law), comm_samples(), SETTING, fit.FitConfig(epochs=30)).model
+    comm = [*comm_samples(), *comm_samples(collective="all_to_all_ids")]
+    return fit.train(compute_samples(cache_law), comm, SETTING, fit.FitConfig(epochs=30)).model

@@ -9,7 +9,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.tables import access
-from shardcore.types import Reuse, Setting, Shard, Table, Zipf
+from shardcore.types import COLLECTIVES, Reuse, Setting, Shard, Table, Zipf
 
 SETTING = Setting("law", 256)
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
@@ -95,12 +95,12 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
         if sum(widths):
             start_ms = (0.0,) * (d - 1) + (float(2 * (i % 8)),)
             asked = CollectiveRequest(widths, 252, start_ms, collective, **request)
-            law = (exchange_law(widths, 252, max(start_ms)) if collective == "all_to_all"
+            law = (exchange_law(widths, 252, max(start_ms)) if collective.startswith("all_to_all")
                    else ring_law(collective, widths, 252))
-            forward, backward = (tuple(map(spread, ms)) for ms in law)
-            samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked,
-                                      None if collective == "all_reduce" else forward, backward,
-                                            (0.0,) * d, 0.0))
+            forward, backward = (tuple(map(spread, ms)) if way in COLLECTIVES[collective] else None
+                                 for way, ms in zip(("forward", "backward"), law, strict=True))
+            samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked, forward,
+                                            backward, (0.0,) * d, 0.0))
     return samples
 
 

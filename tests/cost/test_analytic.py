@@ -145,7 +145,10 @@ def test_price_of_a_plan():
     transfer_ms = 0.25 + 1000 * 8 * 4 / 2 / 2e6
     assert cost.compute_ms == pytest.approx([single[0], single[1] / 2])
     assert cost.waiting_ms == pytest.approx([0, single[0] - single[1] / 2])
-    assert cost.total_ms == pytest.approx(single[0] + 2 * transfer_ms)
+    # Device 0 receives most: the ids of TABLE.
+    ids_ms = 0.25 + 1000 * (TABLE.pooling * 8 + 4) / 2 / 2e6
+    assert cost.input_ms == pytest.approx([ids_ms] * 2)
+    assert cost.total_ms == pytest.approx(single[0] + 2 * transfer_ms + ids_ms)
 
 
 @pytest.mark.parametrize("wrong", [{"launch_us": -1}, {"exchange_gbps": 0}])

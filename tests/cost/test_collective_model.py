@@ -10,10 +10,10 @@ from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
 from shardcore.cost import accuracy, collective_model, fit, neural
-from shardcore.layouts import CHANNELS, LAYOUTS, Channel
+from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
+from shardcore.types import COLLECTIVES, Plan, Problem, Table
 from shardcore.workload import lower
 
 QUICK = fit.FitConfig(epochs=3)
@@ -110,14 +110,33 @@ def test_terms_of_rings_by_hand():
 
 def test_a_late_start_is_that_of_the_first_exchange_measured():
     at = collective_model.EXCHANGE_TERMS.index("skew_ms")
-    for collective, ways in collective_model.WAYS.items():
+    for collective, ways in COLLECTIVES.items():
         request = CollectiveRequest((8, 8), 16, (2.0, 5.0), collective)
-        forward = (spread(1.0),) * 2 if "forward" in ways else None
-        sample = CollectiveSample("id", SETTING, request, forward, (spread(2.0),) * 2, (0.0, 0.0), 0.0)
+        timed = [(spread(ms),) * 2 if way in ways else None
+                 for way, ms in (("forward", 1.0), ("backward", 2.0))]
+        sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
         for way in ways:
             found, measured = collective_model.observed([sample] * 2, way)
             assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4
             assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
+
+
+def test_ids_take_what_gradients_take_backward_but_three_latencies():
+    """How much will be sent, lengths, and ids; bytes count on the device that receives them."""
+    owned = np.array([6e6, 0.0, 9e6, 3e6])
+    for hosts in ((0, 0, 0, 0), (0, 0, 1, 1)):
+        ids, back = (dict(zip(collective_model.EXCHANGE_TERMS,
+                              collective_model.exchange_terms(c, owned, np.array(hosts)), strict=True))
+                     for c in (IDS, Channel("all_to_all")))
+        for name in back:
+            times = 3 if name in ("once", "messages", "far_rounds") else 1
+            assert np.asarray(ids[name]) == pytest.approx(times * np.asarray(back[name])), name
+    # Without measurements of ids, the all-to-all's rates stand in.
+    model, topology = fitted(comm_samples()), on_hosts(4)
+    ms, nothing = collective_model.collective_ms(model.weights, IDS, owned, topology)
+    assert not nothing.any() and not collective_model.is_measured(model.weights, IDS)
+    forward, _ = collective_model.collective_ms(model.weights, Channel("all_to_all"), owned, topology)
+    assert ms - forward == pytest.approx(2 * (0.1 + 0.02 * 3), rel=1e-3)
 
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():

@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 from laws import pool
-from shapes import replica
+from shapes import column, replica
 
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
+from shardcore.job import Job
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 SETTING = Setting("law", 256)
@@ -86,3 +87,37 @@ def test_replicas_run_at_the_local_batch(any_model):
     assert cost.compute_ms == pytest.approx((local, local))
     assert cost.forward_comm_ms == (0, 0) and min(cost.backward_comm_ms) > 0
     assert np.isfinite(cost.total_ms)
+
+
+def test_ids_that_the_dense_part_does_not_hide_make_a_step_longer(any_model):
+    """In TorchRec's pipeline ids travel while the dense part runs; without one the step waits for them."""
+    def cost(**job):
+        return price(lower(spread_plan(2), dataclasses.replace(problem(1, 1), job=Job(**job))), any_model)
+
+    alone = cost()
+    ids_ms = alone.input_ms[0]
+    assert alone.input_ms == (ids_ms, ids_ms) and ids_ms > 0 and alone.dense_ms == 0
+    embeddings_ms = alone.total_ms - ids_ms
+    for pipeline, hidden in (("none", 0.0), ("sparse_dist", 1.0)):
+        for share in (0.25, 4.0):
+            dense = {"dense_forward_ms": share * ids_ms / 2, "dense_backward_ms": share * ids_ms / 2}
+            found = cost(pipeline=pipeline, **dense)
+            left_ms = max(0.0, ids_ms - hidden * share * ids_ms)
+            assert found.input_ms == pytest.approx([left_ms] * 2)
+            assert found.total_ms == pytest.approx(embeddings_ms + left_ms + share * ids_ms)
+            assert found.compute_ms == alone.compute_ms
+    assert cost(id_bytes=4).input_ms[0] < ids_ms
+
+
+def test_halving_columns_of_tables_of_many_lookups_over_two_hosts_raises_the_price(any_model):
+    """Each half needs all ids. Outputs and lookups stay as even as they were."""
+    a, b = (Table(name, 10_000, 8, 50.0) for name in "ab")
+    where = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")), between_hosts_gbps=0.01,
+                     latency_ms=0.0)
+    given = Problem("p", (a, b), where, 256)
+
+    def ms(*placements):
+        return price(lower(Plan(placements), given), any_model).total_ms
+
+    halves = ms(*(column(t, d, 4 * d, 4 * d + 4) for t in (a, b) for d in (0, 1)))
+    assert halves > 1.5 * ms(column(a, 0), column(b, 1))

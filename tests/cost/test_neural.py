@@ -316,10 +316,13 @@ def test_the_slack_of_a_range_and_its_two_ends():
         assert beyond(model, (table,), 1, [Placement("column", Shard.whole(table), (0,))]) == [said]
     two = [Placement("column", Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
     model = neural.NeuralModel(SETTING, exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
-                               {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000]}})
+                               {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000],
+                                           "exchange_id_bytes": [0, 3000]}})
     assert beyond(model, (table,), 2, two) == [
         "the topology has 2 devices; fewest measured 3",
-        "device 1 exchanges 4096 bytes of pooled outputs (and 1 more); largest measured 2000 bytes"]
+        "device 1 exchanges 4096 bytes of pooled outputs (and 1 more); largest measured 2000 bytes",
+        "device 1 receives 5120 bytes of ids (and 1 more); largest measured 3000 bytes",
+        "all shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured"]
 
 
 def test_meta_says_what_was_measured(model):

@@ -11,22 +11,22 @@ from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_
 from shardcore.cost import collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import CHANNELS, Channel
+from shardcore.layouts import CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, StepCost
+from shardcore.types import COLLECTIVES, Plan, Problem, StepCost
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
 FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
-           (ALL_REDUCE, "backward"): 1.25}
-ALONE = {(c, way): 1.0 for c in CHANNELS for way in collective_model.WAYS[c.collective]}
+           (ALL_REDUCE, "backward"): 1.25, (IDS, "forward"): 1.6}
+ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective]}
 
 
 @pytest.fixture(scope="module")
 def model(model):
     """With rates of all collectives."""
-    samples = [s for c in collective_model.WAYS for s in comm_samples(collective=c)]
+    samples = [s for c in COLLECTIVES for s in comm_samples(collective=c)]
     law = collective_model.fit(samples, [], lambda *_: None)
     return dataclasses.replace(model, weights={**model.weights, **law})
 
@@ -50,11 +50,13 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     """What a machine of this slowdown takes, on which exchanges take `factors` as long as the model says."""
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
-    comm = {way: tuple(sum(slowdown * factors.get((c, way), 1.0) * both[i] for c, both in alone.items()))
+    comm = {way: tuple(sum(slowdown * factors.get((c, way), 1.0) * both[i]
+                           for c, both in alone.items() if c != IDS))
             for i, way in enumerate(("forward", "backward"))}
     compute = (tuple(slowdown * ms for ms in part)
                for part in (said.forward_compute_ms, said.backward_compute_ms))
-    return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms)
+    ids = tuple(slowdown * factors.get((IDS, "forward"), 1.0) * alone[IDS][0])
+    return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms, input_ms=ids)
 
 
 def found_factors(model):
@@ -79,10 +81,10 @@ def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slo
 def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_change_nothing(model):
     columns, rows = workloads("columns"), workloads("rows", n=step_factors.FEWEST_STEPS - 1)
     fitted = step_factors.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
-    assert found_factors(fitted) == pytest.approx({(c, way): 1.4 if way == "forward" else 1.0
-                                                   for c, way in found_factors(model)},
-                                                  rel=1e-3)
-    assert fitted.meta["steps"] == len(columns)
+    assert found_factors(fitted) == pytest.approx(
+        {(c, way): 1.6 if c == IDS else 1.4 if way == "forward" else 1.0 for c, way in found_factors(model)},
+        rel=1e-3)
+    assert fitted.meta["steps"] == len([*columns, *rows])  # ids travel in all of them
     for few in ([], [(w, replayed(model, w)) for w in rows]):
         assert step_factors.fit(model, few) is model
 

@@ -16,6 +16,7 @@ from shardcore.cli import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.job import Job
 from shardcore.measure import exchanges, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.kernels import KernelBench
@@ -23,13 +24,13 @@ from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay,
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, StepCost, Table, Zipf
+from shardcore.types import PARTS, Placement, Plan, Problem, Reuse, Setting, Shard, StepCost, Table, Zipf
 from shardcore.workload import lower
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
 CONFIG = ReplayConfig(repeats=4, warmups=2, batches=2, arena_bytes=8 * MIB, evict_bytes=MIB, timeout_s=60)
-PARTS = [f.name for f in dataclasses.fields(StepCost)]
+JOB = Job()
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
 TABLES = (
     Table("cold", 50_000, 16, 4.0, COLD),
@@ -114,12 +115,12 @@ def three():
 
 def test_all_parts_of_all_plans_are_measured(three):
     workloads, reference, said = three
-    costs = combine_all([rank for rank, _ in said], reference)
+    costs = combine_all([rank for rank, _ in said], reference, JOB)
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
             for device, value in enumerate(getattr(cost, part)):
                 assert value > 0 or "compute" in part and not workload.ops[device] and value >= 0
-        assert min(cost.waiting_ms) >= 0
+        assert min(cost.waiting_ms) >= 0 < min(cost.input_ms)
         assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(3))
         assert (0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms
                 and cost.step.repeats == CONFIG.repeats)
@@ -134,7 +135,7 @@ def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
     of a few steps other work may come between: so the best of each device is asked for.)"""
     workloads, _, said = three
     says = price(workloads[2], AnalyticModel(SETTING))
-    took = [combine([marks[2][[r]] for (marks, _), _ in said]) for r in range(CONFIG.repeats)]
+    took = [combine([marks[2][[r]] for (marks, _), _ in said], JOB) for r in range(CONFIG.repeats)]
     least = [min(step.compute_ms[device] for step in took) for device in range(3)]
     assert says.compute_ms[1:] == (0, 0) and max(least[1:]) < 0.1 * least[0]
     assert says.waiting_ms[0] == 0 < min(says.waiting_ms[1:])
@@ -257,7 +258,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     marks, reference_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB),
                               progress=lambda: progress.append(1), reference=reference)
     assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "reference"]]
-    assert [m.shape for m in marks] == [(CONFIG.repeats, 5)] * 2 and reference_ms.shape == (CONFIG.repeats,)
+    assert [m.shape for m in marks] == [(CONFIG.repeats, 6)] * 2 and reference_ms.shape == (CONFIG.repeats,)
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
     of_batch = [
         tuple(batch["column"].indices.tolist())
@@ -270,9 +271,10 @@ def test_one_device_computes_and_exchanges_nothing(tables, alone):
     cost = combine(
         alone(
             [whole(problem_of(tables, 1))], dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG
-        )[0]
+        )[0], JOB
     )
     assert cost.forward_compute_ms[0] > 0 and cost.backward_compute_ms[0] > 0 and cost.waiting_ms == (0.0,)
+    assert cost.input_ms == (0.0,)
 
 
 def test_a_reference_op_tells_the_slowdown(three):
@@ -280,7 +282,7 @@ def test_a_reference_op_tells_the_slowdown(three):
     _, _, said = three
     marks = [m for (m, _), _ in said]
     ranks = list(zip(marks, ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]), strict=True))
-    slow, alone = (combine_all(ranks, reference)[0] for reference in ((None, 2.0), None))
+    slow, alone = (combine_all(ranks, reference, JOB)[0] for reference in ((None, 2.0), None))
     assert slow.slowdown == pytest.approx(1.5) and alone.slowdown == 1.0
     usual = slow.at_usual_speed()
     assert usual.total_ms == pytest.approx(slow.total_ms / 1.5) and usual.slowdown == 1.0
@@ -288,15 +290,20 @@ def test_a_reference_op_tells_the_slowdown(three):
 
 
 def test_waiting_and_transfer_are_told_apart_by_the_last_start():
-    # begin, gradients received, updated, pooled, outputs received
-    ms = np.array([[[0.0, 3.0, 5.0, 6.0, 12.0]] * 3,
-                   [[1.0, 3.5, 6.0, 8.0, 11.0]] * 3])
-    cost = combine(ms / 1e3)
+    # begin, ids received, gradients received, updated, pooled, outputs received
+    ms = np.array([[[-4.0, 0.0, 3.0, 5.0, 6.0, 12.0]] * 3,
+                   [[-3.5, 1.0, 3.5, 6.0, 8.0, 11.0]] * 3])
     expected = StepCost(forward_compute_ms=(1.0, 2.0), backward_compute_ms=(2.0, 2.5),
-                        forward_comm_ms=(4.0, 3.0), backward_comm_ms=(2.0, 2.5), waiting_ms=(2.0, 0.0))
-    for part in PARTS:
-        assert getattr(cost, part) == pytest.approx(getattr(expected, part))
-    assert cost.total_ms == pytest.approx(11.0) and cost.step.median_ms == pytest.approx(11.0)
+                        forward_comm_ms=(4.0, 3.0), backward_comm_ms=(2.0, 2.5), waiting_ms=(2.0, 0.0),
+                        input_ms=(4.5, 4.5))
+    dense = {"dense_forward_ms": 1.0, "dense_backward_ms": 2.0}
+    for job, ids_ms in ((JOB, 4.5), (Job("none", **dense), 4.5), (Job(**dense), 1.5)):
+        cost = combine(ms / 1e3, job)
+        for part in PARTS[:-1]:
+            assert getattr(cost, part) == pytest.approx(getattr(expected, part))
+        assert cost.input_ms == pytest.approx((ids_ms, ids_ms))
+        total_ms = 11.0 + ids_ms + job.dense_ms
+        assert cost.total_ms == pytest.approx(total_ms) and cost.step.median_ms == pytest.approx(total_ms)
 
 
 def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables):

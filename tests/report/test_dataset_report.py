@@ -6,7 +6,7 @@ from shardcore.draws.groups import compute_request
 from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.report import dataset_report
 from shardcore.samples import dataset
-from shardcore.types import Setting
+from shardcore.types import COLLECTIVES, Setting
 
 SETTING = Setting("test", 256)
 
@@ -47,9 +47,10 @@ def test_a_figure_of_samples_that_all_failed_says_so(tables, tmp_path):
 def test_exchanges_are_summed_up_by_kind():
     spread = Spread(2.0, 1.9, 2.1, 5)
     requests = [comm_request(i, 2, 256) for i in range(20)]
-    samples = [CollectiveSample(str(i), SETTING, r, None if r.collective == "all_reduce" else (spread,) * 2,
-                          (spread,) * 2, (0.0, 0.0),
-                          1.0, None, i, False) for i, r in enumerate(requests)]
+    timed = [[(spread,) * 2 if way in COLLECTIVES[r.collective] else None for way in ("forward", "backward")]
+             for r in requests]
+    samples = [CollectiveSample(str(i), SETTING, r, *ways, (0.0, 0.0), 1.0, None, i, False)
+               for i, (r, ways) in enumerate(zip(requests, timed, strict=True))]
     rows = dict(dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0],
                                                                                error="a rank died")]))
     assert rows["exchanges"] == "20 timed, 1 failed" and rows["of them"].count("all_to_all fp32") == 1

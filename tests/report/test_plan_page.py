@@ -81,7 +81,7 @@ def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_f
     tops = [patch.get_data().values[::2] for patch in costs.patches]
     cost = explained.cost
     parts = (cost.forward_compute_ms, cost.backward_compute_ms, cost.waiting_ms, cost.forward_comm_ms,
-             cost.backward_comm_ms)
+             cost.backward_comm_ms, cost.input_ms)
     for top, total in zip(tops, np.cumsum(parts, axis=0), strict=True):
         np.testing.assert_allclose(top, total)
     free, used = (patch.get_data().values[::2] * (1 << 20) for patch in memory.patches)

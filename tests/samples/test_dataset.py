@@ -14,7 +14,7 @@ from shardcore.draws.groups import compute_request
 from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset, parts
-from shardcore.types import Setting, Shard
+from shardcore.types import COLLECTIVES, Setting, Shard
 
 SETTING = Setting("cpu-test", 256)
 SPREAD = Spread(1.0, 0.9, 1.1, 7)
@@ -28,10 +28,10 @@ def compute_sample(tables, i, error=None, at=1.0):
 
 def comm_sample(i):
     request = comm_request(i, 2, 256)
-    forward = None if request.collective == "all_reduce" else (SPREAD,) * 2
-    return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, forward, (SPREAD,) * 2,
-                      (0.0, 1.5), time.time(), None,
-                      order=i, oversubscribed=i == 1)
+    timed = ((SPREAD,) * 2 if way in COLLECTIVES[request.collective] else None
+             for way in ("forward", "backward"))
+    return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, *timed, (0.0, 1.5),
+                            time.time(), None, order=i, oversubscribed=i == 1)
 
 
 def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
@@ -40,7 +40,7 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     dataset.write_compute(tmp_path, samples[:4], pool)
     dataset.write_compute(tmp_path, samples[2:], pool)
     comm = [comm_sample(i) for i in range(120)]
-    assert len({(s.request.collective, s.request.payload) for s in comm}) == 6
+    assert len({(s.request.collective, s.request.payload) for s in comm}) == 7
     dataset.write_comm(tmp_path, comm)
     assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
     dataset.merge_parts(tmp_path)

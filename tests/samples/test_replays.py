@@ -13,10 +13,10 @@ from shardcore.cost.model import price
 from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
-from shardcore.samples import parts, replays
+from shardcore.samples import replays
 from shardcore.search import Budget, compare
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, StepCost
+from shardcore.types import PARTS, Plan, Problem, Setting
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)
@@ -44,9 +44,8 @@ def clock():
     def replay(workloads):
         ran.append(len(workloads))
         costs = [price(w, MODEL) for w in workloads]
-        return [StepSample(*(tuple(1.875 * ms for ms in getattr(c, f.name))
-                             for f in dataclasses.fields(StepCost)),
-                         Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
+        return [StepSample(**{part: tuple(1.875 * ms for ms in getattr(c, part)) for part in PARTS},
+                           step=Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
                            oversubscribed=False, slowdown=1.25)
                 for c in costs]
 
@@ -83,6 +82,21 @@ def test_replays_of_version_1_have_the_names_of_today(problem, made, clock, tmp_
                                 "digest": files.digest(body)}))
     assert replays.read(tmp_path / "kept") == kept and replays.is_kept(tmp_path / "kept", problem, made,
                                                                        SETTING, CONFIG)
+
+
+def test_replays_of_version_2_are_read_but_lack_ids(problem, made, clock, tmp_path):
+    kept = replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
+    path = tmp_path / "kept/replays.json"
+    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
+    body["measurement_version"] = 2
+    for row in body["replays"]:
+        row["total_ms"] -= max(row.pop("input_ms"))
+        del row["dense_ms"]
+    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 2, **body,
+                                "digest": files.digest(body)}))
+    for name, cost in replays.read(tmp_path / "kept").costs.items():
+        assert cost == dataclasses.replace(kept.costs[name], input_ms=())
+    assert not replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
 
 
 @pytest.mark.parametrize("slowdown", [0.0, -1.0, 1e4, 1e-4])
@@ -138,7 +152,7 @@ def test_a_replay_is_disturbed_at_a_slowdown_of_half_as_much_again_either_way(
 
 def test_replays_whose_timings_meant_something_else_are_none(problem, made, clock, tmp_path, monkeypatch):
     folder = tmp_path / "replays" / "kept"
-    monkeypatch.setattr(parts, "MEASUREMENT_VERSION", 1)
+    monkeypatch.setattr(replays, "STEP_VERSION", 2)  # steps without ids
     replays.keep(folder, problem, made[-1:], SETTING, CONFIG, clock)
     monkeypatch.undo()
     assert not replays.is_kept(folder, problem, made[-1:], SETTING, CONFIG)
@@ -213,8 +227,8 @@ def test_other_plans_repeats_or_problems_run_again_and_leave_nothing_behind(prob
 def test_a_version_that_is_not_known_is_named(problem, made, clock, tmp_path):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     path = tmp_path / "replays.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
-    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1 to 2; "
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 4}))
+    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 1 to 3; "
                        "remove .* to replay its plans again"):
         replays.read(tmp_path)
 
@@ -295,8 +309,8 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
     (lambda body: body["replays"][0].update(total_ms=1e9), "has total_ms 1000000000.0; its parts sum to"),
     (lambda body: body["replays"].append({**body["replays"][0], "slowdown": 1.1}),
      "two replays of different times"),
-    (lambda body: body.update(version=True), "is not shardcore/replays of version 1 to 2"),
-    (lambda body: body.update(version=2.0), "is not shardcore/replays of version 1 to 2"),
+    (lambda body: body.update(version=True), "is not shardcore/replays of version 1 to 3"),
+    (lambda body: body.update(version=3.0), "is not shardcore/replays of version 1 to 3"),
 ])
 def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)

@@ -15,7 +15,7 @@ from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
 from shardcore.layouts import LAYOUTS
-from shardcore.search import SHARDERS, Budget, bound
+from shardcore.search import SHARDERS, Budget, bound, bound_shards
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
@@ -134,7 +134,7 @@ def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
                       Topology((Device(64 * MIB),) * 2), BATCH)
     spaces = []
     for most in (10_000, 50):
-        monkeypatch.setattr(bound, "MOST_SHARDS", most)
+        monkeypatch.setattr(bound_shards, "MOST_SHARDS", most)
         spaces.append(bound.bound(problem, model_for(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 

@@ -131,7 +131,7 @@ def test_cutting_the_table_that_costs_most_pays():
     problem = Problem("hot", tables, Topology((Device(2**22),) * 4), BATCH)
     model = replace(MODEL, gather_gbps=1, lookup_ns=0)  # columns are what costs
     whole = neuroshard(problem, model, config=NeuroShardConfig(steps=0))
-    cut = neuroshard(problem, model, config=NeuroShardConfig(beam=1, candidates=1))
+    cut = neuroshard(problem, model)
     assert cut.provenance["predicted_ms"] < 0.6 * whole.provenance["predicted_ms"]
     assert sum(p.shard.table.name == "hot" for p in cut.placements) == 4
     kept = neuroshard(replace(problem, constraints=Constraints(unsplit=("hot",))), model)

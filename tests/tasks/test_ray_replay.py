@@ -11,7 +11,7 @@ import tasks.replay
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure.replay import ReplayConfig
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, StepCost
+from shardcore.types import PARTS, Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
 from tasks import actors
 from tasks.measure import MeasureConfig
@@ -41,8 +41,8 @@ def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor
         ranks = {p.pid for p in actor_processes("ReplayRank")}
         assert len(costs) == 2 and len(ranks) == 2
         for cost in costs:
-            for part in dataclasses.fields(StepCost):
-                assert len(getattr(cost, part.name)) == 2 and min(getattr(cost, part.name)) >= 0
+            for part in PARTS:
+                assert len(getattr(cost, part)) == 2 and min(getattr(cost, part)) >= 0
             assert 0 < cost.step.median_ms and cost.step.repeats == CONFIG.repeats
             assert cost.oversubscribed  # each host of this cluster has one CPU
         [again] = run([smaller])

@@ -5,13 +5,19 @@ Shapes: N probes, D devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.layouts import CHANNELS, Layout
-from shardcore.types import MIN_WIDTH, Problem
+from shardcore.inputs import received_bytes
+from shardcore.layouts import CHANNELS, WHOLE_ROWS, Layout
+from shardcore.topology import Topology
+from shardcore.types import MIN_WIDTH, Problem, Shard
 from shardcore.workload import traffic_of_widths
 
+_TERMS = ("own", "busiest", "host_busiest", "total", "once")
+"""As in records.SearchProblem."""
 _PROBES = 64
 """Divisions of the columns that rates are fitted to."""
 
@@ -22,31 +28,50 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     Keys are own, busiest, host_busiest, total and once (see records.SearchProblem).
     They are fitted to the model's costs of some divisions of the columns, by least squares, none below 0.
     """
-    from scipy.optimize import nnls
-
     topology, n = problem.topology, len(problem.topology)
-    names = ("own", "busiest", "host_busiest", "total", "once")
     if n == 1:
-        return dict.fromkeys(names, 0.0)
-    rng = np.random.default_rng(0)
-    mean = sum(t.dim for t in problem.tables) / MIN_WIDTH / n
-    # Probes range from nearly even to uneven divisions, around the problem's own mean.
-    spread = rng.uniform(0.01, 0.5, (_PROBES, 1))
-    width = mean * np.exp(rng.normal(0, 0.3, (_PROBES, 1)) + rng.normal(0, 1, (_PROBES, n)) * spread)
+        return dict.fromkeys(_TERMS, 0.0)
+    width = _probes(sum(t.dim for t in problem.tables) / MIN_WIDTH / n, n)
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
         width[:, group] = width[:, group[:1]]
-    number = {h: i for i, h in enumerate(topology.hosts)}
-    on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
-    busiest_host = (width @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((_PROBES, 1))
-    terms = np.stack(np.broadcast_arrays(width, width.max(1, keepdims=True), busiest_host,
-                                         width.sum(1, keepdims=True), 1.0), -1)
-    terms = terms.reshape(-1, len(names))
-    # Scale columns to 1, so that the least squares are well conditioned.
-    scale = np.maximum(terms.max(0), 1e-300)
     cost = model.comm(traffic_of_widths({layout: MIN_WIDTH * width}, problem),
                       np.zeros(width.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
-    ms = cost.backward_ms + cost.forward_ms.max(1, keepdims=True)
+    return _fitted(width, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
+
+
+def id_rates(problem: Problem, model: CostModel) -> dict[str, float]:
+    """As `exchange_rates`, per byte of ids that devices receive. `own` is 0: the longest transfer counts."""
+    n = len(problem.topology)
+    if n == 1:
+        return dict.fromkeys(_TERMS, 0.0)
+    of_all = sum(received_bytes(Shard.whole(t), problem) for t in problem.tables)
+    id_bytes = _probes(max(of_all, 1.0) / n, n)
+    traffic = traffic_of_widths({WHOLE_ROWS: np.zeros(id_bytes.shape)}, problem, id_bytes)
+    longest = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology).input_ms.max(1, keepdims=True)
+    return {"own": 0.0, **_fitted(id_bytes, np.broadcast_to(longest, id_bytes.shape), problem.topology,
+                                  _TERMS[1:])}
+
+
+def _probes(mean: float, n: int) -> np.ndarray:
+    """[N, D] loads of devices, from nearly even to uneven, around a mean."""
+    rng = np.random.default_rng(0)
+    spread = rng.uniform(0.01, 0.5, (_PROBES, 1))
+    return mean * np.exp(rng.normal(0, 0.3, (_PROBES, 1)) + rng.normal(0, 1, (_PROBES, n)) * spread)
+
+
+def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequence[str]) -> dict[str, float]:
+    """Rates of these terms by least squares, none below 0. loads, ms: [N, D]."""
+    from scipy.optimize import nnls
+
+    number = {h: i for i, h in enumerate(topology.hosts)}
+    on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
+    busiest_host = (loads @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((len(loads), 1))
+    of = dict(zip(_TERMS, np.broadcast_arrays(loads, loads.max(1, keepdims=True), busiest_host,
+                                              loads.sum(1, keepdims=True), 1.0), strict=True))
+    terms = np.stack([of[name] for name in names], -1).reshape(-1, len(names))
+    # Scale columns to 1, so that the least squares are well conditioned.
+    scale = np.maximum(terms.max(0), 1e-300)
     return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))
 
 

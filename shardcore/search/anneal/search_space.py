@@ -18,6 +18,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
+from shardcore.inputs import received_bytes
 from shardcore.layouts import (
     LAYOUTS,
     WHOLE_ROWS,
@@ -30,7 +31,7 @@ from shardcore.layouts import (
 )
 from shardcore.memory import bytes_as, free_bytes
 from shardcore.search.anneal.compiled import SearchProblem
-from shardcore.search.anneal.rates import exchange_rates, shared_rates
+from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import division, placed
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
@@ -244,11 +245,11 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     n_devices = len(problem.topology)
     groups = tuple((layout, group) for layout in LAYOUTS.values() for group in layout.groups(problem.topology)
                    if len(group) > 1)
-    exchange = [exchange_rates(problem, model, layout) for layout in cache.kinds]
+    exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds), id_rates(problem, model)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), bytes=cache.bytes, width=cache.width,
+        added_ms=added(cache.codes, model), bytes=cache.bytes, width=cache.width, ids=cache.id_bytes,
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
@@ -256,6 +257,7 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         free=np.array(free_bytes(problem), np.int64),
         speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
+        hides_ids_ms=problem.job.hides_ids_ms,
         **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}),
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
@@ -334,7 +336,8 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
              "group_of": of,
              "may_share": np.zeros(shape, dtype=bool),
              "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-             "shared_bytes": np.zeros(shape, np.int64), "shared_size": np.zeros(shape),
+             "shared_bytes": np.zeros(shape, np.int64), "shared_ids": np.zeros(shape, np.int64),
+             "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
     if not wanted and not divided:
         return found
@@ -356,6 +359,8 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         found["may_share"][y] = free & divides
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
+        if not layout.local_batch:
+            found["shared_ids"][y] = [received_bytes(shard, problem) for shard in shards]
         found["shared_size"][y] = [shard.rows * shard.width
                                    if layout.dense_gradient else shard.width // MIN_WIDTH for shard in whole]
         for name, rate in shared_rates(problem, model, layout, size).items():

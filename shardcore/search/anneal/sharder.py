@@ -8,7 +8,7 @@ Starts differ in what they do with tables:
 - small tables data-parallel, where that pays.
 
 The compiled search takes the cost of exchanges as linear in three widths.
-These are the widths of each device, of the widest device and of the widest host.
+These are the widths of each device, of the widest device and of the widest host. So it takes those of ids.
 The model itself decides which start continues, and which plan is returned.
 
 Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, step_ms
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.search.anneal.starts import Start, Starts
@@ -178,13 +178,13 @@ class Search:
     def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
-        widths = {layout: MIN_WIDTH * state.width[:, k] for k, layout in enumerate(space.cache.kinds)}
-        traffic = traffic_of_widths(widths, self.problem)
+        widths = {layout: MIN_WIDTH * state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
+        traffic = traffic_of_widths(widths, self.problem, state.carried[:, -1])
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
                 # Group sizes count cells of gradients, or units of columns (see _shared).
                 rows, width = (size, 1) if layout.dense_gradient else (0, MIN_WIDTH * size)
                 traffic[CHANNELS.index(channel), devices] += entering(rows, width, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
-        return float((compute_ms + self.model.comm(traffic, compute_ms, self.problem.topology).total_ms)
-                     .max())
+        comm = self.model.comm(traffic, compute_ms, self.problem.topology)
+        return float(step_ms(compute_ms, comm, self.problem.job))

@@ -1,10 +1,10 @@
 """What a plan costs: exactly, and in the smooth form that annealing minimises.
 
 The smooth form replaces the maximum over devices by a p-norm (Awerbuch et al. 1995, load balancing).
-This holds for loads, and for the columns that devices or hosts exchange.
+This holds for loads, and for what devices or hosts exchange.
 A move changes two devices. So it updates a norm in constant time, whatever the number of devices.
 
-All costs are in ms. Widths are in units of MIN_WIDTH columns.
+All costs are in ms. Exchanges carry units of MIN_WIDTH columns, or bytes of ids.
 """
 
 import math
@@ -44,7 +44,7 @@ def total_of(x):
 
 @inner
 def copy_norm(to, of):
-    """Copy the norms of loads, widths and host widths, [3, K]."""
+    """Copy the norms of loads, and of what devices and hosts carry, [3, X]."""
     for i in range(3):
         for k in range(to.shape[1]):
             to[i, k] = of[i, k]
@@ -70,59 +70,69 @@ def shared_exchange(fx, size):
 
 
 @inner
-def load_of(fx, d, shared_ms, own_ms, ms, width):
-    """ms of a device: its ops at its speed, and the exchanges that its own widths cause.
+def load_of(fx, d, shared_ms, own_ms, ms, carried):
+    """ms of a device: its ops at its speed, and the exchanges that its own loads cause.
 
-    ms: of the ops of its own strips, at speed 1. width: [K] units.
+    ms: of the ops of its own strips, at speed 1. carried: [X].
     """
     # Ops scale with the device's speed. Exchanges do not.
     load = (shared_ms + ms) / fx.speed[d] + own_ms
-    for k in range(len(width)):
-        load += fx.own[k] * width[k]
+    for x in range(len(carried)):
+        load += fx.own[x] * carried[x]
     return load
 
 
 @inner
-def energy_of(fx, ref, norm, all_width, group_size):
+def exposed_ids(fx, ids_ms):
+    """ms that a step takes longer because ids travel."""
+    return max(0.0, ids_ms - fx.hides_ids_ms)
+
+
+@inner
+def energy_of(fx, ref, norm, all_carried, group_size):
     """The smooth cost in ms. It is `cost_of` with p-norms in place of maxima.
 
-    norm: [3, K] sums of p-th powers, relative to ref.
-    all_width: [K] units on all devices.
+    norm: [3, X] sums of p-th powers, relative to ref.
+    all_carried: [X] of all devices.
     group_size: [G] what each group exchanges.
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
-    for k in range(len(all_width)):
-        if all_width[k] > 0:
-            cost += fx.once[k] + fx.total[k] * all_width[k] + fx.busiest[k] * ref[1, k] * root(norm[1, k])
-            if fx.host_busiest[k] > 0.0:
-                cost += fx.host_busiest[k] * ref[2, k] * root(norm[2, k])
+    ids = len(all_carried) - 1
+    for x in range(len(all_carried)):
+        if all_carried[x] > 0:
+            ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * ref[1, x] * root(norm[1, x])
+            if fx.host_busiest[x] > 0.0:
+                ms += fx.host_busiest[x] * ref[2, x] * root(norm[2, x])
+            cost += ms if x < ids else exposed_ids(fx, ms)
     return cost
 
 
 @inner
 def cost_of(fx, st):
-    """The exact cost in ms, with maxima. Also notes the slowest and the widest device in st.number."""
+    """The exact cost in ms, with maxima. Also notes the slowest and the busiest devices in st.number."""
     worst = 0
     for d in range(1, len(st.load)):
         if st.load[d] > st.load[worst]:
             worst = d
     st.number[WORST] = worst
     cost = st.load[worst] + shared_exchange(fx, st.group_size)
-    for k in range(len(st.all_width)):
-        if st.all_width[k] > 0:
-            # Where no cost depends on the widest device, the search for it is skipped.
-            widest = 0
-            if fx.busiest[k] > 0.0:
+    ids = len(st.all_carried) - 1
+    for x in range(len(st.all_carried)):
+        if st.all_carried[x] > 0:
+            # Where no cost depends on the busiest device, the search for it is skipped.
+            busiest = 0
+            if fx.busiest[x] > 0.0:
                 for d in range(1, len(st.load)):
-                    if st.width[d, k] > st.width[widest, k]:
-                        widest = d
-            st.number[WIDEST + k] = widest
-            cost += fx.once[k] + fx.total[k] * st.all_width[k] + fx.busiest[k] * st.width[widest, k]
-            if fx.host_busiest[k] > 0.0:
+                    if st.carried[d, x] > st.carried[busiest, x]:
+                        busiest = d
+            st.number[WIDEST + x] = busiest
+            ms = fx.once[x] + fx.total[x] * st.all_carried[x] + fx.busiest[x] * st.carried[busiest, x]
+            if fx.host_busiest[x] > 0.0:
                 # A host's link is shared by its devices: the host that sends most decides.
                 most = 0
                 for h in range(len(st.hosts)):
-                    most = max(most, st.hosts[h, k])
-                cost += fx.host_busiest[k] * most
+                    most = max(most, st.hosts[h, x])
+                ms += fx.host_busiest[x] * most
+            cost += ms if x < ids else exposed_ids(fx, ms)
     return cost

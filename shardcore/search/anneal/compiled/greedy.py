@@ -11,16 +11,22 @@ from shardcore.search.anneal.compiled.state import hold
 
 
 @inner
-def exchange(fx, st, d, k, more):
-    """ms of the exchanges if device d and its host were the widest, with `more` units of kind k added.
+def exchange(fx, st, d, k, more, more_ids):
+    """ms of the exchanges if device d and its host were the busiest, with `more` units of kind k added.
+
+    more_ids: bytes of ids added.
 
     An upper estimate: greedy does not track the true maxima while it builds a plan.
     """
     ms = 0.0
-    for j in range(st.width.shape[1]):
-        width = more if j == k else 0
-        ms += ((fx.own[j] + fx.busiest[j]) * (st.width[d, j] + width)
-               + fx.host_busiest[j] * (st.hosts[fx.host[d], j] + width))
+    ids = st.carried.shape[1] - 1
+    for x in range(ids + 1):
+        added = more if x == k else 0
+        if x == ids:
+            # What the dense part hides is not known yet: the total is still growing.
+            added = more_ids
+        ms += ((fx.own[x] + fx.busiest[x]) * (st.carried[d, x] + added)
+               + fx.host_busiest[x] * (st.hosts[fx.host[d], x] + added))
     return ms
 
 
@@ -54,7 +60,7 @@ def greedy(head, fx, st, shards):
             # A lower bound: a shard only adds to a load. It often saves the call of the head below.
             held_ms = total_of(st.ms[d])
             shared = st.shared_ms[d]
-            lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, 0, 0)
+            lower = (shared + held_ms) / fx.speed[d] + st.own_ms[d] + exchange(fx, st, d, 0, 0, 0)
             if lower >= least:
                 continue
             # Only one fused op changes: the one of the strip's kind.
@@ -62,7 +68,7 @@ def greedy(head, fx, st, shards):
                 st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
             ms = head(st.trial_sums[0, 0], fx.parameters)
             after = (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d] + st.own_ms[d] + exchange(
-                fx, st, d, k, fx.width[then] - fx.width[was])
+                fx, st, d, k, fx.width[then] - fx.width[was], fx.ids[then] - fx.ids[was])
             if after < least:
                 least, best, best_ms = after, d, ms
         if best < 0:
@@ -73,9 +79,13 @@ def greedy(head, fx, st, shards):
         for f in range(st.sums.shape[2]):
             st.sums[best, k, f] += fx.codes[then, f] - fx.codes[was, f]
         st.ms[best, k] = best_ms
-        more = fx.width[then] - fx.width[was]
-        st.width[best, k] += more
+        more, ids = fx.width[then] - fx.width[was], st.carried.shape[1] - 1
+        more_ids = fx.ids[then] - fx.ids[was]
+        st.carried[best, k] += more
         st.hosts[fx.host[best], k] += more
-        st.all_width[k] += more
+        st.all_carried[k] += more
+        st.carried[best, ids] += more_ids
+        st.hosts[fx.host[best], ids] += more_ids
+        st.all_carried[ids] += more_ids
         st.used[best] += fx.bytes[then] - fx.bytes[was]
     return True

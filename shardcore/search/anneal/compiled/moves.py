@@ -62,8 +62,9 @@ def propose(fx, st):
     if u < 0.5:
         a = st.number[WORST]
     elif u < 0.65:
-        k = 0 if u <= 0.6 else 1  # of a second kind less often; where there is none, the first device
-        a = st.number[WIDEST + k] if k < st.width.shape[1] else 0
+        # Mostly the one with most columns, else the one that carries most in another exchange.
+        x = 0 if u <= 0.6 else 1 + below(st, st.carried.shape[1] - 1)
+        a = st.number[WIDEST + x]
     else:
         a = below(st, n)
     if st.count[a] == 0:
@@ -168,9 +169,10 @@ def try_edits(head, fx, st, a, b, n):
             return np.inf
     # Cheap checks come first: no head is called for a move that is not allowed.
     st.trial_used[0], st.trial_used[1] = st.used[a], st.used[b]
-    n_kinds = st.width.shape[1]
-    for k in range(n_kinds):
-        st.trial_width[0, k], st.trial_width[1, k] = st.width[a, k], st.width[b, k]
+    n_exchanges = st.carried.shape[1]
+    n_kinds = n_exchanges - 1
+    for x in range(n_exchanges):
+        st.trial_carried[0, x], st.trial_carried[1, x] = st.carried[a, x], st.carried[b, x]
     # Bit n_kinds * slot + k: the fused op of kind k on that device changes.
     touched = 0
     for i in range(n):
@@ -178,7 +180,8 @@ def try_edits(head, fx, st, a, b, n):
         slot = 0 if d == a else 1
         was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
         st.trial_used[slot] += fx.bytes[then] - fx.bytes[was]
-        st.trial_width[slot, k] += fx.width[then] - fx.width[was]
+        st.trial_carried[slot, k] += fx.width[then] - fx.width[was]
+        st.trial_carried[slot, n_kinds] += fx.ids[then] - fx.ids[was]
         touched |= 1 << (n_kinds * slot + k)
     # A device that is too full already may still lose bytes.
     if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (
@@ -195,7 +198,7 @@ def try_edits(head, fx, st, a, b, n):
                 st.trial_sums[slot, k, f] = st.sums[d, k, f]
             if touched >> (n_kinds * slot + k) & 1:
                 # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
-                if st.trial_width[slot, k] == 0:
+                if st.trial_carried[slot, k] == 0:
                     for f in range(n_features):
                         st.trial_sums[slot, k, f] = 0.0
                     st.trial_ms[slot, k] = 0.0
@@ -208,34 +211,34 @@ def try_edits(head, fx, st, a, b, n):
                             st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
                 st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)
         st.trial_load[slot] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]),
-                                      st.trial_width[slot])
+                                      st.trial_carried[slot])
     # Norms change by the two devices' terms only.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
-    for k in range(n_kinds):
-        st.trial_all_width[k] = st.all_width[k]
+    for x in range(n_exchanges):
+        st.trial_all_carried[x] = st.all_carried[x]
     for slot in range(2):
         d = a if slot == 0 else b
         norm[0, 0] += power(st.trial_load[slot] / ref[0, 0]) - power(st.load[d] / ref[0, 0])
-        for k in range(n_kinds):
-            more = st.trial_width[slot, k] - st.width[d, k]
+        for x in range(n_exchanges):
+            more = st.trial_carried[slot, x] - st.carried[d, x]
             if more != 0:
-                st.trial_all_width[k] += more
-                if fx.busiest[k] > 0.0:
-                    norm[1, k] += (power(st.trial_width[slot, k] / ref[1, k])
-                                   - power(st.width[d, k] / ref[1, k]))
+                st.trial_all_carried[x] += more
+                if fx.busiest[x] > 0.0:
+                    norm[1, x] += (power(st.trial_carried[slot, x] / ref[1, x])
+                                   - power(st.carried[d, x] / ref[1, x]))
     if len(st.hosts) > 1:
-        x, y = fx.host[a], fx.host[b]
-        for k in range(n_kinds):
-            if fx.host_busiest[k] > 0.0:
-                more = st.trial_width[0, k] - st.width[a, k]
-                also = st.trial_width[1, k] - st.width[b, k]
+        g, h = fx.host[a], fx.host[b]
+        for x in range(n_exchanges):
+            if fx.host_busiest[x] > 0.0:
+                more = st.trial_carried[0, x] - st.carried[a, x]
+                also = st.trial_carried[1, x] - st.carried[b, x]
                 # On one host both changes meet in one term.
-                if x == y:
+                if g == h:
                     more, also = more + also, 0
-                norm[2, k] += power((st.hosts[x, k] + more) / ref[2, k]) - power(st.hosts[x, k] / ref[2, k])
-                norm[2, k] += power((st.hosts[y, k] + also) / ref[2, k]) - power(st.hosts[y, k] / ref[2, k])
-    return energy_of(fx, ref, norm, st.trial_all_width, st.group_size)
+                norm[2, x] += power((st.hosts[g, x] + more) / ref[2, x]) - power(st.hosts[g, x] / ref[2, x])
+                norm[2, x] += power((st.hosts[h, x] + also) / ref[2, x]) - power(st.hosts[h, x] / ref[2, x])
+    return energy_of(fx, ref, norm, st.trial_all_carried, st.group_size)
 
 
 @inner
@@ -248,10 +251,11 @@ def accept(fx, st, a, b, n):
     # Copy the trial's results rather than compute them again.
     for slot in range(2):
         d = a if slot == 0 else b
-        for k in range(st.width.shape[1]):
-            st.hosts[fx.host[d], k] += st.trial_width[slot, k] - st.width[d, k]
-            st.all_width[k] += st.trial_width[slot, k] - st.width[d, k]
-            st.width[d, k] = st.trial_width[slot, k]
+        for x in range(st.carried.shape[1]):
+            st.hosts[fx.host[d], x] += st.trial_carried[slot, x] - st.carried[d, x]
+            st.all_carried[x] += st.trial_carried[slot, x] - st.carried[d, x]
+            st.carried[d, x] = st.trial_carried[slot, x]
+        for k in range(st.ms.shape[1]):
             st.ms[d, k] = st.trial_ms[slot, k]
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] = st.trial_sums[slot, k, f]

@@ -4,6 +4,7 @@ An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
 P parameters, L log entries, K kinds of what single devices hold.
+X = K + 1 exchanges: one of outputs for each kind, and the last of ids.
 Y layouts of what groups of devices share, G groups.
 
 Strips and units are defined in search/shard_cost_cache.py.
@@ -29,6 +30,7 @@ class SearchProblem(NamedTuple):
     added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
     bytes: int64[::1]  # [R] memory of a shard
     width: int64[::1]  # [R] times MIN_WIDTH columns; tables kept together are one unit of any width
+    ids: int64[::1]  # [R] bytes of ids that the shard's device receives
     kind: int64[::1]  # [S] number of the kind, 0 to K - 1
     size: int64[::1]  # [S] units of the whole strip
     table: int64[::1]  # [S] number of the table
@@ -37,18 +39,21 @@ class SearchProblem(NamedTuple):
     free: int64[::1]  # [D] bytes
     speed: float64[::1]  # [D]
     host: int64[::1]  # [D]
-    # Rates of both exchanges of a step. ms = own * width + busiest * (largest width) + ...
-    own: float64[::1]  # [K] ms per unit on the device itself
-    busiest: float64[::1]  # [K] ms per unit on the widest device
-    host_busiest: float64[::1]  # [K] ms per unit on the widest host
-    total: float64[::1]  # [K] ms per unit on all devices together
-    once: float64[::1]  # [K] ms if there is any width at all
+    # Rates of exchanges, both ways together. ms = own * load + busiest * (largest load) + ...
+    # A load is units of columns of a kind, or bytes of ids.
+    own: float64[::1]  # [X] ms per load of the device itself; 0 for ids
+    busiest: float64[::1]  # [X] ms per load of the busiest device
+    host_busiest: float64[::1]  # [X] ms per load of the busiest host
+    total: float64[::1]  # [X] ms per load of all devices together
+    once: float64[::1]  # [X] ms if there is any load at all
+    hides_ids_ms: float64  # for which ids travel without making the step longer
     # Tables shared by groups of devices.
     group_layout: int64[::1]  # [G] number of the group's layout
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     shared_codes: float64[:, :, ::1]  # [Y, S, F] encoding of each device's shard
     shared_bytes: int64[:, ::1]  # [Y, S] memory on each device
+    shared_ids: int64[:, ::1]  # [Y, S] bytes of ids that each device receives
     shared_size: float64[:, ::1]  # [Y, S] what it exchanges; whole numbers, so that sums are exact
     shared_own: float64[::1]  # [Y] ms per size of the group itself
     shared_busiest: float64[::1]  # [Y] ms per size of the largest group
@@ -70,30 +75,32 @@ class State(NamedTuple):
     strips: int32[:, ::1]  # [D, S] which strips; the first `count` entries are valid
     sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
     ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
-    width: int64[:, ::1]  # [D, K]
+    carried: int64[:, ::1]  # [D, X] what exchanges carry: units of columns of each kind, and bytes of ids
     used: int64[::1]  # [D] bytes
     load: float64[::1]  # [D] ms
-    hosts: int64[:, ::1]  # [H, K] units on each host
-    all_width: int64[::1]  # [K] units on all devices
-    # Rows: 0 loads (only [0, 0] is used), 1 widths of devices, 2 widths of hosts.
-    norm: float64[:, ::1]  # [3, K] sums of p-th powers of value / ref
-    ref: float64[:, ::1]  # [3, K] means that the powers are relative to
+    hosts: int64[:, ::1]  # [H, X] the same of each host
+    all_carried: int64[::1]  # [X] the same of all devices
+    # Rows: 0 loads in ms (only [0, 0] is used), 1 what devices carry, 2 what hosts carry.
+    norm: float64[:, ::1]  # [3, X] sums of p-th powers of value / ref
+    ref: float64[:, ::1]  # [3, X] means that the powers are relative to
     group: int64[::1]  # [S] the group that shares the strip; -1: none
     shared: int64[::1]  # [S] the shared strips; the first number[N_SHARED] are valid
     group_sums: float64[:, ::1]  # [G, F] summed encodings
     group_ms: float64[::1]  # [G] ms of the op on each of its devices, at speed 1
     group_size: float64[::1]  # [G] sum of shared_size
     group_bytes: int64[::1]  # [G] memory on each of its devices
+    group_ids: int64[::1]  # [G] bytes of ids that each of its devices receives
     shared_ms: float64[::1]  # [D] ms of the ops of its groups, at speed 1
     own_ms: float64[::1]  # [D] ms of exchanges set by its own groups' sizes
     moved: int64[::1]  # [S] bytes of each table that moved
     trial_sums: float64[:, :, ::1]  # [2, K, F]
     trial_ms: float64[:, ::1]  # [2, K]
-    trial_width: int64[:, ::1]  # [2, K]
+    trial_carried: int64[:, ::1]  # [2, X]
     trial_used: int64[::1]  # [2]
     trial_load: float64[::1]  # [2]
-    trial_all_width: int64[::1]  # [K]
-    trial_norm: float64[:, ::1]  # [3, K]
+    trial_all_carried: int64[::1]  # [X]
+    trial_hosts: int64[::1]  # [H] bytes of ids of each host
+    trial_norm: float64[:, ::1]  # [3, X]
     trial_group_sums: float64[:, ::1]  # [2, F] of the two groups that a move changes
     trial_group_ms: float64[::1]  # [2]
     trial_group_size: float64[::1]  # [G]
@@ -112,7 +119,7 @@ LOG: entries in the log.
 WORST: the slowest device.
 N_MOVED, BYTES_MOVED: tables and bytes moved.
 N_SHARED: strips that groups share.
-WIDEST + k: the widest device of kind k. It has to come last.
+WIDEST + x: the device that carries most in exchange x. It has to come last.
 """
 BEST, ENERGY = range(2)
 """Indices of State.value.
@@ -125,20 +132,24 @@ ENERGY: smooth cost of the present plan, in ms.
 def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> State:
     """A State with nothing placed."""
     (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
-    n_kinds, n_groups = len(problem.own), len(problem.group_layout)
+    n_exchanges, n_groups = len(problem.own), len(problem.group_layout)
+    n_kinds = n_exchanges - 1
     shapes = {
         "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
-        "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds), "width": (n_devices, n_kinds),
+        "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds),
+        "carried": (n_devices, n_exchanges),
         "used": n_devices,
-        "load": n_devices, "hosts": (n_hosts, n_kinds), "all_width": n_kinds, "norm": (3, n_kinds),
-        "ref": (3, n_kinds),
+        "load": n_devices, "hosts": (n_hosts, n_exchanges), "all_carried": n_exchanges,
+        "norm": (3, n_exchanges), "ref": (3, n_exchanges),
         "group": n_strips, "shared": n_strips, "group_sums": (n_groups, n_features), "group_ms": n_groups,
-        "group_size": n_groups, "group_bytes": n_groups, "shared_ms": n_devices, "own_ms": n_devices,
-        "moved": n_strips, "trial_sums": (2, n_kinds, n_features), "trial_ms": (2, n_kinds),
-        "trial_width": (2, n_kinds),
-        "trial_used": 2, "trial_load": 2, "trial_all_width": n_kinds, "trial_norm": (3, n_kinds),
+        "group_size": n_groups, "group_bytes": n_groups, "group_ids": n_groups, "shared_ms": n_devices,
+        "own_ms": n_devices, "moved": n_strips, "trial_sums": (2, n_kinds, n_features),
+        "trial_ms": (2, n_kinds), "trial_carried": (2, n_exchanges),
+        "trial_used": 2, "trial_load": 2, "trial_all_carried": n_exchanges, "trial_hosts": n_hosts,
+        "trial_norm": (3, n_exchanges),
         "trial_group_sums": (2, n_features), "trial_group_ms": 2, "trial_group_size": n_groups,
-        "edit": (MOST_EDITS, 3), "log": (log_length, 3), "number": WIDEST + n_kinds, "value": 2, "random": 1}
+        "edit": (MOST_EDITS, 3), "log": (log_length, 3), "number": WIDEST + n_exchanges, "value": 2,
+        "random": 1}
     found = State(**{name: np.zeros(shapes[name], State.__annotations__[name].dtype.name)
                      for name in State._fields})
     found.ref[:], found.group[:], found.value[:] = 1.0, -1, np.inf

@@ -91,9 +91,10 @@ def change_shared(head, fx, st, threshold):
     if to >= 0 and to != start:
         try_group(head, fx, st, 1, to, -1, leaves if moves else comes)
     # What b holds of whole-row strips (kind 0) after the move.
-    width, more_on_b = st.trial_width[0], 0
-    for k in range(len(width)):
-        width[k] = st.width[b, k]
+    carried, more_on_b = st.trial_carried[0], 0
+    ids = len(carried) - 1
+    for x in range(len(carried)):
+        carried[x] = st.carried[b, x]
     for f in range(n_features):
         st.trial_sums[0, 0, f] = st.sums[b, 0, f]
     # The strip that leaves comes whole to b.
@@ -102,44 +103,60 @@ def change_shared(head, fx, st, threshold):
             return False
         shard = fx.shard[leaves, fx.size[leaves]]
         more_on_b += fx.bytes[shard]
-        width[0] += fx.width[shard]
+        carried[0] += fx.width[shard]
+        carried[ids] += fx.ids[shard]
         for f in range(n_features):
             st.trial_sums[0, 0, f] += fx.codes[shard, f]
     if comes >= 0:
         shard = fx.shard[comes, fx.size[comes]]
         more_on_b -= fx.bytes[shard]
-        width[0] -= fx.width[shard]
+        carried[0] -= fx.width[shard]
+        carried[ids] -= fx.ids[shard]
         for f in range(n_features):
             st.trial_sums[0, 0, f] -= fx.codes[shard, f]
-    ms = head(st.trial_sums[0, 0], fx.parameters) if width[0] > 0 else 0.0
-    # Bytes that each device of group `start` loses, and of group `to` gains.
+    ms = head(st.trial_sums[0, 0], fx.parameters) if carried[0] > 0 else 0.0
+    # Bytes, and bytes of ids, that each device of group `start` loses, and of group `to` gains.
     out_bytes = fx.shared_bytes[y, leaves] if leaves >= 0 else 0
     in_bytes = (fx.shared_bytes[y, leaves] if moves else fx.shared_bytes[y, comes]) if to >= 0 else 0
+    out_ids = fx.shared_ids[y, leaves] if leaves >= 0 else 0
+    in_ids = (fx.shared_ids[y, leaves] if moves else fx.shared_ids[y, comes]) if to >= 0 else 0
     copy_norm(norm, st.norm)
-    # Every device of a group changes. So the norm of loads is summed anew.
+    # Every device of a group changes. So the norms of loads and of ids are summed anew.
     norm[0, 0] = 0.0
+    norm[1, ids] = 0.0
+    norm[2, ids] = 0.0
+    st.trial_hosts[:] = 0
+    all_ids = 0
     for d in range(n):
         g, more = fx.group_of[y, d], more_on_b if d == b else 0
         shared_ms, own_ms = st.shared_ms[d], st.own_ms[d]
+        received = carried[ids] if d == b else st.carried[d, ids]
         if g >= 0 and (g == start or g == to):
             shared_ms += st.trial_group_ms[0 if g == start else 1] - st.group_ms[g]
             own_ms += fx.shared_own[y] * (st.trial_group_size[g] - st.group_size[g])
             more += (in_bytes if g == to else 0) - (out_bytes if g == start else 0)
+            received += (in_ids if g == to else 0) - (out_ids if g == start else 0)
         if more > 0 and st.used[d] + more > fx.free[d]:
             return False
         if d == b:
-            load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, 0], width)
+            load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, 0], carried)
         else:
-            load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.width[d])
+            load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.carried[d])
         norm[0, 0] += power(load / ref[0, 0])
+        norm[1, ids] += power(received / ref[1, ids])
+        st.trial_hosts[fx.host[d]] += received
+        all_ids += received
+    for h in range(len(st.trial_hosts)):
+        norm[2, ids] += power(st.trial_hosts[h] / ref[2, ids])
     # Widths change on b only, and only those of kind 0.
-    norm[1, 0] += power(width[0] / ref[1, 0]) - power(st.width[b, 0] / ref[1, 0])
-    h, wider = fx.host[b], width[0] - st.width[b, 0]
+    norm[1, 0] += power(carried[0] / ref[1, 0]) - power(st.carried[b, 0] / ref[1, 0])
+    h, wider = fx.host[b], carried[0] - st.carried[b, 0]
     norm[2, 0] += power((st.hosts[h, 0] + wider) / ref[2, 0]) - power(st.hosts[h, 0] / ref[2, 0])
-    for k in range(len(width)):
-        st.trial_all_width[k] = st.all_width[k]
-    st.trial_all_width[0] += wider
-    if energy_of(fx, ref, norm, st.trial_all_width, st.trial_group_size) >= threshold:
+    for x in range(len(carried)):
+        st.trial_all_carried[x] = st.all_carried[x]
+    st.trial_all_carried[0] += wider
+    st.trial_all_carried[ids] = all_ids
+    if energy_of(fx, ref, norm, st.trial_all_carried, st.trial_group_size) >= threshold:
         return False
     if leaves >= 0:
         # Note each step before it is taken, so that `undo` can go back in reverse order.

@@ -91,12 +91,14 @@ def recompute_groups(head, fx, st):
     st.group_sums[:] = 0.0
     st.group_size[:] = 0.0
     st.group_bytes[:] = 0
+    st.group_ids[:] = 0
     for i in range(st.number[N_SHARED]):
         s = st.shared[i]
         g = st.group[s]
         y = fx.group_layout[g]
         st.group_size[g] += fx.shared_size[y, s]
         st.group_bytes[g] += fx.shared_bytes[y, s]
+        st.group_ids[g] += fx.shared_ids[y, s]
         for f in range(st.group_sums.shape[1]):
             st.group_sums[g, f] += fx.shared_codes[y, s, f]
     for g in range(len(st.group_size)):
@@ -118,47 +120,51 @@ def recompute(head, fx, st):
 
     This also removes rounding errors that many small updates gathered.
     """
-    n_devices, n_kinds = st.width.shape
+    n_devices, n_exchanges = st.carried.shape
+    n_kinds = n_exchanges - 1
     recompute_groups(head, fx, st)
     st.used[:] = 0
+    st.carried[:] = 0
     for y in range(len(fx.shared_once)):
         for d in range(n_devices):
             if fx.group_of[y, d] >= 0:
                 st.used[d] += st.group_bytes[fx.group_of[y, d]]
+                st.carried[d, n_kinds] += st.group_ids[fx.group_of[y, d]]
     st.hosts[:] = 0
-    st.all_width[:] = 0
+    st.all_carried[:] = 0
     for d in range(n_devices):
         st.sums[d] = 0.0
-        st.width[d] = 0
         # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
             s = st.strips[d, i]
             shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
             st.used[d] += fx.bytes[shard]
-            st.width[d, k] += fx.width[shard]
+            st.carried[d, k] += fx.width[shard]
+            st.carried[d, n_kinds] += fx.ids[shard]
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] += fx.codes[shard, f]
         for k in range(n_kinds):
             # An empty op is not launched, so it costs 0.
-            st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.width[d, k] > 0 else 0.0
-            st.hosts[fx.host[d], k] += st.width[d, k]
-            st.all_width[k] += st.width[d, k]
-        st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.width[d])
+            st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.carried[d, k] > 0 else 0.0
+        for x in range(n_exchanges):
+            st.hosts[fx.host[d], x] += st.carried[d, x]
+            st.all_carried[x] += st.carried[d, x]
+        st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
     # References are the means. The lower limits guard the division for empty plans.
     st.ref[0, 0] = max(st.load.mean(), 1e-12)
-    for k in range(n_kinds):
-        st.ref[1, k] = max(st.all_width[k] / n_devices, 1.0)
-        st.ref[2, k] = max(st.all_width[k] / len(st.hosts), 1.0)
+    for x in range(n_exchanges):
+        st.ref[1, x] = max(st.all_carried[x] / n_devices, 1.0)
+        st.ref[2, x] = max(st.all_carried[x] / len(st.hosts), 1.0)
     # Norms are summed after the references are known.
     st.norm[:] = 0.0
     for d in range(n_devices):
         st.norm[0, 0] += power(st.load[d] / st.ref[0, 0])
-        for k in range(n_kinds):
-            st.norm[1, k] += power(st.width[d, k] / st.ref[1, k])
+        for x in range(n_exchanges):
+            st.norm[1, x] += power(st.carried[d, x] / st.ref[1, x])
     for h in range(len(st.hosts)):
-        for k in range(n_kinds):
-            st.norm[2, k] += power(st.hosts[h, k] / st.ref[2, k])
-    st.value[ENERGY] = energy_of(fx, st.ref, st.norm, st.all_width, st.group_size)
+        for x in range(n_exchanges):
+            st.norm[2, x] += power(st.hosts[h, x] / st.ref[2, x])
+    st.value[ENERGY] = energy_of(fx, st.ref, st.norm, st.all_carried, st.group_size)
 
 
 @njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)

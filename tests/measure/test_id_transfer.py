@@ -1,0 +1,74 @@
+"""Input distribution among real processes."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from shapes import column, host_row, on_hosts, replica, row
+
+from shardcore.job import Job
+from shardcore.measure import id_transfer, local_ranks
+from shardcore.measurements import CollectiveRequest
+from shardcore.types import Plan, Problem, Table
+from shardcore.workload import lower
+
+FEATURES, IDS, LOCAL = [2, 0, 1], [7, 0, 4], 3
+A, B, C = (Table(name, rows, 16, 2.0) for name, rows in (("a", 100), ("b", 60), ("c", 10)))
+
+
+def _exchange(rank, init_method, say):
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=3)
+    transfer = id_transfer.IdTransfer(FEATURES, IDS, LOCAL, rank, job=Job(id_bytes=4, length_bytes=8))
+    transfer._ids += 100 * rank  # tells where they come from
+    with torch.profiler.profile() as profiler:
+        lengths, ids = transfer.run()
+    again = transfer.run()
+    names = [e.key for e in profiler.key_averages() if "gloo:" in e.key]
+    say((lengths.tolist(), ids.tolist(), str(ids.dtype), [x.tolist() for x in again], names))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def three():
+    last = dict(local_ranks.run("test", _exchange, 3, (), 60.0))
+    return [last[rank] for rank in range(3)]
+
+
+def test_each_rank_gets_the_ids_of_its_features_from_all_ranks(three):
+    """Two features for rank 0, of which each rank sends 7 ids; one for rank 2, of 4 ids; none for rank 1."""
+    sent = [np.arange(11) + 100 * rank for rank in range(3)]
+    lengths, ids, kind, again, _ = three[0]
+    # 7 ids over two features of 3 samples: 2, 1, 1 and 1, 1, 1; feature by feature, rank by rank.
+    assert lengths == [[2, 1, 1]] * 3 + [[1, 1, 1]] * 3
+    assert ids == [*np.concatenate([s[:4] for s in sent]), *np.concatenate([s[4:7] for s in sent])]
+    assert kind == "torch.int32" and again == [lengths, ids]
+    assert three[1][:2] == ([], [])
+    assert three[2][:2] == ([[2, 1, 1]] * 3, list(np.concatenate([s[7:] for s in sent])))
+
+
+def test_it_takes_three_all_to_alls(three):
+    assert all(names == ["gloo:all_to_all"] for *_, names in three)
+
+
+@pytest.mark.parametrize("widths", [(8, 12, 0), (256, 4, 64)])
+def test_a_drawn_exchange_has_the_bytes_of_its_columns(widths):
+    request = CollectiveRequest(widths, 96, (0.0,) * 3, "all_to_all_ids")
+    features, ids = id_transfer.features_and_ids(request)
+    n_bytes = [3 * (4 * 32 * f + 8 * n) for f, n in zip(features, ids, strict=True)]
+    assert n_bytes == pytest.approx([96 * 4 * w for w in widths])
+
+
+def test_a_replayed_step_sends_as_many_ids_as_its_workload_says():
+    """Columns of a table on a device are one feature; replicas get no ids."""
+    where = on_hosts("aabb")
+    problem = Problem("p", (A, B, C), where, 64)
+    plan = Plan((column(A, 0, 0, 4), column(A, 0, 4, 8), column(A, 3, 8, 16), host_row(B, (2, 3)),
+                 replica(C, where)))
+    workload = lower(plan, problem)
+    transfer = id_transfer.of_workload(workload, 3)
+    assert transfer._lengths_to == [16, 0, 16, 32]
+    assert transfer._ids_to == [32, 0, 16, 48]
+    both = lower(Plan((row(A, where), replica(B, where), replica(C, where))), problem)
+    assert id_transfer.of_workload(both, 0)._ids_to == [8] * 4
+    nothing = lower(Plan(tuple(replica(t, where) for t in (A, B, C))), problem)
+    assert id_transfer.of_workload(nothing, 0) is None

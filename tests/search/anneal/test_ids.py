@@ -1,0 +1,65 @@
+"""Ids in annealing: kept up to date, and worth what they cost."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance import BATCH, MIB, draw_tables, model_for
+from shapes import on_hosts
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.inputs import expected_bytes
+from shardcore.job import Job
+from shardcore.layouts import layout_of
+from shardcore.search import Budget
+from shardcore.search.anneal import sharder
+from shardcore.types import Plan, Problem, Setting, Table
+from shardcore.workload import lower
+
+HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
+"""A dense part that hides all ids."""
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aabb"])
+def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, monkeypatch):
+    problem = Problem("p", draw_tables(np.random.default_rng(1), 12), on_hosts(hosts), BATCH)
+    model, seen = model_for(problem), []
+    exact = sharder.Search._exact_ms
+
+    def checked(search, start):
+        state, fixed = start.state, start.fixed
+        plan = Plan(tuple(start.placements))
+        # All ranges of divided rows count as the first. The last one may have fewer rows.
+        more = state.carried[:, -1] - expected_bytes(plan, problem)
+        divided = any(layout_of(p.kind).divides_rows for p in plan.placements)
+        assert (more >= 0).all() and (divided or not more.any())
+        kept = {name: getattr(state, name).copy() for name in ("carried", "hosts", "all_carried")}
+        ms = exact(search, start)
+        assert divided or ms == pytest.approx(price(lower(plan, problem), model).total_ms, rel=1e-9)
+        for name, was in kept.items():
+            assert np.array_equal(getattr(state, name), was)
+        of_hosts = np.zeros_like(state.hosts)
+        np.add.at(of_hosts, fixed.host, state.carried)
+        assert np.array_equal(state.hosts, of_hosts)
+        assert np.array_equal(state.all_carried, state.carried.sum(0))
+        seen.append(len({p.kind for p in plan.placements}))
+        return ms
+
+    monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
+    sharder.anneal(problem, model, seed=1, budget=Budget(evals=20_000))
+    assert len(seen) > 20 and max(seen) > 1
+
+
+def test_columns_are_cut_only_where_that_is_worth_the_ids():
+    """The wide table is most of the compute. Each device has a table, so each part of it brings more ids."""
+    tables = (Table("wide", 1000, 64, 50.0), *(Table(f"narrow{i}", 1000, 16, 50.0) for i in range(3)))
+    model = replace(AnalyticModel(Setting("any", BATCH)), gather_gbps=1.0, lookup_ns=0, exchange_latency_ms=0)
+    cut = []
+    for between_gbps in (0.01, 100.0):
+        for job in (Job(), HIDDEN):
+            where = replace(on_hosts("aabb", 64 * MIB), between_hosts_gbps=between_gbps)
+            given = Problem("p", tables, where, BATCH, job=job)
+            plan = sharder.anneal_columns(given, model, budget=Budget(evals=5_000))
+            cut.append(sum(p.shard.table.name == "wide" for p in plan.placements) > 1)
+    assert cut == [False, True, True, True]
