@@ -31,7 +31,7 @@ from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
-from shardcore.workload import entering_bytes, traffic_of_widths
+from shardcore.workload import entering_bytes, traffic_of_outputs
 
 KINDS = tuple(LAYOUTS.values())
 SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "anneal_columns", "anneal")
@@ -64,7 +64,7 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
     for held in dealt(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
-        sent.append(traffic_of_widths({WHOLE_ROWS: MIN_WIDTH * held}, problem))
+        sent.append(traffic_of_outputs({WHOLE_ROWS: MIN_WIDTH * held}, problem))
     for layout in layouts.ways(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))

@@ -2,10 +2,11 @@
 
     python -m bench.traffic --models 200 --out traffic.jsonl
 
-Each model is drawn: one to three collections of tables, of which some share a feature, ids of 32 or 64 bits,
-and a plan with all kinds of sharding. DistributedModelParallel runs one step of it on 2 or 4 gloo processes.
-Every collective passes a TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are
-compared with a Workload that was made for the same ids, rank by rank, to the byte.
+Each model is drawn: one to three collections, with and without weights of lookups. Their tables have one to
+three features, and share some. Ids have 32 or 64 bits. The plan has all kinds of sharding.
+DistributedModelParallel runs one step of it on 2 or 4 gloo processes. Every collective passes a
+TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are compared with a Workload
+that was made for the same ids, rank by rank, to the byte.
 
 A line of --out is a model. Run again, it goes on from there. Exits 1 if a byte differs.
 """
@@ -58,12 +59,12 @@ class Drawn:
     """A model to train for a step.
 
     problem: its tables; a table's name is collection_table. Its job has the types of ids and lengths.
-    features: the feature of each table. Tables may share one.
+    features: of each table. Tables may share them.
     plan: a plan of the problem.
     """
 
     problem: Problem
-    features: dict[str, str]
+    features: dict[str, list[str]]
     plan: Plan
 
     @property
@@ -79,12 +80,17 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
     rng = np.random.default_rng(seed)
     hosts, per_host = shape or SHAPES[rng.integers(len(SHAPES))]
     devices = tuple(Device(10**9, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
-    tables = [Table(f"c{c}_t{i}", int(rng.integers(4, 60)), 4 * int(rng.integers(1, 9)), 2.0)
-              for c in range(rng.integers(1, 4)) for i in range(rng.integers(1, 6))]
-    names = [f"f{i}" for i in range(len(tables))]
-    # About a third of the tables share their feature with another.
-    features = {t.name: names[int(rng.integers(i + 1)) if rng.random() < 0.3 else i]
-                for i, t in enumerate(tables)}
+    tables, features = [], {}
+    for c in range(rng.integers(1, 4)):
+        weighted, names = bool(rng.random() < 0.4), []
+        for i in range(rng.integers(1, 6)):
+            own = [f"f{c}_{len(names) + k}" for k in range(rng.choice([1, 2, 3], p=[0.6, 0.2, 0.2]))]
+            # About a third of the tables share a feature with another.
+            own = [names[rng.integers(len(names))], *own[1:]] if names and rng.random() < 0.3 else own
+            names = list(dict.fromkeys([*names, *own]))
+            tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), 4 * int(rng.integers(1, 9)),
+                                2.0 * len(own), features=len(own), weighted=weighted))
+            features[tables[-1].name] = own
     given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
     plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
     job = Job(id_bytes=id_bytes, length_bytes=length_bytes)
@@ -98,14 +104,14 @@ def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
     """For each feature how many ids each sample of a rank has."""
     rng = np.random.default_rng([seed, rank])
     return {feature: rng.integers(0, 5, model.problem.local_batch)
-            for feature in sorted({*model.features.values()})}
+            for feature in sorted({f for own in model.features.values() for f in own})}
 
 
 def ids_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
     """For each feature the ids that a rank's samples look up: within the rows of every table that has it."""
     rng = np.random.default_rng([seed, rank, 1])
-    rows = {f: min(t.rows for t in model.problem.tables if model.features[t.name] == f)
-            for f in model.features.values()}
+    rows = {f: min(t.rows for t in model.problem.tables if f in model.features[t.name])
+            for own in model.features.values() for f in own}
     return {f: rng.integers(0, rows[f], lengths.sum())
             for f, lengths in lengths_of(model, seed, rank).items()}
 
@@ -115,7 +121,7 @@ def given_lookups(model: Drawn, seed: int) -> Lookups:
     ids = [ids_of(model, seed, rank) for rank in range(len(model.problem.topology))]
 
     def of(shard: Shard) -> np.ndarray:
-        mine = [of_rank[model.features[shard.table.name]] for of_rank in ids]
+        mine = [np.concatenate([of_rank[f] for f in model.features[shard.table.name]]) for of_rank in ids]
         return np.array([np.count_nonzero((i >= shard.row_lo) & (i < shard.row_hi)) for i in mine])
     return of
 
@@ -125,15 +131,15 @@ def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
     n = len(model.problem.topology)
     workload = lower(model.plan, model.problem)
     sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
-    # One exchange of counts for each kind of a collection: samples, ids and lengths, for each rank.
-    kinds = {(p.shard.table.name.split("_")[0], p.kind) for p in model.plan.placements
-             if not layout_of(p.kind).local_batch}
+    # One exchange of counts for each kind of a collection: samples, ids, lengths and weights, for each rank.
+    kinds = {(p.shard.table.name.split("_")[0], p.kind): 3 + p.shard.table.weighted
+             for p in model.plan.placements if not layout_of(p.kind).local_batch}
+    counts = sum(kinds.values())
     hosts = model.problem.topology.on_hosts
     groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
     found = []
     for rank in range(n):
-        mine = Counter({f"{SPLITS} in": 3 * n * _INT64 * len(kinds),
-                        f"{SPLITS} out": 3 * n * _INT64 * len(kinds),
+        mine = Counter({f"{SPLITS} in": counts * n * _INT64, f"{SPLITS} out": counts * n * _INT64,
                         f"{INPUT} in": round(sent[rank]), f"{INPUT} out": round(received[rank])})
         for channel, entering in zip(CHANNELS, workload.traffic, strict=True):
             # The workload's ids are those that statistics make us expect.
@@ -218,12 +224,14 @@ class Model(nn.Module):
 
         super().__init__()
         for name, tables in model.collections.items():
-            setattr(self, name, EmbeddingBagCollection(device=torch.device(device), tables=[
-                EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                                   feature_names=[model.features[t.name]]) for t in tables]))
+            setattr(self, name, EmbeddingBagCollection(
+                device=torch.device(device), is_weighted=tables[0].weighted, tables=[
+                    EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                       feature_names=model.features[t.name]) for t in tables]))
 
-    def forward(self, features):
-        return torch.cat([x for c in self.children() for _, x in sorted(c(features).to_dict().items())], 1)
+    def forward(self, batches):
+        pooled = [c(batches[name]).to_dict() for name, c in self.named_children()]
+        return torch.cat([x for outputs in pooled for _, x in sorted(outputs.items())], 1)
 
 
 def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[dict[str, int]]:
@@ -267,15 +275,19 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
 
 
 def _batch(model: Drawn, seed: int, rank: int):
+    """For each collection its features, with weights if it has them."""
     from torchrec import KeyedJaggedTensor
 
     lengths, ids = lengths_of(model, seed, rank), ids_of(model, seed, rank)
-    dtype = {4: torch.int32, 8: torch.int64}
-    job = model.problem.job
-    return KeyedJaggedTensor(
-        keys=list(lengths),
-        values=torch.from_numpy(np.concatenate(list(ids.values()))).to(dtype[job.id_bytes]),
-        lengths=torch.from_numpy(np.concatenate(list(lengths.values()))).to(dtype[job.length_bytes]))
+    dtype, job, found = {4: torch.int32, 8: torch.int64}, model.problem.job, {}
+    for name, tables in model.collections.items():
+        own = list(dict.fromkeys(f for t in tables for f in model.features[t.name]))
+        values = np.concatenate([ids[f] for f in own])
+        found[name] = KeyedJaggedTensor(
+            keys=own, values=torch.from_numpy(values).to(dtype[job.id_bytes]),
+            weights=torch.ones(len(values)) if tables[0].weighted else None,
+            lengths=torch.from_numpy(np.concatenate([lengths[f] for f in own])).to(dtype[job.length_bytes]))
+    return found
 
 
 # --- both --------------------------------------------------------------------------------------------------

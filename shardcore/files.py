@@ -108,7 +108,9 @@ def table_to_json(table: Table) -> dict[str, Any]:
     access = ({"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}}
               if isinstance(table.access, Reuse) else {"zipf_alpha": table.access.alpha})
     optional = {k: v for k, v, default in (("precision", table.precision, "fp32"),
-                                           ("ordered", table.ordered, False))
+                                           ("ordered", table.ordered, False),
+                                           ("features", table.features, 1),
+                                           ("weighted", table.weighted, False))
                 if v != default}
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
             **access, **optional}

@@ -6,7 +6,8 @@ collection:
 
 - A device that holds columns gets all ids of the table, once. A table on k devices sends its ids k times.
 - A device that holds a row range gets only the ids in it. They are put in buckets before.
-- Each shard also gets a length for each sample, even if it is 0: how many ids the sample has for it.
+- Each shard also gets a length for each sample and feature, even if it is 0: how many ids it has.
+- Weights of lookups travel with the ids, in FP32.
 - A kind that runs over a device's own samples needs nothing from others.
 
 Shapes: D devices.
@@ -18,10 +19,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from shardcore.job import Job
 from shardcore.layouts import layout_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard
 
+WEIGHT_BYTES = 4
+"""Bytes of the weight of a lookup: FP32."""
 Lookups = Callable[[Shard], np.ndarray]
 """shard -> [D] ids of its rows that the samples of each device look up in a step."""
 
@@ -32,8 +36,14 @@ def received_bytes(shard: Shard, problem: Problem) -> int:
     The shard's columns do not matter. Its own ids from itself are included.
     """
     n_ids = shard.table.pooling * access_share(shard)
+    n_bytes = _lookup_bytes(shard, problem.job) * n_ids + problem.job.length_bytes * shard.table.features
     # Whole bytes, so that searches can add and subtract them exactly.
-    return round(problem.global_batch * (problem.job.id_bytes * n_ids + problem.job.length_bytes))
+    return round(problem.global_batch * n_bytes)
+
+
+def _lookup_bytes(shard: Shard, job: Job) -> int:
+    """Bytes of an id, with its weight where lookups have one."""
+    return job.id_bytes + (WEIGHT_BYTES if shard.table.weighted else 0)
 
 
 def expected_bytes(plan: Plan, problem: Problem) -> np.ndarray:
@@ -52,7 +62,8 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     n, job = len(problem.topology), problem.job
     sent, received = np.zeros((2, n))
     for device, shard in _inputs(plan):
-        of_each = job.id_bytes * lookups(shard) + job.length_bytes * problem.local_batch
+        lengths = shard.table.features * problem.local_batch
+        of_each = _lookup_bytes(shard, job) * lookups(shard) + job.length_bytes * lengths
         sent += of_each
         received[device] += of_each.sum()
     return np.stack([sent, received])

@@ -11,7 +11,7 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
 To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
-Shapes: C channels, D devices. A formula takes numbers or arrays of rows and widths alike.
+Shapes: C channels, D devices. A formula takes numbers or arrays alike.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ CROSS: one device of each host, by their order on it.
 Group = tuple[int, ...]
 """Devices that share one shard, in the order in which row ranges are dealt out."""
 Bytes = Callable[[Any, Any, Problem], Any]
-"""(rows, width, problem) -> bytes that a device's part of a shard enters into a channel in one step."""
+"""(cells, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
+
+cells: of its weights. outputs: columns of its pooled outputs.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,22 +124,22 @@ def _each_host(topology: Topology) -> tuple[Group, ...]:
     return topology.on_hosts if topology.equal_hosts and 1 < len(topology.hosts) < len(topology) else ()
 
 
-def _outputs(rows: Any, width: Any, problem: Problem) -> Any:
+def _outputs(cells: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of the pooled outputs of the global batch."""
-    return problem.global_batch * OUTPUT_BYTES * width
+    return problem.global_batch * OUTPUT_BYTES * outputs
 
 
-def _outputs_of_a_host(rows: Any, width: Any, problem: Problem) -> Any:
+def _outputs_of_a_host(cells: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of pooled outputs after the devices of a host have summed theirs.
 
     The reduce-scatter leaves each device with its share of the batch.
     """
-    return _outputs(rows, width, problem) / len(problem.topology.on_hosts[0])
+    return _outputs(cells, outputs, problem) / len(problem.topology.on_hosts[0])
 
 
-def _gradients(rows: Any, width: Any, problem: Problem) -> Any:
+def _gradients(cells: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of a dense gradient of the shard."""
-    return OUTPUT_BYTES * rows * width
+    return OUTPUT_BYTES * cells
 
 
 LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (

@@ -22,7 +22,7 @@ def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool =
     dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
     state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
     # 2: the pooled output and its gradient, both FP32.
-    return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_bytes
+    return shard.bytes + state + 2 * batch * shard.outputs * OUTPUT_BYTES + dense_bytes
 
 
 def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
@@ -35,7 +35,7 @@ def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = No
     width = width or table.dim
     # Bytes per row.
     weights_and_state = width * PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_ROW[optimizer]
-    return table.rows * weights_and_state + 2 * batch * width * OUTPUT_BYTES
+    return table.rows * weights_and_state + 2 * batch * width * table.features * OUTPUT_BYTES
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:

@@ -19,6 +19,7 @@ from shardcore.job import Job
 from shardcore.limits import (
     MOST_BATCH,
     MOST_DIM,
+    MOST_FEATURES,
     MOST_POOLING,
     MOST_ROWS,
     MOST_TABLES,
@@ -101,10 +102,12 @@ class Table:
     name: differs from those of the problem's other tables.
     rows: ids that it embeds.
     dim: columns.
-    pooling: mean lookups per sample.
+    pooling: mean lookups per sample, of all its features together.
     access: which rows those lookups hit.
     precision: of the weights.
     ordered: whether ids are ordered by frequency, row 0 the most accessed; else they count as hashed.
+    features: that look up in it. Each has a pooled output of its own.
+    weighted: whether each lookup has a weight, which travels with its id.
     """
 
     name: str
@@ -114,6 +117,8 @@ class Table:
     access: Reuse | Zipf = Zipf(1.05)
     precision: str = "fp32"
     ordered: bool = False
+    features: int = 1
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
@@ -124,6 +129,8 @@ class Table:
                 f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}, up to {MOST_DIM}")
         require(0 <= self.pooling <= MOST_POOLING,
                 f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 to {MOST_POOLING:.0f}")
+        require(1 <= self.features <= MOST_FEATURES,
+                f"{t} has {self.features} features; it needs 1 to {MOST_FEATURES}")
         require_known(self, t, precision=PRECISION_BYTES)
         if isinstance(self.access, Reuse):
             require(self.pooling == 0 or sum(self.access.bins) > 0,
@@ -131,7 +138,8 @@ class Table:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered))
+        return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
+                     self.features, self.weighted))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash
@@ -182,6 +190,11 @@ class Shard:
     @property
     def width(self) -> int:
         return self.col_hi - self.col_lo
+
+    @property
+    def outputs(self) -> int:
+        """Columns of its pooled outputs: its own, for each feature."""
+        return self.width * self.table.features
 
     @property
     def bytes(self) -> int:

@@ -103,25 +103,26 @@ def lower(plan: Plan, problem: Problem) -> Workload:
 
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel."""
-    of_channel = {c: sum(b(s.rows, s.width, problem) for s in shards) for c, b in layout.channels.items()}
+    of_channel = {c: sum(b(s.rows * s.width, s.outputs, problem) for s in shards)
+                  for c, b in layout.channels.items()}
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
-def traffic_of_widths(widths: Mapping[Layout, np.ndarray], problem: Problem,
-                      id_bytes: np.ndarray | float = 0.0) -> np.ndarray:
-    """[C, ..., D] bytes that enter each channel, if devices hold columns [..., D] of some kinds.
+def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
+                       id_bytes: np.ndarray | float = 0.0) -> np.ndarray:
+    """[C, ..., D] bytes that enter each channel, if devices have columns of outputs [..., D] of some kinds.
 
     id_bytes: [..., D] bytes of ids and lengths that devices receive.
 
     Only for kinds whose channels carry pooled outputs, as these do not depend on rows.
     """
-    shape = next(iter(widths.values())).shape
+    shape = next(iter(outputs.values())).shape
     traffic = np.zeros((len(CHANNELS), *shape))
     traffic[CHANNELS.index(IDS)] = id_bytes
-    for layout, width in widths.items():
+    for layout, columns in outputs.items():
         for channel, entering in layout.channels.items():
-            # 0 rows: pooled outputs do not depend on them.
-            traffic[CHANNELS.index(channel)] += entering(0, width, problem)
+            # 0 cells: pooled outputs do not depend on them.
+            traffic[CHANNELS.index(channel)] += entering(0, columns, problem)
     return traffic
 
 

@@ -14,6 +14,7 @@ from shapes import column, host_row, on_hosts, replica, row
 from shardcore import files
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
+from shardcore.job import Job
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
@@ -45,6 +46,20 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
     assert (data["pinned"], data["together"]) == ({"hot": [0, "b"], "cold": [3]}, [["hot", "wide"]])
 
 
+def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, tmp_path):
+    first, *rest = problem.tables
+    several = dataclasses.replace(first, features=3, weighted=True)
+    for job in (Job("none"), Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4)):
+        other = dataclasses.replace(problem, tables=(several, *rest), job=job)
+        files.write_problem(tmp_path / "j.json", other)
+        assert files.read_problem(tmp_path / "j.json") == other
+    assert json.loads((tmp_path / "j.json").read_text())["job"] == {
+        "dense_forward_ms": 1.5, "dense_backward_ms": 3.0, "id_bytes": 4}
+    # What is as by default is not written: plans of earlier versions know their problem.
+    before = json.loads(problem_path.read_text())
+    assert "job" not in before and not any({"features", "weighted"} & set(t) for t in before["tables"])
+
+
 def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alone(problem, problem_path):
     data = json.loads(problem_path.read_text())
     assert data["constraints"] == {"reserved_bytes": 0, "unsplit": []}
@@ -57,6 +72,11 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
 @pytest.mark.parametrize("edit, named", [
     (lambda d: d.update(batchsize=3), ["unknown key 'batchsize'", "global_batch"]),
     (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
+    (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
+    (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
+    (lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}), ["dense_forward_ms -2.0"]),
+    (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
+    (lambda d: d["tables"][0].update(features=0), ["'cold'", "0 features", "1 to 10000"]),
     (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "int"]),
     (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
     (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),

@@ -53,7 +53,7 @@ def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
     ("data_parallel", {ALL_REDUCE: 5 * W * 4}),
 ])
 def test_what_a_device_with_5_rows_enters_into_each_channel(kind, channels):
-    assert {c: entering(5, W, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()} == channels
+    assert {c: entering(5 * W, W, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()} == channels
 
 
 def test_what_is_left_to_cross_hosts_follows_from_their_size():

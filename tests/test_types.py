@@ -18,6 +18,7 @@ FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
     (lambda: Table("t", 0, 8, 1.0), ["'t'", "0 rows"]),
     (lambda: Table("t", 10, 6, 1.0), ["'t'", "dim 6", "multiple of 4"]),
     (lambda: Table("t", 10, 8, -1.0), ["'t'", "pooling -1.0"]),
+    (lambda: Table("t", 10, 8, 1.0, features=0), ["'t'", "0 features", "1 to 10000"]),
     (lambda: Table("t", 10, 8, float("nan")), ["'t'", "nan"]),
     (lambda: Table("t", 10, 8, 1.0, precision="fp8"), ["fp8", "fp32"]),
     (lambda: Table("t", 10, 8, 1.0, Reuse((0.0,) * 17, 4)), ["'t'", "empty reuse histogram"]),
@@ -104,8 +105,8 @@ def test_tables_that_differ_in_anything_differ_as_keys():
     table = Table("t", 10, 8, 1.0)
     others = [dataclasses.replace(table, **change) for change in (
         {"name": "u"}, {"rows": 11}, {"dim": 4}, {"pooling": 2.0}, {"access": Zipf(0)}, {"precision": "fp16"},
-        {"ordered": True})]
-    assert len({hash(t) for t in (table, *others)}) == 8 and len({table, *others, Table("t", 10, 8, 1)}) == 8
+        {"ordered": True}, {"features": 2}, {"weighted": True})]
+    assert len({hash(t) for t in (table, *others)}) == len({table, *others, Table("t", 10, 8, 1)}) == 10
 
 
 def test_a_shard_knows_its_shape():
@@ -113,6 +114,10 @@ def test_a_shard_knows_its_shape():
     assert (shard.rows, shard.width, shard.bytes, shard.full_rows, shard.label) == (8, 12, 192, False,
                                                                                     "t[2:10, 4:16]")
     assert Shard(shard.table, 0, 10, 4, 8).full_rows and Shard.whole(shard.table).label == "t[0:10, 0:16]"
+
+
+def test_a_shard_has_outputs_for_each_feature_of_its_table():
+    assert Shard(Table("t", 10, 16, 1.0, features=3), 0, 10, 4, 16).outputs == 36
 
 
 def test_a_step_is_as_long_as_that_of_the_device_that_takes_longest():

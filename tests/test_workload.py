@@ -13,7 +13,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, LAYOUTS
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.workload import Op, lower, require_cover, traffic_of_widths
+from shardcore.workload import Op, lower, require_cover, traffic_of_outputs
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)
@@ -203,7 +203,7 @@ def test_shards_of_a_kind_on_a_device_are_one_op_and_add_their_bytes():
 def test_traffic_of_columns_without_shards():
     problem = dataclasses.replace(PROBLEM, topology=on_hosts("aabb"))
     widths = np.array([[[0, 4, 8, 12], [4, 4, 4, 4]]])
-    found = traffic_of_widths({LAYOUTS["column"]: widths, LAYOUTS["host_row"]: 2 * widths}, problem)
+    found = traffic_of_outputs({LAYOUTS["column"]: widths, LAYOUTS["host_row"]: 2 * widths}, problem)
     np.testing.assert_array_equal(found, sends(all_to_all=256 * widths, reduce_scatter_host=512 * widths,
                                                all_to_all_cross=256 * widths))
 

@@ -19,8 +19,8 @@ DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_
 """Amounts of work for one shard. They add up over the shards of an op.
 
 shards: 1, the table to set up.
-bags: offsets read, one a sample.
-output_cells: batch × width, written.
+bags: offsets read, one a sample and feature of the table.
+output_cells: bags × width, written.
 lookups: ids read.
 lookup_cells: lookups × width, summed; backward, gradients applied.
 unique_rows: distinct rows touched.
@@ -33,7 +33,7 @@ CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "uniqu
 
 width, rows, batch: of the shard and the op.
 lines: bytes of the cache lines that a row occupies, over the row's own bytes.
-pooling: lookups per sample that hit the shard's rows.
+pooling: lookups per bag that hit the shard's rows.
 unique_share: unique rows per lookup.
 unique_rows, unique_bytes: touched by a batch, against the reach of caches and TLB.
 bytes: all weights, against the same.
@@ -45,10 +45,11 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
-        width, height, element_bytes, pooling = np.array(
-            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s))
-             for s in shards],
+        width, height, element_bytes, pooling, of_table = np.array(
+            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s),
+              s.table.features) for s in shards],
             dtype=float).T
+        bags = batch * of_table
         # Lookups scale with the share that hits the shard's rows.
         unique, lookups, row_bytes = (access.unique_rows_of(shards, batch), pooling * batch,
                                       width * element_bytes)
@@ -56,9 +57,9 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         unique_share = (unique + 1) / (lookups + 1)
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
-        additive = (1.0, batch, batch * width, lookups, lookups * width, unique, unique * width)
-        conditions = (width, lines, pooling + 0.1, unique_share, unique + 1, unique * row_bytes + 1, height,
-                      height * row_bytes, np.full(len(shards), float(batch)))
+        additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width)
+        conditions = (width, lines, pooling / of_table + 0.1, unique_share, unique + 1,
+                      unique * row_bytes + 1, height, height * row_bytes, np.full(len(shards), float(batch)))
         for k, of in enumerate((*additive, *map(_log, conditions))):
             found[:, k] = of
     return found[:, : len(DRIVERS)], found[:, len(DRIVERS) :]

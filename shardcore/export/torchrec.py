@@ -49,12 +49,14 @@ class ModelTable:
     name: its name in the collection.
     config: its TorchRec config: rows, dim, features, data type.
     pooled: whether the collection pools, as an EmbeddingBagCollection does.
+    weighted: whether lookups have weights.
     """
 
     path: str
     name: str
     config: Any
     pooled: bool
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     found = []
     for path, child in module.named_modules():
         if type(child) is EmbeddingBagCollection:
-            found += [ModelTable(path, c.name, c, True) for c in child.embedding_bag_configs()]
+            found += [ModelTable(path, c.name, c, True, child.is_weighted())
+                      for c in child.embedding_bag_configs()]
         elif type(child) is EmbeddingCollection:
             found += [ModelTable(path, c.name, c, False) for c in child.embedding_configs()]
     having = Counter(t.name for t in found)

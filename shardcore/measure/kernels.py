@@ -227,9 +227,9 @@ class KernelBench:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        width = sum(s.width for s in request.shards)
-        ids = sum(access.lookups(s.table, request.batch)
-                  for s in request.shards) + request.batch * len(request.shards)
+        width = sum(s.outputs for s in request.shards)
+        ids = sum(access.lookups(s.table, request.batch) + request.batch * s.table.features
+                  for s in request.shards)
         if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > _MOST_BATCH_BYTES:
             raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
                                  f"outputs; on this machine it may have {_MOST_BATCH_BYTES / 2**30:.1f}: it "
@@ -256,7 +256,7 @@ class KernelBench:
         return forward, backward
 
     def _lookups(self, request: ComputeRequest, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices [L] and offsets [T × B + 1] of a request's shards, table after table."""
+        """Indices [L] and offsets [T × B + 1] of a request's T features, table after table."""
         parts = [self._stream(s, request.batch, seed) for s in request.shards]
         starts = np.cumsum([0] + [len(i) for i, _ in parts])
         offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
@@ -291,8 +291,11 @@ class KernelBench:
         place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST,
                                                                              ComputeDevice.CPU)
         adagrad = self.setting.optimizer == "rowwise_adagrad"
+        # The number of the table of each feature: FBGEMM keeps what it knows of tables by feature.
+        of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
         op = SplitTableBatchedEmbeddingBagsCodegen(
             [(1, s.width, *place) for s in shards],
+            feature_table_map=of_feature,
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
             weights_precision=SparseType.FP16 if self.setting.precision == "fp16" else SparseType.FP32,
             learning_rate=1e-3,
@@ -302,13 +305,15 @@ class KernelBench:
         rows = [s.rows for s in shards]
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
-        op.hash_size_cumsum = self._int64([0, *np.cumsum(rows)])
-        op.rows_per_table = self._int64(rows)
-        op.weights_offsets = self._int64(_places([s.rows * s.width for s in shards], self._arena.numel(),
-                                                 shards))
+        starts, places = [0, *np.cumsum(rows)], _places([s.rows * s.width for s in shards],
+                                                        self._arena.numel(), shards)
+        op.hash_size_cumsum = self._int64([*(starts[i] for i in of_feature), starts[-1]])
+        op.rows_per_table = self._int64(rows[i] for i in of_feature)
+        op.weights_offsets = self._int64(places[i] for i in of_feature)
         setattr(op, "weights_dev" if cuda else "weights_host", torch.nn.Parameter(self._arena))
         if adagrad:
-            op.momentum1_offsets = self._int64(_places(rows, self._state.numel(), shards))
+            of_state = _places(rows, self._state.numel(), shards)
+            op.momentum1_offsets = self._int64(of_state[i] for i in of_feature)
             setattr(op, "momentum1_dev" if cuda else "momentum1_host", torch.nn.Parameter(self._state))
         return op
 
@@ -337,7 +342,7 @@ class KernelBench:
 @dataclass(eq=False)
 class Run:
     """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B,
-    W] of its output. times_ms: of each repeat forward, backward, and its number in the slowdown log."""
+    W] of its outputs. times_ms: of each repeat forward, backward, and its number in the slowdown log."""
 
     number: int
     request: ComputeRequest

@@ -15,7 +15,7 @@ from shardcore.cost.model import CostModel
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.search.greedy import looked_up
 from shardcore.types import OUTPUT_BYTES, Problem, Shard
-from shardcore.workload import traffic_of_widths
+from shardcore.workload import traffic_of_outputs
 
 _COLUMNS = 256
 
@@ -39,7 +39,7 @@ def exchange_ms(problem: Problem, model: CostModel) -> float:
     # Two points: an even plan, and the same with twice the columns on device 0.
     columns = np.full((2, n), float(_COLUMNS))
     columns[1, 0] *= 2
-    traffic = traffic_of_widths({WHOLE_ROWS: columns}, problem)
+    traffic = traffic_of_outputs({WHOLE_ROWS: columns}, problem)
     before, after = model.comm(traffic, np.zeros((2, n)), problem.topology).total_ms[:, 0]
     return float(after - before) / _COLUMNS
 

@@ -34,7 +34,7 @@ from shardcore.search.shards import (
     row_range,
 )
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
-from shardcore.workload import traffic_of_widths
+from shardcore.workload import traffic_of_outputs
 
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
@@ -53,7 +53,7 @@ class ShardCostCache:
     size: [S] units of the whole strip.
     codes: [R, F] encodings.
     bytes: [R] memory.
-    width: [R] units of columns.
+    width: [R] units of columns of outputs.
     id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
@@ -151,13 +151,13 @@ class ShardCostCache:
             self._make(list(dict.fromkeys(new)))
 
     def _make(self, new: list[ShardKey]) -> None:
-        """Compute memory and width now; encodings wait until someone asks (_encode)."""
+        """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
         if not new:
             return
         made, first = [self._columns(s, 0, u) for s, u in new], len(self._made)
         self._made += made
         self.bytes = np.concatenate([self.bytes, [bundle_bytes(bundle, self.problem) for bundle in made]])
-        width = [sum(s.width for s in bundle) // MIN_WIDTH for bundle in made]
+        width = [sum(s.outputs for s in bundle) // MIN_WIDTH for bundle in made]
         self.width = np.concatenate([self.width, width])
         ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
         self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
@@ -201,7 +201,7 @@ class ShardCostCache:
         id_bytes: [..., D] that devices receive.
         """
         widths = {layout: MIN_WIDTH * units[..., k] for k, layout in enumerate(self.kinds)}
-        traffic = traffic_of_widths(widths, self.problem, id_bytes)
+        traffic = traffic_of_outputs(widths, self.problem, id_bytes)
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return step_ms(compute_ms, comm, self.problem.job)
 

@@ -16,18 +16,18 @@ from shardcore.types import Reuse, Shard, Table, Zipf
 
 
 def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """One batch of a table: row ids [L] int64 and offsets [B + 1] int64.
+    """One batch of a table: row ids [L] int64 and offsets [F · B + 1] int64, for F features.
 
-    Sample b has the ids ids[offsets[b]:offsets[b+1]]. The same table, batch and seed give the same stream. A
-    Zipf table with integer pooling has as many lookups in every sample. Otherwise lookups fall on samples at
-    random.
+    Sample b of feature f has ids[offsets[i]:offsets[i+1]] with i = f · B + b. The same table, batch and seed
+    give the same stream. A Zipf table with integer pooling for each feature has as many lookups in every
+    sample. Otherwise lookups fall on samples and features at random.
     """
     rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
     if isinstance(table.access, Reuse):
         ranks = _reuse_ranks(table, batch, rng)
     else:
         ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
-    lengths = _lengths(table, len(ranks), batch, rng)
+    lengths = _lengths(table, len(ranks), batch * table.features, rng)
     ids = ranks if table.ordered else _scatter(ranks, table.rows)
     return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
@@ -53,10 +53,10 @@ def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
 
 
-def _lengths(table: Table, n: int, batch: int, rng: np.random.Generator) -> np.ndarray:
-    if isinstance(table.access, Zipf) and n % batch == 0:
-        return np.full(batch, n // batch)
-    return np.bincount(rng.integers(0, batch, n), minlength=batch)
+def _lengths(table: Table, n: int, bags: int, rng: np.random.Generator) -> np.ndarray:
+    if isinstance(table.access, Zipf) and n % bags == 0:
+        return np.full(bags, n // bags)
+    return np.bincount(rng.integers(0, bags, n), minlength=bags)
 
 
 def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Features follow from what a shard makes an op do."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,15 @@ def test_a_table_that_is_never_accessed_has_finite_features():
     found, conditions = features([Shard.whole(empty)], 256)
     assert found[0, DRIVERS.index("lookups")] == found[0, DRIVERS.index("unique_rows")] == 0
     assert np.isfinite(conditions).all()
+
+
+def test_each_feature_of_a_table_has_bags_and_outputs_of_its_own():
+    one = Table("t", 10**6, 8, 6.0, Zipf(0.0))
+    several = dataclasses.replace(one, features=3)
+    alone, three = drivers(Shard.whole(one), 100), drivers(Shard.whole(several), 100)
+    assert three == {**alone, "bags": 300, "output_cells": 2400}
+    pooling = CONDITIONS.index("pooling")
+    assert np.exp(features([Shard.whole(several)], 100)[1][0][pooling]) == pytest.approx(2.1)
 
 
 def test_no_shards():

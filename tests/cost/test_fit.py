@@ -80,6 +80,7 @@ def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
         "shard_bytes": [3200, 32000],
         "shard_rows": [100, 500],
         "shard_width": [8, 16],
+        "shard_features": [1, 1],
         "shard_pooling": [2, pytest.approx(5 * access_share(Shard(b, 0, 500, 0, 16)))],
         "op_shards": [1, 2],
         "op_bytes": [3200, 35200],

@@ -11,11 +11,14 @@ sys.path.append(str(Path(__file__).parent))
 from bench import traffic  # noqa: E402
 
 
-@pytest.mark.parametrize("seed, kinds", [
-    (9, {"column", "row", "host_row", "data_parallel"}),
-    (14, {"column", "row", "data_parallel"}),
+@pytest.mark.parametrize("seed, kinds, processes", [
+    (9, {"column", "row", "host_row", "data_parallel"}, 4),
+    (11, {"column", "row", "data_parallel"}, 2),
 ])
-def test_every_collective_carries_the_bytes_expected(seed, kinds):
-    """On two hosts of two processes, and on two processes."""
-    assert {p.kind for p in traffic.drawn(seed).plan.placements} == kinds
+def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):
+    """On two hosts of two processes, with weights of lookups; and on two processes."""
+    drawn = traffic.drawn(seed)
+    assert {p.kind for p in drawn.plan.placements} == kinds and len(drawn.problem.topology) == processes
+    assert max(t.features for t in drawn.problem.tables) > 1
+    assert any(t.weighted for t in drawn.problem.tables) == (seed == 9)
     assert traffic.differences(seed) == []

@@ -32,19 +32,22 @@ def test_groups_are_measured_forward_and_backward(tables, device, precision, opt
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
-    """Pooled sums and one SGD step equal those of embeddings with the same weights, row ranges included."""
+    """Pooled sums and one SGD step equal those of embeddings with the same weights: row ranges and tables of
+    several features included."""
     bench = KernelBench(Setting("test", 256), device, CONFIG)
-    shards = (Shard.whole(tables[0]), Shard(tables[1], 1000, 2500, 0, 32), Shard.whole(tables[3]))
+    several = dataclasses.replace(tables[0], features=2)
+    shards = (Shard.whole(several), Shard(tables[1], 1000, 2500, 0, 32), Shard.whole(tables[3]))
     run = bench.prepare(ComputeRequest(shards, 256))
     before = bench._arena.detach().cpu().clone()
     output = run.op(run.indices, run.offsets)
-    places = run.op.weights_offsets.tolist()
+    _, *places = run.op.weights_offsets.tolist()
     expected = []
     for shard, place in zip(shards, places, strict=True):
         weights = before[place:place + shard.rows * shard.width].view(shard.rows, shard.width)
         ids, offsets = streams.shard_stream(shard, 256)
         ids, offsets = torch.from_numpy(ids), torch.from_numpy(offsets[:-1])
-        expected.append(torch.nn.functional.embedding_bag(ids, weights, offsets, mode="sum"))
+        pooled = torch.nn.functional.embedding_bag(ids, weights, offsets, mode="sum")
+        expected += pooled.chunk(shard.table.features)
     torch.testing.assert_close(output.detach().cpu(), torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
     output.backward(run.gradient)
     after = bench._arena.detach().cpu()

@@ -34,6 +34,8 @@ def state_of(problem, shards, batch=()):
 def test_it_costs_and_takes_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6, memory=2**24))
+    problem = replace(problem, tables=tuple(replace(t, features=1 + i % 3)
+                                            for i, t in enumerate(problem.tables)))
     shards = draw_cuts(rng, problem, rows)
     state, keys = state_of(problem, shards)
     for last in (False, False, True):

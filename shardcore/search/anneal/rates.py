@@ -14,7 +14,7 @@ from shardcore.inputs import received_bytes
 from shardcore.layouts import CHANNELS, WHOLE_ROWS, Layout
 from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Problem, Shard
-from shardcore.workload import traffic_of_widths
+from shardcore.workload import traffic_of_outputs
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
 """As in records.SearchProblem."""
@@ -31,10 +31,10 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
         return dict.fromkeys(_TERMS, 0.0)
-    width = _probes(sum(t.dim for t in problem.tables) / MIN_WIDTH / n, n)
+    width = _probes(sum(t.dim * t.features for t in problem.tables) / MIN_WIDTH / n, n)
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
         width[:, group] = width[:, group[:1]]
-    cost = model.comm(traffic_of_widths({layout: MIN_WIDTH * width}, problem),
+    cost = model.comm(traffic_of_outputs({layout: MIN_WIDTH * width}, problem),
                       np.zeros(width.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
     return _fitted(width, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
@@ -47,7 +47,7 @@ def id_rates(problem: Problem, model: CostModel) -> dict[str, float]:
         return dict.fromkeys(_TERMS, 0.0)
     of_all = sum(received_bytes(Shard.whole(t), problem) for t in problem.tables)
     id_bytes = _probes(max(of_all, 1.0) / n, n)
-    traffic = traffic_of_widths({WHOLE_ROWS: np.zeros(id_bytes.shape)}, problem, id_bytes)
+    traffic = traffic_of_outputs({WHOLE_ROWS: np.zeros(id_bytes.shape)}, problem, id_bytes)
     longest = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology).input_ms.max(1, keepdims=True)
     return {"own": 0.0, **_fitted(id_bytes, np.broadcast_to(longest, id_bytes.shape), problem.topology,
                                   _TERMS[1:])}
@@ -99,5 +99,5 @@ def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndar
     """[N, D] ms of exchanging gradients of cells [N], in a kind that is on all devices."""
     traffic = np.zeros((len(CHANNELS), len(cells), len(problem.topology)))
     for channel, entering in layout.channels.items():
-        traffic[CHANNELS.index(channel)] += entering(cells, 1, problem)[:, None]
+        traffic[CHANNELS.index(channel)] += entering(cells, 0, problem)[:, None]
     return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)

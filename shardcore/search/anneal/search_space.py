@@ -361,8 +361,8 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
         if not layout.local_batch:
             found["shared_ids"][y] = [received_bytes(shard, problem) for shard in shards]
-        found["shared_size"][y] = [shard.rows * shard.width
-                                   if layout.dense_gradient else shard.width // MIN_WIDTH for shard in whole]
+        found["shared_size"][y] = [shard.rows * shard.width if layout.dense_gradient
+                                   else shard.outputs // MIN_WIDTH for shard in whole]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate
     return found

@@ -30,7 +30,7 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.shards import priced
 from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
-from shardcore.workload import traffic_of_widths
+from shardcore.workload import traffic_of_outputs
 
 if TYPE_CHECKING:
     from shardcore.search.anneal.compiled import State
@@ -179,12 +179,12 @@ class Search:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
         widths = {layout: MIN_WIDTH * state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
-        traffic = traffic_of_widths(widths, self.problem, state.carried[:, -1])
+        traffic = traffic_of_outputs(widths, self.problem, state.carried[:, -1])
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
-                # Group sizes count cells of gradients, or units of columns (see _shared).
-                rows, width = (size, 1) if layout.dense_gradient else (0, MIN_WIDTH * size)
-                traffic[CHANNELS.index(channel), devices] += entering(rows, width, self.problem)
+                # Group sizes count cells of gradients, or units of columns of outputs (see _shared).
+                cells, outputs = (size, 0) if layout.dense_gradient else (0, MIN_WIDTH * size)
+                traffic[CHANNELS.index(channel), devices] += entering(cells, outputs, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))
