@@ -23,14 +23,15 @@ import torch
 from bench.search import problems
 from shardcore import layouts, report
 from shardcore.cost import neural
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, step_ms
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
+from shardcore.inputs import received_bytes
+from shardcore.layouts import CHANNELS, IDS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.workload import entering_bytes, traffic_of_outputs
 
 KINDS = tuple(LAYOUTS.values())
@@ -60,11 +61,13 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
     n, topology = len(problem.topology), problem.topology
     of_columns = model.encode([Shard(table, 0, table.rows, 0, w)
                                for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)])
-    codes, sent = [], []
+    codes, sent, of_unit = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
+    ids = CHANNELS.index(IDS)
     for held in dealt(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
-        sent.append(traffic_of_outputs({WHOLE_ROWS: MIN_WIDTH * held}, problem))
+        id_bytes = np.where(held > 0, received_bytes(Shard.whole(table), problem), 0)
+        sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, id_bytes))
     for layout in layouts.ways(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))
@@ -72,6 +75,7 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
             for device, shard in shards_on(Placement(layout.name, Shard.whole(table), group)):
                 codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.batch(problem))[0]
                 sent[-1][:, device] = entering_bytes(layout, (shard,), problem)
+                sent[-1][ids, device] = 0 if layout.local_batch else received_bytes(shard, problem)
     return np.stack(codes), np.stack(sent)
 
 
@@ -84,8 +88,8 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
         sent = (sent[..., None, :, :] + bytes_).reshape(-1, *bytes_.shape[1:]) if sent.ndim else bytes_
     speed = np.array([d.speed for d in problem.topology.devices])
     compute = model.head(codes).sum(-1) / speed
-    comm = model.comm(np.moveaxis(sent, 1, 0), compute, problem.topology).total_ms
-    return float((compute + comm).max(-1).min()), len(sent)
+    comm = model.comm(np.moveaxis(sent, 1, 0), compute, problem.topology)
+    return float(step_ms(compute, comm, problem.job).min()), len(sent)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python -m bench.traffic --models 200 --out traffic.jsonl
 
-Each model is drawn: one to three collections, with and without weights of lookups. Their tables have one to
-three features, and share some. Ids have 32 or 64 bits. The plan has all kinds of sharding.
+Each model is drawn: one to three collections, pooled, pooled with weights, or of sequences. Their tables have
+one to three features, and share some. Ids have 32 or 64 bits. The plan has all kinds of sharding.
 DistributedModelParallel runs one step of it on 2 or 4 gloo processes. Every collective passes a
 TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are compared with a Workload
 that was made for the same ids, rank by rank, to the byte.
@@ -34,9 +34,9 @@ from shardcore import files, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.inputs import Lookups, input_bytes
 from shardcore.job import Job
-from shardcore.layouts import CHANNELS, CROSS, HOST, IDS, WORLD, Channel, layout_of
+from shardcore.layouts import CHANNELS, CROSS, HOST, IDS, WORLD, Channel, layout_of, run_of, shards_on
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Shard, Table
+from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
@@ -82,14 +82,17 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
     devices = tuple(Device(10**9, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
     tables, features = [], {}
     for c in range(rng.integers(1, 4)):
-        weighted, names = bool(rng.random() < 0.4), []
+        sequence, names = bool(rng.random() < 0.3), []
+        weighted, dim = bool(not sequence and rng.random() < 0.4), 4 * int(rng.integers(1, 9))
         for i in range(rng.integers(1, 6)):
             own = [f"f{c}_{len(names) + k}" for k in range(rng.choice([1, 2, 3], p=[0.6, 0.2, 0.2]))]
             # About a third of the tables share a feature with another.
             own = [names[rng.integers(len(names))], *own[1:]] if names and rng.random() < 0.3 else own
             names = list(dict.fromkeys([*names, *own]))
-            tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), 4 * int(rng.integers(1, 9)),
-                                2.0 * len(own), features=len(own), weighted=weighted))
+            # An EmbeddingCollection has one dim.
+            dim = dim if sequence else 4 * int(rng.integers(1, 9))
+            tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), dim, 2.0 * len(own),
+                                features=len(own), weighted=weighted, sequence=sequence))
             features[tables[-1].name] = own
     given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
     plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
@@ -129,10 +132,16 @@ def given_lookups(model: Drawn, seed: int) -> Lookups:
 def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
     """For each rank the bytes in and out of each collective of a step, by name."""
     n = len(model.problem.topology)
-    workload = lower(model.plan, model.problem)
+    # What pooled tables exchange does not depend on the ids.
+    pooled = tuple(t for t in model.problem.tables if not t.sequence)
+    traffic = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
+                    replace(model.problem, tables=pooled)).traffic if pooled else np.zeros((len(CHANNELS), n))
+    sequences = sequence_bytes(model, given_lookups(model, seed))
     sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
     # One exchange of counts for each kind of a collection: samples, ids, lengths and weights, for each rank.
-    kinds = {(p.shard.table.name.split("_")[0], p.kind): 3 + p.shard.table.weighted
+    # Of sequences, TorchRec runs whole tables and those cut by columns apart.
+    kinds = {(p.shard.table.name.split("_")[0], p.kind, p.shard.table.sequence and not _is_whole(p)):
+             3 + p.shard.table.weighted
              for p in model.plan.placements if not layout_of(p.kind).local_batch}
     counts = sum(kinds.values())
     hosts = model.problem.topology.on_hosts
@@ -141,7 +150,7 @@ def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
     for rank in range(n):
         mine = Counter({f"{SPLITS} in": counts * n * _INT64, f"{SPLITS} out": counts * n * _INT64,
                         f"{INPUT} in": round(sent[rank]), f"{INPUT} out": round(received[rank])})
-        for channel, entering in zip(CHANNELS, workload.traffic, strict=True):
+        for channel, entering in zip(CHANNELS, traffic, strict=True):
             # The workload's ids are those that statistics make us expect.
             if channel == IDS:
                 continue
@@ -157,7 +166,32 @@ def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
             for way, n_bytes in ways.items():
                 name, side = way.split()
                 mine[f"{name} {channel.words} {side}"] = round(n_bytes)
+        for channel, (there, back) in sequences.items():
+            for name, n_bytes in (("forward {} in", there), ("forward {} out", back),
+                                  ("backward {} in", back), ("backward {} out", there)):
+                mine[name.format(channel.words)] += int(n_bytes[rank])
         found.append({name: b for name, b in mine.items() if b})
+    return found
+
+
+def _is_whole(placement: Placement) -> bool:
+    return placement.shard.width == placement.shard.table.dim
+
+
+def sequence_bytes(model: Drawn, lookups: Lookups) -> dict[Channel, np.ndarray]:
+    """For each channel of sequences [2, D] bytes that enter and leave it forward, for given lookups.
+
+    A row of each lookup goes from the device that has it to the one that asked.
+    """
+    found: dict[Channel, np.ndarray] = {}
+    for placement in model.plan.placements:
+        if placement.shard.table.sequence:
+            [channel] = run_of(placement.kind, placement.shard.table).channels
+            mine = found.setdefault(channel, np.zeros((2, len(model.problem.topology))))
+            for device, shard in shards_on(placement):
+                asked = OUTPUT_BYTES * shard.width * lookups(shard)
+                mine[0, device] += asked.sum()
+                mine[1] += asked
     return found
 
 
@@ -220,18 +254,28 @@ class Model(nn.Module):
     """The collections of a drawn model."""
 
     def __init__(self, model: Drawn, device: str) -> None:
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
         super().__init__()
         for name, tables in model.collections.items():
+            if tables[0].sequence:
+                setattr(self, name, EmbeddingCollection(device=torch.device(device), tables=[
+                    EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                    feature_names=model.features[t.name]) for t in tables]))
+                continue
             setattr(self, name, EmbeddingBagCollection(
                 device=torch.device(device), is_weighted=tables[0].weighted, tables=[
                     EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
                                        feature_names=model.features[t.name]) for t in tables]))
 
     def forward(self, batches):
-        pooled = [c(batches[name]).to_dict() for name, c in self.named_children()]
-        return torch.cat([x for outputs in pooled for _, x in sorted(outputs.items())], 1)
+        found = []
+        for name, collection in self.named_children():
+            outputs = collection(batches[name])
+            outputs = outputs.to_dict() if hasattr(outputs, "to_dict") else outputs
+            found += [(x if isinstance(x, torch.Tensor) else x.values()).flatten()
+                      for _, x in sorted(outputs.items())]
+        return torch.cat(found)
 
 
 def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[dict[str, int]]:
@@ -249,6 +293,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     logging.disable(logging.WARNING)
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     topology = model.problem.topology
@@ -260,7 +305,8 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
     sharded = DistributedModelParallel(
         Model(model, "cpu"), device=torch.device("cpu"),
-        sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
+        sharders=[EmbeddingBagCollectionSharder(fused_params=fused),
+                  EmbeddingCollectionSharder(fused_params=fused)],
         plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"))
     batch = _batch(model, seed, rank)
     # The first step of DDP also exchanges what it needs to know of its parameters.

@@ -110,7 +110,8 @@ def table_to_json(table: Table) -> dict[str, Any]:
     optional = {k: v for k, v, default in (("precision", table.precision, "fp32"),
                                            ("ordered", table.ordered, False),
                                            ("features", table.features, 1),
-                                           ("weighted", table.weighted, False))
+                                           ("weighted", table.weighted, False),
+                                           ("sequence", table.sequence, False))
                 if v != default}
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
             **access, **optional}

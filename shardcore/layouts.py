@@ -17,13 +17,13 @@ Shapes: C channels, D devices. A formula takes numbers or arrays alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.topology import Topology
-from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard
+from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
 WORLD, HOST, CROSS = "world", "host", "cross"
 """Scope of a collective's groups.
@@ -38,7 +38,7 @@ Group = tuple[int, ...]
 Bytes = Callable[[Any, Any, Problem], Any]
 """(cells, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
 
-cells: of its weights. outputs: columns of its pooled outputs.
+cells: of its weights. outputs: bytes of its outputs.
 """
 
 
@@ -74,10 +74,11 @@ class Layout:
     cuts_columns: whether a shard may have only some of the columns.
     local_batch: whether its op runs over a device's share of the batch. Otherwise over the global batch.
     dense_gradient: whether a device keeps a gradient of the shard's size.
-    sequences: whether TorchRec runs it without pooling, in an EmbeddingCollection.
     channels: what its shards enter into each channel, in bytes.
+    sequence_channels: the same for tables whose lookups are not pooled. None: TorchRec runs no such tables.
     torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
       others.
+    sequence: whether this is how it runs tables whose lookups are not pooled (see `as_sequence`).
     """
 
     name: str
@@ -87,9 +88,10 @@ class Layout:
     cuts_columns: bool
     local_batch: bool
     dense_gradient: bool
-    sequences: bool
     channels: Mapping[Channel, Bytes]
+    sequence_channels: Mapping[Channel, Bytes] | None
     torchrec: tuple[str, ...]
+    sequence: bool = False
 
     @property
     def torchrec_whole(self) -> str:
@@ -100,6 +102,13 @@ class Layout:
     def torchrec_cut(self) -> str:
         """TorchRec's name where tables are cut by columns. The same where they cannot be."""
         return self.torchrec[1] if self.cuts_columns else self.torchrec[0]
+
+    @cached_property
+    def as_sequence(self) -> Layout | None:
+        """How it runs tables whose lookups are not pooled: with an op and collectives of their own."""
+        if self.sequence_channels is None:
+            return None
+        return replace(self, channels=self.sequence_channels, sequence=True)
 
     def batch(self, problem: Problem) -> int:
         """Samples that its op runs over."""
@@ -125,16 +134,16 @@ def _each_host(topology: Topology) -> tuple[Group, ...]:
 
 
 def _outputs(cells: Any, outputs: Any, problem: Problem) -> Any:
-    """Bytes of the pooled outputs of the global batch."""
-    return problem.global_batch * OUTPUT_BYTES * outputs
+    """Bytes of the outputs of the global batch."""
+    return outputs
 
 
 def _outputs_of_a_host(cells: Any, outputs: Any, problem: Problem) -> Any:
-    """Bytes of pooled outputs after the devices of a host have summed theirs.
+    """Bytes of outputs after the devices of a host have summed theirs.
 
     The reduce-scatter leaves each device with its share of the batch.
     """
-    return _outputs(cells, outputs, problem) / len(problem.topology.on_hosts[0])
+    return outputs / len(problem.topology.on_hosts[0])
 
 
 def _gradients(cells: Any, outputs: Any, problem: Problem) -> Any:
@@ -144,24 +153,30 @@ def _gradients(cells: Any, outputs: Any, problem: Problem) -> Any:
 
 LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
     Layout("column", "all rows on one device", _each_device,
-           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False, sequences=True,
-           channels={Channel("all_to_all"): _outputs},
+           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False,
+           channels={Channel("all_to_all"): _outputs}, sequence_channels={Channel("all_to_all"): _outputs},
            torchrec=("table_wise", "column_wise", "table_column_wise")),
     Layout("row", "rows divided over all devices", _all_devices,
-           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False, sequences=True,
+           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False,
            channels={Channel("reduce_scatter"): _outputs},
+           # Each lookup is on one device only, so there is nothing to sum.
+           sequence_channels={Channel("all_to_all"): _outputs},
            torchrec=("row_wise",)),
     Layout("host_row", "rows divided over one host", _each_host,
-           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False, sequences=False,
+           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False,
            channels={Channel("reduce_scatter", HOST): _outputs,
-                     Channel("all_to_all", CROSS): _outputs_of_a_host},
+                     Channel("all_to_all", CROSS): _outputs_of_a_host}, sequence_channels=None,
            torchrec=("table_row_wise", "grid_shard")),
     Layout("data_parallel", "a replica on every device", _all_devices,
-           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True, sequences=True,
+           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True,
            channels={Channel("all_reduce"): _gradients},
+           sequence_channels={Channel("all_reduce"): _gradients},
            torchrec=("data_parallel",)),
 )}
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
+
+RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
+"""How tables of a kind run together, as one op on each device: those that are pooled, then sequences."""
 
 IDS = Channel("all_to_all_ids")
 """Carries the ids of every kind whose op runs over the global batch (see inputs.py)."""
@@ -188,6 +203,16 @@ def layout_of(kind: str) -> Layout:
     if kind not in LAYOUTS:
         raise ShardCoreError(f"placement has kind {kind!r}; known are {', '.join(LAYOUTS)}")
     return LAYOUTS[kind]
+
+
+def run_of(kind: str, table: Table) -> Layout:
+    """How a kind runs a table. Raises ShardCoreError for an unknown kind, or one that runs no such table."""
+    layout = layout_of(kind)
+    run = layout.as_sequence if table.sequence else layout
+    if run is None:
+        raise ShardCoreError(f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
+                             "sequence; it needs another kind")
+    return run
 
 
 def layout_of_torchrec(sharding_type: str) -> Layout | None:
@@ -243,12 +268,12 @@ def possible_groups(layout: Layout, rows: int, topology: Topology,
 
 def require_placement(placement: Placement, problem: Problem) -> None:
     """Raise ShardCoreError unless the placement's devices and cuts are possible for its kind."""
-    layout, shard, devices = layout_of(placement.kind), placement.shard, placement.devices
+    layout, shard, devices = run_of(placement.kind, placement.shard.table), placement.shard, placement.devices
     what = f"plan places {shard.label} by {layout.name} on {device_names(devices)}"
     if max(devices) >= len(problem.topology):
         raise ShardCoreError(f"plan places {shard.label} on device {max(devices)}; "
                              f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}")
-    if layout is WHOLE_ROWS and len(devices) == 1 and shard.full_rows:
+    if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.full_rows:
         return  # the most common case
     groups = layout.groups(problem.topology)
     if not groups:

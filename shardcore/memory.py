@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardcore.errors import Infeasible
 from shardcore.layouts import Layout, layout_of, shards_on
+from shardcore.outputs import output_bytes
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
 OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
@@ -21,8 +22,8 @@ def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool =
     """
     dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
     state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
-    # 2: the pooled output and its gradient, both FP32.
-    return shard.bytes + state + 2 * batch * shard.outputs * OUTPUT_BYTES + dense_bytes
+    # 2: the output and its gradient, both FP32.
+    return shard.bytes + state + 2 * output_bytes(shard, batch) + dense_bytes
 
 
 def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
@@ -35,7 +36,8 @@ def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = No
     width = width or table.dim
     # Bytes per row.
     weights_and_state = width * PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_ROW[optimizer]
-    return table.rows * weights_and_state + 2 * batch * width * table.features * OUTPUT_BYTES
+    outputs = max(1, round(batch * table.pooling)) if table.sequence else batch * table.features
+    return table.rows * weights_and_state + 2 * outputs * width * OUTPUT_BYTES
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:

@@ -108,6 +108,7 @@ class Table:
     ordered: whether ids are ordered by frequency, row 0 the most accessed; else they count as hashed.
     features: that look up in it. Each has a pooled output of its own.
     weighted: whether each lookup has a weight, which travels with its id.
+    sequence: whether each lookup is an output of its own, as in an EmbeddingCollection. Else they are pooled.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Table:
     ordered: bool = False
     features: int = 1
     weighted: bool = False
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
@@ -139,7 +141,7 @@ class Table:
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
-                     self.features, self.weighted))
+                     self.features, self.weighted, self.sequence))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash
@@ -190,11 +192,6 @@ class Shard:
     @property
     def width(self) -> int:
         return self.col_hi - self.col_lo
-
-    @property
-    def outputs(self) -> int:
-        """Columns of its pooled outputs: its own, for each feature."""
-        return self.width * self.table.features
 
     @property
     def bytes(self) -> int:

@@ -23,13 +23,15 @@ from shardcore.job import Job
 from shardcore.layouts import (
     CHANNELS,
     IDS,
-    LAYOUTS,
+    RUNS,
     Layout,
     device_names,
     layout_of,
     require_placement,
+    run_of,
     shards_on,
 )
+from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.types import Plan, Problem, Shard
 
@@ -39,7 +41,7 @@ class Op:
     """Shards that run as one fused FBGEMM op.
 
     kind: of sharding.
-    shards: in the op.
+    shards: in the op. All of their tables are pooled, or none.
     batch: samples it runs over.
     """
 
@@ -80,19 +82,20 @@ def lower(plan: Plan, problem: Problem) -> Workload:
     require_constraints(plan, problem)
     used = memory.require_fits(plan, problem)
     n_devices = len(problem.topology)
-    held: dict[tuple[str, int], list[Shard]] = defaultdict(list)
+    held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
     for placement in plan.placements:
+        run = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
-            held[placement.kind, device].append(shard)
+            held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
     traffic = np.zeros((len(CHANNELS), n_devices))
-    for kind, layout in LAYOUTS.items():
+    for layout in RUNS:
         last, entering = None, np.zeros(len(CHANNELS))
-        for device in (d for d in range(n_devices) if held[kind, d]):
-            shards = tuple(held[kind, device])
+        for device in (d for d in range(n_devices) if held[layout, d]):
+            shards = tuple(held[layout, device])
             # Devices of a replicated kind run the same shards. They share an Op, so that it is priced once.
             if last is None or last.shards != shards:
-                last = Op(kind, shards, layout.batch(problem))
+                last = Op(layout.name, shards, layout.batch(problem))
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
             traffic[:, device] += entering
@@ -103,26 +106,27 @@ def lower(plan: Plan, problem: Problem) -> Workload:
 
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel."""
-    of_channel = {c: sum(b(s.rows * s.width, s.outputs, problem) for s in shards)
+    outputs = [output_bytes(s, problem.global_batch) for s in shards]
+    of_channel = {c: sum(b(s.rows * s.width, o, problem) for s, o in zip(shards, outputs, strict=True))
                   for c, b in layout.channels.items()}
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
 def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
                        id_bytes: np.ndarray | float = 0.0) -> np.ndarray:
-    """[C, ..., D] bytes that enter each channel, if devices have columns of outputs [..., D] of some kinds.
+    """[C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some kinds.
 
     id_bytes: [..., D] bytes of ids and lengths that devices receive.
 
-    Only for kinds whose channels carry pooled outputs, as these do not depend on rows.
+    Only for kinds whose channels carry outputs.
     """
     shape = next(iter(outputs.values())).shape
     traffic = np.zeros((len(CHANNELS), *shape))
     traffic[CHANNELS.index(IDS)] = id_bytes
-    for layout, columns in outputs.items():
+    for layout, n_bytes in outputs.items():
         for channel, entering in layout.channels.items():
-            # 0 cells: pooled outputs do not depend on them.
-            traffic[CHANNELS.index(channel)] += entering(0, columns, problem)
+            # 0 cells: outputs do not depend on them.
+            traffic[CHANNELS.index(channel)] += entering(0, n_bytes, problem)
     return traffic
 
 

@@ -53,12 +53,13 @@ def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
     ("data_parallel", {ALL_REDUCE: 5 * W * 4}),
 ])
 def test_what_a_device_with_5_rows_enters_into_each_channel(kind, channels):
-    assert {c: entering(5 * W, W, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()} == channels
+    found = {c: entering(5 * W, B * W * 4, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()}
+    assert found == channels
 
 
 def test_what_is_left_to_cross_hosts_follows_from_their_size():
     across = LAYOUTS["host_row"].channels[ACROSS]
-    assert [across(5, W, on(on_hosts(hosts))) for hosts in ("ab", "aabb",
+    assert [across(5 * W, B * W * 4, on(on_hosts(hosts))) for hosts in ("ab", "aabb",
                                                             "aaaabbbb")] == [B * W * 4 / n for n in (1, 2, 4)]
 
 
@@ -74,6 +75,16 @@ def test_what_each_kind_runs_over_and_keeps():
                              "table_row_wise", "table_wise"]
     assert [x.torchrec[0] for x in LAYOUTS.values()] == ["table_wise", "row_wise", "table_row_wise",
                                                          "data_parallel"]
+
+
+def test_sequences_run_by_themselves_and_never_by_sums():
+    assert {name: x.as_sequence and set(x.as_sequence.channels) for name, x in LAYOUTS.items()} == {
+        "column": {ALL_TO_ALL}, "row": {ALL_TO_ALL}, "host_row": None, "data_parallel": {ALL_REDUCE}}
+    assert layouts.RUNS == (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
+    sequence = Table("s", 100, 16, 2.0, sequence=True)
+    assert layouts.run_of("row", sequence) is LAYOUTS["row"].as_sequence
+    with pytest.raises(ShardCoreError, match="'s' by host_row, which TorchRec does not run for a sequence"):
+        layouts.run_of("host_row", sequence)
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():

@@ -116,10 +116,6 @@ def test_a_shard_knows_its_shape():
     assert Shard(shard.table, 0, 10, 4, 8).full_rows and Shard.whole(shard.table).label == "t[0:10, 0:16]"
 
 
-def test_a_shard_has_outputs_for_each_feature_of_its_table():
-    assert Shard(Table("t", 10, 16, 1.0, features=3), 0, 10, 4, 16).outputs == 36
-
-
 def test_a_step_is_as_long_as_that_of_the_device_that_takes_longest():
     parts = (1.0, 2.0), (3.0, 5.0), (0.5, 0.25), (0.125, 4.0), (7.0, 0.0)
     cost = StepCost(*parts)

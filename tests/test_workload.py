@@ -203,7 +203,8 @@ def test_shards_of_a_kind_on_a_device_are_one_op_and_add_their_bytes():
 def test_traffic_of_columns_without_shards():
     problem = dataclasses.replace(PROBLEM, topology=on_hosts("aabb"))
     widths = np.array([[[0, 4, 8, 12], [4, 4, 4, 4]]])
-    found = traffic_of_outputs({LAYOUTS["column"]: widths, LAYOUTS["host_row"]: 2 * widths}, problem)
+    outputs = 64 * 4 * widths
+    found = traffic_of_outputs({LAYOUTS["column"]: outputs, LAYOUTS["host_row"]: 2 * outputs}, problem)
     np.testing.assert_array_equal(found, sends(all_to_all=256 * widths, reduce_scatter_host=512 * widths,
                                                all_to_all_cross=256 * widths))
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardcore.outputs import output_rows
 from shardcore.tables import access
 from shardcore.types import PRECISION_BYTES, Shard
 
@@ -19,7 +20,7 @@ DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_
 """Amounts of work for one shard. They add up over the shards of an op.
 
 shards: 1, the table to set up.
-bags: offsets read, one a sample and feature of the table.
+bags: offsets read, one a sample and feature of the table; one a lookup of a sequence.
 output_cells: bags × width, written.
 lookups: ids read.
 lookup_cells: lookups × width, summed; backward, gradients applied.
@@ -45,11 +46,10 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
-        width, height, element_bytes, pooling, of_table = np.array(
+        width, height, element_bytes, pooling, bags = np.array(
             [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s),
-              s.table.features) for s in shards],
+              output_rows(s, batch)) for s in shards],
             dtype=float).T
-        bags = batch * of_table
         # Lookups scale with the share that hits the shard's rows.
         unique, lookups, row_bytes = (access.unique_rows_of(shards, batch), pooling * batch,
                                       width * element_bytes)
@@ -58,7 +58,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
         additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width)
-        conditions = (width, lines, pooling / of_table + 0.1, unique_share, unique + 1,
+        conditions = (width, lines, lookups / bags + 0.1, unique_share, unique + 1,
                       unique * row_bytes + 1, height, height * row_bytes, np.full(len(shards), float(batch)))
         for k, of in enumerate((*additive, *map(_log, conditions))):
             found[:, k] = of

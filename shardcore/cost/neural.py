@@ -344,6 +344,13 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels) or "all"
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
+    sequences = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.sequence]
+    if sequences:
+        yield (f"table {sequences[0]!r} is a sequence: its lookups are priced as pooled ones with an output "
+               "for each, not measured")
+    weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]
+    if weighted:
+        yield f"table {weighted[0]!r} has weights of lookups, which are priced to travel only, not measured"
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
         yield (f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "

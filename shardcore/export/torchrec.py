@@ -171,7 +171,7 @@ def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, Mo
         found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         if table.pooled:
             continue
-        if not found.layout.sequences:
+        if found.layout.sequence_channels is None:
             raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
                                  "EmbeddingBagCollections alone")
         if found.layout.dense_gradient and compute_device == "cpu":

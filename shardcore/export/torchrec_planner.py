@@ -58,8 +58,6 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
       model's data, a global batch or more in all: pooling and reuse are read from them. A path of FBGEMM's
       reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
 
-    A sequence of an EmbeddingCollection is priced as if it were pooled.
-
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
     without a cost model.
     """
@@ -75,7 +73,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                                  f"{', '.join(precision)}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[t.config.data_type.name],
-                         features=len(t.config.feature_names), weighted=t.weighted)
+                         features=len(t.config.feature_names), weighted=t.weighted, sequence=not t.pooled)
                    for key, t in theirs.items())
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints())

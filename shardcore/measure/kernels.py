@@ -227,7 +227,11 @@ class KernelBench:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        width = sum(s.outputs for s in request.shards)
+        sequence = next((s.table.name for s in request.shards if s.table.sequence), None)
+        if sequence is not None:
+            raise ShardCoreError(f"table {sequence!r} is a sequence; only lookups that are pooled can be run "
+                                 "here so far")
+        width = sum(s.width * s.table.features for s in request.shards)
         ids = sum(access.lookups(s.table, request.batch) + request.batch * s.table.features
                   for s in request.shards)
         if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > _MOST_BATCH_BYTES:

@@ -60,7 +60,9 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
     job, topology, lower = problem.job, problem.topology, model.lower
-    may_prove = lower is not None and lower.even_is_least(topology)
+    # Sequences run collectives that the bound does not know.
+    pooled = not any(t.sequence for t in problem.tables)
+    may_prove = pooled and lower is not None and lower.even_is_least(topology)
     found: list[Bound] = []
     # A step is no shorter than without ids, nor than with them less what the dense part hides.
     for ids in (True, False) if job.hides_ids_ms else (True,):

@@ -230,15 +230,15 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
     state = PlacementState(cache, (n_states, n_passes))
     numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
     # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
-    cap = cache.width[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
+    cap = cache.outputs[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]
     pinned = cache.freedom < n_devices
     fits_all = np.ones((n_states, n_passes), dtype=bool)
     devices = np.zeros((n_states, n_passes, n_shards), dtype=np.int64)
 
     for i in range(n_shards):
         strip, units, number = keys[:, i, 0][:, None], keys[:, i, 1][:, None], numbers[:, i, None]  # [C, 1]
-        width, single_ms = cache.width[number], cache.single_ms[number][..., None] / cache.speed
-        narrow = (state.width.sum(-1) + width[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
+        outputs, single_ms = cache.outputs[number], cache.single_ms[number][..., None] / cache.speed
+        narrow = (state.outputs.sum(-1) + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
         fits = state.fits(strip, units) & narrow
         d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
         fits_all &= fits.any(-1)

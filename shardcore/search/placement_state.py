@@ -27,7 +27,7 @@ class PlacementState:
 
     held: [..., S, D] units of each strip on each device.
     used: [..., D] bytes.
-    width: [..., D, K] units of columns of each kind.
+    outputs: [..., D, K] bytes of outputs of each kind.
     id_bytes: [..., D] bytes of ids and lengths that devices receive.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
@@ -41,7 +41,7 @@ class PlacementState:
         self.free = np.array(free_bytes(cache.problem), dtype=np.int64)
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
-        self.width = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
+        self.outputs = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
         self.id_bytes = np.zeros((*batch, n_devices), dtype=np.int64)
         self.priced = priced
         self.sums = np.zeros((*batch, n_devices, n_kinds, cache.codes.shape[1] if priced else 0))
@@ -71,13 +71,13 @@ class PlacementState:
         was, becomes = cache.numbers(strip, before), cache.numbers(strip, after)
         self.held[at] = after
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
-        self.width[of_kind] += cache.width[becomes] - cache.width[was]
+        self.outputs[of_kind] += cache.outputs[becomes] - cache.outputs[was]
         self.id_bytes[here] += cache.id_bytes[becomes] - cache.id_bytes[was]
         if not self.priced:
             return
         # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.
         sums = ((self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was]))
-                * (self.width[of_kind] > 0)[..., None])
+                * (self.outputs[of_kind] > 0)[..., None])
         self.sums[of_kind] = sums
         self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
 
@@ -92,7 +92,7 @@ class PlacementState:
 
     def cost_ms(self) -> np.ndarray:
         """[...] predicted ms of a step. Equal to price(lower(plan, problem), model).total_ms."""
-        return self.cache.total_ms(self.device_ms, self.width, self.id_bytes)
+        return self.cache.total_ms(self.device_ms, self.outputs, self.id_bytes)
 
     def plan(self, **provenance: Any) -> Plan:
         """The consolidated plan of a state with one plan. Raises what `priced` raises if it is incomplete."""

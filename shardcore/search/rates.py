@@ -39,7 +39,7 @@ def exchange_ms(problem: Problem, model: CostModel) -> float:
     # Two points: an even plan, and the same with twice the columns on device 0.
     columns = np.full((2, n), float(_COLUMNS))
     columns[1, 0] *= 2
-    traffic = traffic_of_outputs({WHOLE_ROWS: columns}, problem)
+    traffic = traffic_of_outputs({WHOLE_ROWS: columns * problem.global_batch * OUTPUT_BYTES}, problem)
     before, after = model.comm(traffic, np.zeros((2, n)), problem.topology).total_ms[:, 0]
     return float(after - before) / _COLUMNS
 

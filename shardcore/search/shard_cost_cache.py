@@ -22,7 +22,8 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.inputs import received_bytes
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS
+from shardcore.layouts import RUNS, WHOLE_ROWS
+from shardcore.outputs import output_bytes
 from shardcore.search.free_memory import bundle_bytes
 from shardcore.search.shards import (
     Bundle,
@@ -45,15 +46,16 @@ class ShardCostCache:
 
     `add` and `need` compute shards.
 
-    kinds: [K] kinds of sharding of the strips. The first is that of whole rows.
+    kinds: [K] how strips run (layouts.RUNS). The first is that of whole rows of pooled tables.
     speed: [D] speed factors.
     allowed: [S, D] where a strip may be.
     freedom: [S] on how many devices it may be.
-    kind: [S] number of the strip's kind.
+    kind: [S] number of how the strip runs.
+    is_range: [S] whether the strip is a row range.
     size: [S] units of the whole strip.
     codes: [R, F] encodings.
     bytes: [R] memory.
-    width: [R] units of columns of outputs.
+    outputs: [R] bytes of outputs.
     id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
@@ -67,13 +69,14 @@ class ShardCostCache:
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
         of_strip = [layout_of_shard(bundle[0], problem) for bundle in self._strips]
-        self.kinds = tuple(layout for layout in LAYOUTS.values()
+        self.kinds = tuple(layout for layout in RUNS
                            if layout is WHOLE_ROWS or layout in of_strip)
         self.kind = np.array([self.kinds.index(layout) for layout in of_strip])
+        self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
         for i, first in enumerate(bundle[0] for bundle in self._strips):
-            if self.kind[i] or first.table.name in problem.pinned:
+            if self.is_range[i] or first.table.name in problem.pinned:
                 self.allowed[i] = False
                 self.allowed[i, list(devices_of(first, problem))] = True
         self.freedom = self.allowed.sum(1)
@@ -82,7 +85,7 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self._made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.bytes, self.width, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
+        self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
         """S."""
@@ -130,7 +133,7 @@ class ShardCostCache:
     def may_split(self, key: ShardKey) -> bool:
         """Whether the shard may be cut by columns. A row range may not: it has only one device."""
         strip, units = key
-        return units > 1 and not self.kind[strip] and self.table(strip).name not in self.problem.whole
+        return units > 1 and not self.is_range[strip] and self.table(strip).name not in self.problem.whole
 
     def add(self, keys: Iterable[ShardKey]) -> None:
         """Compute all shards that those of one plan can form on a device.
@@ -157,8 +160,9 @@ class ShardCostCache:
         made, first = [self._columns(s, 0, u) for s, u in new], len(self._made)
         self._made += made
         self.bytes = np.concatenate([self.bytes, [bundle_bytes(bundle, self.problem) for bundle in made]])
-        width = [sum(s.outputs for s in bundle) // MIN_WIDTH for bundle in made]
-        self.width = np.concatenate([self.width, width])
+        batch = self.problem.global_batch
+        outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
+        self.outputs = np.concatenate([self.outputs, np.array(outputs, dtype=np.int64)])
         ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
         self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
         for i, (s, u) in enumerate(new):
@@ -193,15 +197,15 @@ class ShardCostCache:
         """
         return self._numbers[strips, units]
 
-    def total_ms(self, compute_ms: np.ndarray, units: np.ndarray, id_bytes: np.ndarray) -> np.ndarray:
+    def total_ms(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> np.ndarray:
         """[...] ms of a step. Equal to price(lower(plan, problem), model).total_ms.
 
         compute_ms: [..., D] at each device's speed.
-        units: [..., D, K] of each kind.
+        outputs: [..., D, K] bytes of outputs.
         id_bytes: [..., D] that devices receive.
         """
-        widths = {layout: MIN_WIDTH * units[..., k] for k, layout in enumerate(self.kinds)}
-        traffic = traffic_of_outputs(widths, self.problem, id_bytes)
+        of_run = {layout: outputs[..., k] for k, layout in enumerate(self.kinds)}
+        traffic = traffic_of_outputs(of_run, self.problem, id_bytes)
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return step_ms(compute_ms, comm, self.problem.job)
 
@@ -211,12 +215,12 @@ class ShardCostCache:
         held = np.zeros((len(self), len(self.speed)), dtype=int)
         np.add.at(held, ([s for s, _ in keys], list(devices)), [u for _, u in keys])
         numbers = self.numbers(np.arange(len(self))[:, None], held)  # [S, D]
-        sums, width = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))], axis=1)
-                       for of in (self.codes, self.width))
+        sums, outputs = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))], 1)
+                         for of in (self.codes, self.outputs))
         # The shards of a kind run as one fused op: price sums, not shards.
         compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
                       / self.speed)
-        return float(self.total_ms(compute_ms, width, self.id_bytes[numbers].sum(0)))
+        return float(self.total_ms(compute_ms, outputs, self.id_bytes[numbers].sum(0)))
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:

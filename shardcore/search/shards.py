@@ -21,7 +21,14 @@ from functools import lru_cache
 from typing import Any
 
 from shardcore.cost.model import CostModel, price
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Layout, layout_of, possible_groups, shards_on
+from shardcore.layouts import (
+    LAYOUTS,
+    WHOLE_ROWS,
+    Layout,
+    possible_groups,
+    run_of,
+    shards_on,
+)
 from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -71,7 +78,8 @@ def division(table: Table, problem: Problem) -> Placement | None:
 def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None) -> Placement | None:
     """Cached, as many shards ask for the same table."""
     for layout in LAYOUTS.values():
-        groups = possible_groups(layout, table.rows, topology, allowed) if layout.divides_rows else []
+        runs = layout.divides_rows and (layout.as_sequence or not table.sequence)
+        groups = possible_groups(layout, table.rows, topology, allowed) if runs else []
         # A group of one device divides nothing.
         for group in (g for g in groups if len(g) > 1):
             return Placement(layout.name, Shard.whole(table), group)
@@ -79,8 +87,9 @@ def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None)
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
-    """The kind of sharding that runs a shard."""
-    return WHOLE_ROWS if shard.full_rows else layout_of(division(shard.table, problem).kind)
+    """How a shard runs."""
+    kind = WHOLE_ROWS.name if shard.full_rows else division(shard.table, problem).kind
+    return run_of(kind, shard.table)
 
 
 def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:

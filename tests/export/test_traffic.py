@@ -12,13 +12,14 @@ from bench import traffic  # noqa: E402
 
 
 @pytest.mark.parametrize("seed, kinds, processes", [
-    (9, {"column", "row", "host_row", "data_parallel"}, 4),
-    (11, {"column", "row", "data_parallel"}, 2),
+    (56, {"column", "row", "host_row", "data_parallel"}, 4),
+    (48, {"column", "row", "data_parallel"}, 2),
 ])
 def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):
-    """On two hosts of two processes, with weights of lookups; and on two processes."""
+    """On two hosts of two processes, with weights of lookups and sequences; and on two processes."""
     drawn = traffic.drawn(seed)
     assert {p.kind for p in drawn.plan.placements} == kinds and len(drawn.problem.topology) == processes
     assert max(t.features for t in drawn.problem.tables) > 1
-    assert any(t.weighted for t in drawn.problem.tables) == (seed == 9)
+    for special in ("weighted", "sequence"):
+        assert any(getattr(t, special) for t in drawn.problem.tables) == (processes == 4)
     assert traffic.differences(seed) == []

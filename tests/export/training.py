@@ -82,13 +82,14 @@ def draw(given: Problem, rng: np.random.Generator) -> Plan:
 
 
 def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
-    sequence, n = t.name in ("s", "t"), len(on)
+    sequence, n = t.sequence or t.name in ("s", "t"), len(on)
     kinds = ["whole", "columns", "rows", "everywhere", "host", "grid"]
     kind = rng.choice(kinds[: 3 if sequence else 6])  # TorchRec's dense kernel does not run sequences on CPU
     if kind == "columns":
         if sequence:
-            order = rng.permutation(n)
-            return [column(t, int(order[i % n]), 4 * i, 4 * i + 4) for i in range(2)]
+            order, width = rng.permutation(n), t.dim // 2 if t.dim % 8 == 0 else t.dim
+            return [column(t, int(order[i % n]), lo, lo + width)
+                    for i, lo in enumerate(range(0, t.dim, width))]
         return [column(t, int(rng.integers(n)), lo, hi) for lo, hi in _columns(t, rng)]
     if kind == "everywhere" and n > 1:
         return [replica(t, on)]

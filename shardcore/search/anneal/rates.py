@@ -1,4 +1,4 @@
-"""What exchanges cost in the compiled search: linear in widths, fitted to the model.
+"""What exchanges cost in the compiled search: linear in bytes, fitted to the model.
 
 Shapes: N probes, D devices.
 """
@@ -12,8 +12,9 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.inputs import received_bytes
 from shardcore.layouts import CHANNELS, WHOLE_ROWS, Layout
+from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
-from shardcore.types import MIN_WIDTH, Problem, Shard
+from shardcore.types import Problem, Shard
 from shardcore.workload import traffic_of_outputs
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
@@ -23,21 +24,21 @@ _PROBES = 64
 
 
 def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
-    """ms per unit of width of a kind, for both exchanges of a step.
+    """ms per byte of outputs of a kind, for both exchanges of a step.
 
     Keys are own, busiest, host_busiest, total and once (see records.SearchProblem).
-    They are fitted to the model's costs of some divisions of the columns, by least squares, none below 0.
+    They are fitted to the model's costs of some divisions of the outputs, by least squares, none below 0.
     """
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
         return dict.fromkeys(_TERMS, 0.0)
-    width = _probes(sum(t.dim * t.features for t in problem.tables) / MIN_WIDTH / n, n)
+    of_all = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in problem.tables)
+    outputs = _probes(of_all / n, n)
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
-        width[:, group] = width[:, group[:1]]
-    cost = model.comm(traffic_of_outputs({layout: MIN_WIDTH * width}, problem),
-                      np.zeros(width.shape), topology)
+        outputs[:, group] = outputs[:, group[:1]]
+    cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
-    return _fitted(width, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
+    return _fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
 
 
 def id_rates(problem: Problem, model: CostModel) -> dict[str, float]:
@@ -76,7 +77,7 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
 
 
 def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
-    """ms of a layout's exchanges for what its groups of `size` devices share.
+    """ms of a layout's exchanges for what its groups of `size` devices share: per byte, or per cell.
 
     Keys are those of records.SearchProblem, without "shared_".
     """

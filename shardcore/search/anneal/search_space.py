@@ -20,7 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.inputs import received_bytes
 from shardcore.layouts import (
-    LAYOUTS,
+    RUNS,
     WHOLE_ROWS,
     Group,
     Layout,
@@ -30,6 +30,7 @@ from shardcore.layouts import (
     shards_on,
 )
 from shardcore.memory import bytes_as, free_bytes
+from shardcore.outputs import output_bytes
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.shard_cost_cache import ShardCostCache
@@ -174,16 +175,21 @@ class SearchSpace:
         """[Y] layouts of the groups."""
         return tuple(dict.fromkeys(layout for layout, _ in self.groups))
 
-    def number(self, kind: str, devices: Group) -> int:
-        """The number of a group."""
+    def number(self, kind: str, devices: Group, sequence: bool) -> int:
+        """The number of a group that shares pooled tables, or sequences."""
         return next(g for g, (layout, group) in enumerate(self.groups)
-                    if (layout.name, group) == (kind, devices))
+                    if (layout.name, group, layout.sequence) == (kind, devices, sequence))
+
+    def dividing(self, sequence: bool) -> int:
+        """The group of all devices that divides rows of pooled tables, or of sequences."""
+        return next((g for g, (layout, group) in enumerate(self.groups) if layout.divides_rows
+                     and layout.sequence == sequence and len(group) == len(self.problem.topology)), 0)
 
     @property
-    def dividing(self) -> int:
-        """The group of all devices that divides rows."""
-        return next((g for g, (layout, group) in enumerate(self.groups)
-                     if layout.divides_rows and len(group) == len(self.problem.topology)), 0)
+    def always_shared(self) -> np.ndarray:
+        """[N, 2] the divided strips, each with its group."""
+        pairs = [(s, self.dividing(self.cache.table(s).sequence)) for s in self.divided]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     @property
     def as_it_is(self) -> SearchProblem:
@@ -237,19 +243,20 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     strips = np.repeat(np.arange(len(cache)), cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
     # Encode only the shards that a search can reach: encoding takes most of the time.
-    used = may_split[strips] | (cache.kind[strips] > 0) | (units == cache.size[strips])
+    used = may_split[strips] | cache.is_range[strips] | (units == cache.size[strips])
     cache.need(strips[used], units[used])
     number_of = cache.numbers(np.arange(len(cache))[:, None], np.arange(cache.size.max() + 1))
     # Hosts as numbers.
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices = len(problem.topology)
-    groups = tuple((layout, group) for layout in LAYOUTS.values() for group in layout.groups(problem.topology)
-                   if len(group) > 1)
+    has = {t.sequence for t in problem.tables}
+    groups = tuple((layout, group) for layout in RUNS if layout.sequence in has
+                   for group in layout.groups(problem.topology) if len(group) > 1)
     exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds), id_rates(problem, model)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), bytes=cache.bytes, width=cache.width, ids=cache.id_bytes,
+        added_ms=added(cache.codes, model), bytes=cache.bytes, outputs=cache.outputs, ids=cache.id_bytes,
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
@@ -309,8 +316,8 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
         limits = {"kept": held.copy(),
                   "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
                   "most_moved": np.array(most, np.int64), "may_share": np.zeros_like(fixed.may_share)}
-    if fixed.kind.any():
-        limits["allowed"] = cache.allowed & (fixed.kind == 0)[:, None]
+    if cache.is_range.any():
+        limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
     return replace(of, fixed=fixed._replace(**limits))
 
 
@@ -343,9 +350,10 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         return found
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     bound = {*problem.pinned, *problem.whole, *divided}
-    free = np.array([wanted and cache.kind[s] == 0 and w.width == MIN_WIDTH * cache.size[s]
+    free = np.array([wanted and not cache.is_range[s] and w.width == MIN_WIDTH * cache.size[s]
                      and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
+    sequence = np.array([shard.table.sequence for shard in whole], dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for of_group, group in groups if of_group is layout)
@@ -355,14 +363,14 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
             shards = [replace(shard, row_hi=rows or shard.rows)
                       for shard, rows in zip(whole, share, strict=True)]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
-            divides = np.array(fine, dtype=bool) & (not cache.kind.any())
-        found["may_share"][y] = free & divides
+            divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
+        found["may_share"][y] = free & divides & (sequence == layout.sequence)
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
         if not layout.local_batch:
             found["shared_ids"][y] = [received_bytes(shard, problem) for shard in shards]
         found["shared_size"][y] = [shard.rows * shard.width if layout.dense_gradient
-                                   else shard.outputs // MIN_WIDTH for shard in whole]
+                                   else output_bytes(shard, problem.global_batch) for shard in shards]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate
     return found
@@ -380,8 +388,9 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
     copies = fixed.shared_codes[y, may]
     total, size = codes.sum(0), fixed.shared_size[y, may]
-    of_width = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0]
-                / n + fixed.total[0])
+    outputs = fixed.outputs[fixed.shard[may, fixed.size[may]]]
+    of_byte = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0]
+               / n + fixed.total[0])
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         """ms of these encodings, divided evenly over the devices."""
@@ -390,14 +399,15 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     beside = copies.sum(0)  # price a table among the others, as they share one op
     extra = ((model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest
              + fixed.shared_total[y] * size)
-    saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_width * fixed.size[may]
+    saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
     order = np.argsort(extra - saved, kind="stable")
-    room = fixed.free.min() - fixed.shared_bytes[fixed.group_layout[space.dividing], space.divided].sum()
+    always = space.always_shared
+    room = fixed.free.min() - fixed.shared_bytes[fixed.group_layout[always[:, 1]], always[:, 0]].sum()
     fits = np.cumsum(fixed.shared_bytes[y, may[order]]) <= room
     order = order[:int(fits.argmin()) if not fits.all() else len(order)]
     if not len(order):
         return order
-    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_width * np.cumsum(fixed.size[may[order]])
+    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_byte * np.cumsum(outputs[order])
             + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.shared_once[y]
             + fixed.shared_total[y] * np.cumsum(size[order]))
     return may[order[:int(step.argmin()) + 1]] if step.min() < divided_ms(total[None])[0] else may[:0]

@@ -7,8 +7,8 @@ Starts differ in what they do with tables:
 - the rows of large tables divided over groups of devices;
 - small tables data-parallel, where that pays.
 
-The compiled search takes the cost of exchanges as linear in three widths.
-These are the widths of each device, of the widest device and of the widest host. So it takes those of ids.
+The compiled search takes the cost of an exchange as linear in its bytes.
+These are the bytes of each device, of the busiest device and of the busiest host.
 The model itself decides which start continues, and which plan is returned.
 
 Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
@@ -29,7 +29,7 @@ from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.shards import priced
-from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
+from shardcore.types import Plan, Problem, Shard
 from shardcore.workload import traffic_of_outputs
 
 if TYPE_CHECKING:
@@ -178,13 +178,13 @@ class Search:
     def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
-        widths = {layout: MIN_WIDTH * state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
-        traffic = traffic_of_outputs(widths, self.problem, state.carried[:, -1])
+        outputs = {layout: state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
+        traffic = traffic_of_outputs(outputs, self.problem, state.carried[:, -1])
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
-                # Group sizes count cells of gradients, or units of columns of outputs (see _shared).
-                cells, outputs = (size, 0) if layout.dense_gradient else (0, MIN_WIDTH * size)
-                traffic[CHANNELS.index(channel), devices] += entering(cells, outputs, self.problem)
+                # Group sizes count cells of gradients, or bytes of outputs (see _shared).
+                cells, n_bytes = (size, 0) if layout.dense_gradient else (0, size)
+                traffic[CHANNELS.index(channel), devices] += entering(cells, n_bytes, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))

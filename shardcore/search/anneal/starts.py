@@ -158,7 +158,7 @@ class Starts:
         """
         best, least, begin = None, np.inf, None
         for n, shared in ways:
-            shared = np.concatenate([shared, _pairs(space.divided, space.dividing)])
+            shared = np.concatenate([shared, space.always_shared])
             state = self._greedy(space, n, shared)
             if state is not None and state.value[self.compiled.BEST] < least:
                 best, least, begin = state, state.value[self.compiled.BEST], (n, shared)
@@ -277,7 +277,7 @@ class Starts:
         space = self._space([shard for shard, _ in shards], kind)
         divided = {space.cache.table(s).name for s in space.divided}
         left = [(shard, d) for shard, d in shards if shard.table.name not in divided]
-        return self._placed(space, left, _pairs(space.divided, space.dividing))
+        return self._placed(space, left, space.always_shared)
 
     def _space(self, shards: Sequence[Shard], kind: str) -> SearchSpace:
         """The space of shards. Row ranges become whole tables, shared by all devices, where possible."""
@@ -312,7 +312,8 @@ class Starts:
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = self.spaces.space(self._of_strips(shards), shards, True, kind == "halves")
-        shared = [_pairs(space.strips(tables), space.number(*group)) for group, tables in old.shared.items()]
+        shared = [_pairs(space.strips([t]), space.number(*group, t.sequence))
+                  for group, tables in old.shared.items() for t in tables]
         start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
         held = start.state.held.copy()
         todo = space.keys([Shard.whole(t) for t in old.new])

@@ -22,8 +22,10 @@ HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
-def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, monkeypatch):
-    tables = (replace(t, features=1 + i % 3) for i, t in enumerate(draw_tables(np.random.default_rng(1), 12)))
+@pytest.mark.parametrize("sequences", [False, True])
+def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, sequences, monkeypatch):
+    drawn = draw_tables(np.random.default_rng(1), 12)
+    tables = (replace(t, features=1 + i % 3, sequence=sequences and i % 4 == 0) for i, t in enumerate(drawn))
     problem = Problem("p", tuple(tables), on_hosts(hosts), BATCH)
     model, seen = model_for(problem), []
     exact = sharder.Search._exact_ms

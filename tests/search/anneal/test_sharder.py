@@ -13,6 +13,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, shards_on
+from shardcore.outputs import output_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import budget as budget_module
 from shardcore.search.anneal import compiled
@@ -196,13 +197,13 @@ def test_memory_for_exactly_half_the_rows_is_enough():
 def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
     problem = draw_problem(1, 12, [8 * MIB] * 4)
     plan = SHARDERS["dim_greedy"](problem, model_for(problem))
-    rates, widths = exchange_rates(problem, model_for(problem), WHOLE_ROWS), np.zeros(4)
+    rates, outputs = exchange_rates(problem, model_for(problem), WHOLE_ROWS), np.zeros(4)
     for p in plan.placements:
-        widths[p.devices[0]] += p.shard.width / 4
+        outputs[p.devices[0]] += output_bytes(p.shard, BATCH)
     found = price(lower(plan, problem), model_for(problem))
     own, busiest, _, total, once = (rates[name]
                                     for name in ("own", "busiest", "host_busiest", "total", "once"))
-    predicted = own * widths + busiest * widths.max() + total * widths.sum() + once
+    predicted = own * outputs + busiest * outputs.max() + total * outputs.sum() + once
     assert predicted.max() == pytest.approx(max(np.add(found.forward_comm_ms, found.backward_comm_ms)),
                                             rel=1e-6)
 

@@ -4,7 +4,7 @@ The smooth form replaces the maximum over devices by a p-norm (Awerbuch et al. 1
 This holds for loads, and for what devices or hosts exchange.
 A move changes two devices. So it updates a norm in constant time, whatever the number of devices.
 
-All costs are in ms. Exchanges carry units of MIN_WIDTH columns, or bytes of ids.
+All costs are in ms. Exchanges carry bytes.
 """
 
 import math

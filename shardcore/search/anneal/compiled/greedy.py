@@ -12,7 +12,7 @@ from shardcore.search.anneal.compiled.state import hold
 
 @inner
 def exchange(fx, st, d, k, more, more_ids):
-    """ms of the exchanges if device d and its host were the busiest, with `more` units of kind k added.
+    """ms of the exchanges if device d and its host were the busiest, with `more` bytes of kind k added.
 
     more_ids: bytes of ids added.
 
@@ -68,7 +68,7 @@ def greedy(head, fx, st, shards):
                 st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
             ms = head(st.trial_sums[0, 0], fx.parameters)
             after = (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d] + st.own_ms[d] + exchange(
-                fx, st, d, k, fx.width[then] - fx.width[was], fx.ids[then] - fx.ids[was])
+                fx, st, d, k, fx.outputs[then] - fx.outputs[was], fx.ids[then] - fx.ids[was])
             if after < least:
                 least, best, best_ms = after, d, ms
         if best < 0:
@@ -79,7 +79,7 @@ def greedy(head, fx, st, shards):
         for f in range(st.sums.shape[2]):
             st.sums[best, k, f] += fx.codes[then, f] - fx.codes[was, f]
         st.ms[best, k] = best_ms
-        more, ids = fx.width[then] - fx.width[was], st.carried.shape[1] - 1
+        more, ids = fx.outputs[then] - fx.outputs[was], st.carried.shape[1] - 1
         more_ids = fx.ids[then] - fx.ids[was]
         st.carried[best, k] += more
         st.hosts[fx.host[best], k] += more

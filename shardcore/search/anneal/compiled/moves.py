@@ -180,7 +180,7 @@ def try_edits(head, fx, st, a, b, n):
         slot = 0 if d == a else 1
         was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
         st.trial_used[slot] += fx.bytes[then] - fx.bytes[was]
-        st.trial_carried[slot, k] += fx.width[then] - fx.width[was]
+        st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
         st.trial_carried[slot, n_kinds] += fx.ids[then] - fx.ids[was]
         touched |= 1 << (n_kinds * slot + k)
     # A device that is too full already may still lose bytes.

@@ -29,9 +29,9 @@ class SearchProblem(NamedTuple):
     codes: float64[:, ::1]  # [R, F] encoding of a shard
     added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
     bytes: int64[::1]  # [R] memory of a shard
-    width: int64[::1]  # [R] times MIN_WIDTH columns; tables kept together are one unit of any width
+    outputs: int64[::1]  # [R] bytes of the shard's outputs
     ids: int64[::1]  # [R] bytes of ids that the shard's device receives
-    kind: int64[::1]  # [S] number of the kind, 0 to K - 1
+    kind: int64[::1]  # [S] number of how the strip runs, 0 to K - 1
     size: int64[::1]  # [S] units of the whole strip
     table: int64[::1]  # [S] number of the table
     may_split: boolean[::1]  # [S] whether columns may be cut
@@ -40,7 +40,7 @@ class SearchProblem(NamedTuple):
     speed: float64[::1]  # [D]
     host: int64[::1]  # [D]
     # Rates of exchanges, both ways together. ms = own * load + busiest * (largest load) + ...
-    # A load is units of columns of a kind, or bytes of ids.
+    # A load is bytes of outputs of a kind, or of ids.
     own: float64[::1]  # [X] ms per load of the device itself; 0 for ids
     busiest: float64[::1]  # [X] ms per load of the busiest device
     host_busiest: float64[::1]  # [X] ms per load of the busiest host
@@ -75,7 +75,7 @@ class State(NamedTuple):
     strips: int32[:, ::1]  # [D, S] which strips; the first `count` entries are valid
     sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
     ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
-    carried: int64[:, ::1]  # [D, X] what exchanges carry: units of columns of each kind, and bytes of ids
+    carried: int64[:, ::1]  # [D, X] bytes that exchanges carry: outputs of each kind, and ids
     used: int64[::1]  # [D] bytes
     load: float64[::1]  # [D] ms
     hosts: int64[:, ::1]  # [H, X] the same of each host

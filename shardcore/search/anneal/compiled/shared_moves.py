@@ -90,31 +90,32 @@ def change_shared(head, fx, st, threshold):
         try_group(head, fx, st, 0, start, leaves, comes if to == start else -1)
     if to >= 0 and to != start:
         try_group(head, fx, st, 1, to, -1, leaves if moves else comes)
-    # What b holds of whole-row strips (kind 0) after the move.
+    # What b holds, after the move, of strips that run as these do on one device.
+    k = fx.kind[leaves if leaves >= 0 else comes]
     carried, more_on_b = st.trial_carried[0], 0
     ids = len(carried) - 1
     for x in range(len(carried)):
         carried[x] = st.carried[b, x]
     for f in range(n_features):
-        st.trial_sums[0, 0, f] = st.sums[b, 0, f]
+        st.trial_sums[0, 0, f] = st.sums[b, k, f]
     # The strip that leaves comes whole to b.
     if leaves >= 0 and not moves:
         if len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
             return False
         shard = fx.shard[leaves, fx.size[leaves]]
         more_on_b += fx.bytes[shard]
-        carried[0] += fx.width[shard]
+        carried[k] += fx.outputs[shard]
         carried[ids] += fx.ids[shard]
         for f in range(n_features):
             st.trial_sums[0, 0, f] += fx.codes[shard, f]
     if comes >= 0:
         shard = fx.shard[comes, fx.size[comes]]
         more_on_b -= fx.bytes[shard]
-        carried[0] -= fx.width[shard]
+        carried[k] -= fx.outputs[shard]
         carried[ids] -= fx.ids[shard]
         for f in range(n_features):
             st.trial_sums[0, 0, f] -= fx.codes[shard, f]
-    ms = head(st.trial_sums[0, 0], fx.parameters) if carried[0] > 0 else 0.0
+    ms = head(st.trial_sums[0, 0], fx.parameters) if carried[k] > 0 else 0.0
     # Bytes, and bytes of ids, that each device of group `start` loses, and of group `to` gains.
     out_bytes = fx.shared_bytes[y, leaves] if leaves >= 0 else 0
     in_bytes = (fx.shared_bytes[y, leaves] if moves else fx.shared_bytes[y, comes]) if to >= 0 else 0
@@ -139,7 +140,7 @@ def change_shared(head, fx, st, threshold):
         if more > 0 and st.used[d] + more > fx.free[d]:
             return False
         if d == b:
-            load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, 0], carried)
+            load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, k], carried)
         else:
             load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.carried[d])
         norm[0, 0] += power(load / ref[0, 0])
@@ -148,13 +149,13 @@ def change_shared(head, fx, st, threshold):
         all_ids += received
     for h in range(len(st.trial_hosts)):
         norm[2, ids] += power(st.trial_hosts[h] / ref[2, ids])
-    # Widths change on b only, and only those of kind 0.
-    norm[1, 0] += power(carried[0] / ref[1, 0]) - power(st.carried[b, 0] / ref[1, 0])
-    h, wider = fx.host[b], carried[0] - st.carried[b, 0]
-    norm[2, 0] += power((st.hosts[h, 0] + wider) / ref[2, 0]) - power(st.hosts[h, 0] / ref[2, 0])
+    # Outputs change on b only, and only those of kind k.
+    norm[1, k] += power(carried[k] / ref[1, k]) - power(st.carried[b, k] / ref[1, k])
+    h, wider = fx.host[b], carried[k] - st.carried[b, k]
+    norm[2, k] += power((st.hosts[h, k] + wider) / ref[2, k]) - power(st.hosts[h, k] / ref[2, k])
     for x in range(len(carried)):
         st.trial_all_carried[x] = st.all_carried[x]
-    st.trial_all_carried[0] += wider
+    st.trial_all_carried[k] += wider
     st.trial_all_carried[ids] = all_ids
     if energy_of(fx, ref, norm, st.trial_all_carried, st.trial_group_size) >= threshold:
         return False

@@ -139,7 +139,7 @@ def recompute(head, fx, st):
             s = st.strips[d, i]
             shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
             st.used[d] += fx.bytes[shard]
-            st.carried[d, k] += fx.width[shard]
+            st.carried[d, k] += fx.outputs[shard]
             st.carried[d, n_kinds] += fx.ids[shard]
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] += fx.codes[shard, f]
