@@ -6,11 +6,12 @@ Shapes: D devices.
 from __future__ import annotations
 
 from shardcore.errors import Infeasible
+from shardcore.fused import OPTIMIZERS
 from shardcore.layouts import Layout, layout_of, shards_on
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
-OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
-"""Row-wise Adagrad keeps one FP32 a row; exact SGD keeps nothing."""
+OPTIMIZER_BYTES_PER_ROW = {name: optimizer.state_bytes("row") for name, optimizer in OPTIMIZERS.items()}
+OPTIMIZER_BYTES_PER_CELL = {name: optimizer.state_bytes("cell") for name, optimizer in OPTIMIZERS.items()}
 
 
 def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool = False) -> int:
@@ -20,7 +21,8 @@ def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool =
     A kind with an all-reduce also keeps a dense gradient.
     """
     dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
-    state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
+    state = shard.rows * (OPTIMIZER_BYTES_PER_ROW[optimizer]
+                          + shard.width * OPTIMIZER_BYTES_PER_CELL[optimizer])
     # 2: the pooled output and its gradient, both FP32.
     return shard.bytes + state + 2 * batch * shard.width * OUTPUT_BYTES + dense_bytes
 
@@ -34,7 +36,8 @@ def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = No
     """`shard_bytes` of a whole table, or of some of its columns. Faster than to create a Shard."""
     width = width or table.dim
     # Bytes per row.
-    weights_and_state = width * PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_ROW[optimizer]
+    weights_and_state = (width * (PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_CELL[optimizer])
+                         + OPTIMIZER_BYTES_PER_ROW[optimizer])
     return table.rows * weights_and_state + 2 * batch * width * OUTPUT_BYTES
 
 
