@@ -16,9 +16,11 @@ compared with, exact_sgd with fp32.
   2 factors       the same with a factor of forward and one of backward
   fine-tuned      the base's model fine-tuned on the setting's groups
   base as it is   the base's model, nothing fitted
-  floor           mean difference of two timings of a group over √2: no model can be shown to be better
+  repeatability   mean difference of two timings of a group over √2, of those that were timed twice: minutes
+                  lie between, so it has what the machine did meanwhile
   spread          interquartile range of a group's repeats over their median, the median group's
-  ratios          a group's time over the same group's in base: median (10% to 90% of the groups)
+  of base         a group's time over the same group's in base: median (10% to 90% of the groups); and the
+                  medians of backward for the quarters of groups with the fewest and the most lookups
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,33 +142,40 @@ def errors(samples: Sequence[ComputeSample], setting: Setting, base: NeuralModel
 
 def ratios(samples: Sequence[ComputeSample], of_base: Mapping[ComputeRequest, ComputeSample],
            base: Setting) -> dict[str, list[float]]:
-    """For forward, backward and both: median, 10% and 90% of a group's time over its time in base."""
+    """Of a group's time over its time in base, for forward, backward and both: median, 10% and 90%.
+
+    few and many: the medians of backward where lookups are fewest and where they are most.
+    """
     pairs = [(s, of_base[group]) for s in samples if (group := in_base(s.request, base)) in of_base]
     ours, theirs = (measured_ms(side) for side in zip(*pairs, strict=True))
     found = {"forward": ours[:, 0] / theirs[:, 0], "backward": ours[:, 1] / theirs[:, 1],
              "both": ours.sum(1) / theirs.sum(1)}
-    return {"groups": [len(pairs)]} | {part: np.quantile(r, (0.5, 0.1, 0.9)).tolist()
-                                       for part, r in found.items()}
+    lookups = np.array([s.request.batch * sum(x.table.pooling for x in s.request.shards) for s, _ in pairs])
+    few, many = np.quantile(lookups, (0.25, 0.75))
+    return ({"groups": [len(pairs)], "few": [np.median(found["backward"][lookups <= few])],
+             "many": [np.median(found["backward"][lookups >= many])]}
+            | {part: np.quantile(r, (0.5, 0.1, 0.9)).tolist() for part, r in found.items()})
 
 
 def noise(known: drift_correction.Measurements) -> dict[str, float]:
     timed = [s for s in known.compute if s.error is None]
     parts = [p for s in timed for p in (s.forward, s.backward)]
     return {"groups": len(timed), "failed": len(known.compute) - len(timed),
-            "floor": study.repeatability(known.repeats) or float("nan"),
+            "repeatability": study.repeatability(known.repeats) or float("nan"),
             "spread": 100 * float(np.median([(p.q3_ms - p.q1_ms) / p.median_ms for p in parts])),
             "relative ci": 100 * float(np.median([s.relative_ci for s in timed])),
             "slowdown 10%": float(np.quantile([s.slowdown for s in timed], 0.1)),
             "slowdown 90%": float(np.quantile([s.slowdown for s in timed], 0.9))}
 
 
-def judged(args: argparse.Namespace, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """A row a setting and seed, kept in a file each."""
+def judged(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[Setting, dict[str, Any]]:
+    """The figures of each setting. Errors, which need training, are kept in a file a seed."""
     known = {s: drift_correction.read([folder(args.out, s)], s) for s in settings}
     samples = {s: [x for x in known[s].compute if x.error is None] for s in settings}
     base = settings[0]
     of_base = {x.request: x for x in samples[base]}
-    rows = []
+    found = {s: {"noise": noise(known[s]), "ratios": ratios(samples[s], of_base, base), "errors": []}
+             for s in settings}
     for seed in range(args.seeds):
         model = None
         for setting in settings:
@@ -176,38 +185,39 @@ def judged(args: argparse.Namespace, settings: Sequence[Setting]) -> list[dict[s
             if not path.exists() or json.loads(path.read_text())["made_of"] != made_of:
                 model = model or fit.train(split(samples[base], base, seed), [], base,
                                            fit.FitConfig(seed=seed)).model
-                files.write_json(path, {
-                    "made_of": made_of, "optimizer": setting.optimizer, "precision": setting.precision,
-                    "seed": seed, "noise": noise(known[setting]),
-                    "ratios": ratios(samples[setting], of_base, base),
-                    "errors": errors(split(samples[setting], base, seed), setting, model, seed)})
-            rows.append(json.loads(path.read_text()))
-    return rows
+                files.write_json(path, {"made_of": made_of, "errors": errors(
+                    split(samples[setting], base, seed), setting, model, seed)})
+            found[setting]["errors"].append(json.loads(path.read_text())["errors"])
+    return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(found: Mapping[Setting, dict[str, Any]]) -> str:
     """The figures for people: a column a setting."""
-    of: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        of.setdefault((row["optimizer"], row["precision"]), []).append(row)
-    columns = list(of.values())
+    columns = list(found.values())
 
-    def mean(found: Sequence[dict[str, Any]], arm: str) -> float:
-        return float(np.mean([r["errors"][arm] for r in found]))
+    def mean(column: dict[str, Any], arm: str) -> float:
+        return float(np.mean([e[arm] for e in column["errors"]]))
 
-    def spoken(found: Sequence[dict[str, Any]], arm: str) -> str:
-        return f"{mean(found, arm):.2f} ± {np.std([r['errors'][arm] for r in found]):.2f}"
+    def errors_of(column: dict[str, Any], arm: str) -> str:
+        return f"{mean(column, arm):.2f} ± {np.std([e[arm] for e in column['errors']]):.2f}"
 
-    lines = [("groups", *(f"{c[0]['noise']['groups']}" for c in columns)),
-             ("held out a split", *(f"{mean(c, 'held out'):.0f}" for c in columns)),
-             *((f"{arm}, %", *(spoken(c, arm) for c in columns)) for arm in ARMS),
-             ("own, of base", *(f"{mean(c, 'own') / mean(columns[0], 'own'):.2f}" for c in columns)),
-             *((f"{name}{'' if 'slow' in name else ', %'}", *(f"{c[0]['noise'][name]:.2f}" for c in columns))
-               for name in ("floor", "spread", "relative ci", "slowdown 10%", "slowdown 90%")),
-             ("pairs with base", *(f"{c[0]['ratios']['groups'][0]}" for c in columns)),
-             *((f"{part}, of base", *("{:.3f} ({:.3f} to {:.3f})".format(*c[0]["ratios"][part])
-                                      for c in columns)) for part in ("forward", "backward", "both"))]
-    return report.text_table(("", *(f"{o} {p}" for o, p in of)), lines)
+    def row(name: str, spoken: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return name, *map(spoken, columns)
+
+    return report.text_table(("", *(f"{s.optimizer} {s.precision}" for s in found)), [
+        row("groups", lambda c: f"{c['noise']['groups']}"),
+        row("held out a split", lambda c: f"{mean(c, 'held out'):.0f}"),
+        *(row(f"{arm}, %", lambda c, arm=arm: errors_of(c, arm)) for arm in ARMS),
+        row("own, of base", lambda c: f"{mean(c, 'own') / mean(columns[0], 'own'):.2f}"),
+        *(row(f"{name}, %", lambda c, name=name: f"{c['noise'][name]:.1f}")
+          for name in ("repeatability", "spread", "relative ci")),
+        row("slowdown, 10% to 90%",
+            lambda c: f"{c['noise']['slowdown 10%']:.2f} to {c['noise']['slowdown 90%']:.2f}"),
+        row("groups of base too", lambda c: f"{c['ratios']['groups'][0]}"),
+        *(row(f"{part}, of base", lambda c, part=part: "{:.2f} ({:.2f} to {:.2f})".format(*c["ratios"][part]))
+          for part in ("forward", "backward", "both")),
+        *(row(f"backward, {part} lookups", lambda c, part=part: f"{c['ratios'][part][0]:.2f}")
+          for part in ("few", "many"))])
 
 
 def main() -> None:
