@@ -1,6 +1,7 @@
 """Compute models of each optimizer and precision that FBGEMM trains here, measured and trained alike.
 
     python -m bench.settings --out DIR
+    python -m bench.settings --out DIR --other EARLIER     # beside the same groups' timings of an earlier run
 
 Each setting gets the first --samples groups of the same draws, in --rounds turns with the other settings, so
 that a slow hour of the machine is shared by all; then --again of them once more, which shows what timings are
@@ -21,6 +22,9 @@ compared with, exact_sgd with fp32.
   spread          interquartile range of a group's repeats over their median, the median group's
   of base         a group's time over the same group's in base: median (10% to 90% of the groups); and the
                   medians of backward for the quarters of groups with the fewest and the most lookups
+  level, noise    with --other: the median of this run's timings over those of the same groups there; and the
+                  mean difference from it over √2, which is what one timing errs
+  beyond noise    √(own² - noise²)
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -168,6 +173,14 @@ def noise(known: drift_correction.Measurements) -> dict[str, float]:
             "slowdown 90%": float(np.quantile([s.slowdown for s in timed], 0.9))}
 
 
+def between(ours: Sequence[ComputeSample], theirs: Sequence[ComputeSample]) -> dict[str, float]:
+    """Level, and noise in percent, of two runs' timings of the same groups."""
+    known = {s.request: s for s in theirs if s.error is None}
+    found = np.array([s.total_ms / known[s.request].total_ms for s in ours if s.request in known])
+    level = float(np.median(found))
+    return {"level": level, "noise": 100 * float(np.mean(np.abs(found / level - 1))) / math.sqrt(2)}
+
+
 def judged(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[Setting, dict[str, Any]]:
     """The figures of each setting. Errors, which need training, are kept in a file a seed."""
     known = {s: drift_correction.read([folder(args.out, s)], s) for s in settings}
@@ -176,6 +189,8 @@ def judged(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[Settin
     of_base = {x.request: x for x in samples[base]}
     found = {s: {"noise": noise(known[s]), "ratios": ratios(samples[s], of_base, base), "errors": []}
              for s in settings}
+    for s in settings if args.other else ():
+        found[s]["other"] = between(samples[s], drift_correction.read([folder(args.other, s)], s).compute)
     for seed in range(args.seeds):
         model = None
         for setting in settings:
@@ -204,6 +219,12 @@ def table(found: Mapping[Setting, dict[str, Any]]) -> str:
     def row(name: str, spoken: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
         return name, *map(spoken, columns)
 
+    def beyond(column: dict[str, Any]) -> str:
+        return f"{math.sqrt(max(0.0, mean(column, 'own')**2 - column['other']['noise']**2)):.1f}"
+
+    beside = [row("level, of --other", lambda c: f"{c['other']['level']:.2f}"),
+              row("noise, %", lambda c: f"{c['other']['noise']:.1f}"),
+              row("own beyond noise, %", beyond)] if "other" in columns[0] else []
     return report.text_table(("", *(f"{s.optimizer} {s.precision}" for s in found)), [
         row("groups", lambda c: f"{c['noise']['groups']}"),
         row("held out a split", lambda c: f"{mean(c, 'held out'):.0f}"),
@@ -217,13 +238,15 @@ def table(found: Mapping[Setting, dict[str, Any]]) -> str:
         *(row(f"{part}, of base", lambda c, part=part: "{:.2f} ({:.2f} to {:.2f})".format(*c["ratios"][part]))
           for part in ("forward", "backward", "both")),
         *(row(f"backward, {part} lookups", lambda c, part=part: f"{c['ratios'][part][0]:.2f}")
-          for part in ("few", "many"))])
+          for part in ("few", "many")),
+        *beside])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder that keeps datasets and errors")
+    parser.add_argument("--other", type=Path, help="folder of an earlier run of the same groups")
     parser.add_argument("--batch", type=int, default=2048, help="global batch (2048)")
     parser.add_argument("--samples", type=int, default=600, help="groups of each setting (600)")
     parser.add_argument("--again", type=int, default=80, help="of them measured twice (80)")

@@ -26,6 +26,12 @@ def test_state_is_what_fbgemm_allocates(optimizer, precision):
             == len(WIDTHS) * given.state_bytes("row") + sum(WIDTHS) * given.state_bytes("cell"))
 
 
+def test_fbgemm_builds_no_cuda_op_of_bf16_weights():
+    """As docs/measure.md says. Once it does, GPUs may train them."""
+    with pytest.raises(AssertionError, match="cache_precision bf16 not supported"):
+        fused_op.build(WIDTHS, "exact_sgd", "bf16", "meta")
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_shard_takes_its_state_too(optimizer):
     """Of a hundred rows it is a hundred times what FBGEMM allocates for one."""
