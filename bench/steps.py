@@ -53,6 +53,7 @@ from shardcore import files, report, schema
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import to_torchrec
+from shardcore.fused import OPTIMIZERS, PRECISIONS
 from shardcore.measure import local_ranks
 from shardcore.measure.timing import spread
 from shardcore.measurements import Spread
@@ -133,8 +134,7 @@ class Trainer:
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
         cpu, module = torch.device("cpu"), _model(problem)
-        adagrad = setting.optimizer == "rowwise_adagrad"
-        fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
+        fused = {"optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
                  "learning_rate": LEARNING_RATE}
         exported = to_torchrec(plan, problem, module, "cpu")
         with InArena(arena):
@@ -180,7 +180,7 @@ def _model(problem: Problem) -> torch.nn.Module:
             self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[
                 EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
                                    feature_names=[t.name],
-                                   data_type=DataType[t.precision.upper()], init_fn=lambda _: None)
+                                   data_type=DataType[PRECISIONS[t.precision].theirs], init_fn=lambda _: None)
                 for t in problem.tables])
             columns = DENSE + sum(t.dim for t in problem.tables)
             self.dense = torch.nn.Sequential(torch.nn.Linear(columns, HIDDEN), torch.nn.ReLU(),
@@ -222,8 +222,7 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None],
                       LOCAL_WORLD_SIZE=str(len(given[0][0].topology)))
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    arena = torch.empty(elements, dtype={"fp32": torch.float32,
-                                         "fp16": torch.float16}[setting.precision]).fill_(0.01)
+    arena = torch.empty(elements, dtype=getattr(torch, PRECISIONS[setting.precision].torch)).fill_(0.01)
     cache = torch.zeros(EVICT_BYTES // 4)
     say(None)
     with local_ranks.exchanging():

@@ -6,12 +6,13 @@ Shapes: D devices.
 from __future__ import annotations
 
 from shardcore.errors import Infeasible
+from shardcore.fused import OPTIMIZERS
 from shardcore.layouts import Layout, layout_of, shards_on
 from shardcore.outputs import output_bytes
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
-OPTIMIZER_BYTES_PER_ROW = {"exact_sgd": 0, "rowwise_adagrad": 4}
-"""Row-wise Adagrad keeps one FP32 a row; exact SGD keeps nothing."""
+OPTIMIZER_BYTES_PER_ROW = {name: optimizer.state_bytes("row") for name, optimizer in OPTIMIZERS.items()}
+OPTIMIZER_BYTES_PER_CELL = {name: optimizer.state_bytes("cell") for name, optimizer in OPTIMIZERS.items()}
 
 
 def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool = False) -> int:
@@ -21,7 +22,8 @@ def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool =
     A kind with an all-reduce also keeps a dense gradient.
     """
     dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
-    state = shard.rows * OPTIMIZER_BYTES_PER_ROW[optimizer]
+    state = shard.rows * (OPTIMIZER_BYTES_PER_ROW[optimizer]
+                          + shard.width * OPTIMIZER_BYTES_PER_CELL[optimizer])
     # 2: the output and its gradient, both FP32.
     return shard.bytes + state + 2 * output_bytes(shard, batch) + dense_bytes
 
@@ -35,7 +37,8 @@ def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = No
     """`shard_bytes` of a whole table, or of some of its columns. Faster than to create a Shard."""
     width = width or table.dim
     # Bytes per row.
-    weights_and_state = width * PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_ROW[optimizer]
+    weights_and_state = (width * (PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_CELL[optimizer])
+                         + OPTIMIZER_BYTES_PER_ROW[optimizer])
     outputs = max(1, round(batch * table.pooling)) if table.sequence else batch * table.features
     return table.rows * weights_and_state + 2 * outputs * width * OUTPUT_BYTES
 

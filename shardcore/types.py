@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shardcore import fused
 from shardcore.constraints import Constraints, devices_of_pins
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import Job
@@ -36,8 +37,8 @@ REUSE_BINS = 17
 """Bins of a reuse histogram: bin k holds unique rows seen (2^(k-1), 2^k] times, bin 0 once, bin 16 more than
 2^15 times."""
 
-PRECISION_BYTES = {"fp32": 4, "fp16": 2}
-OPTIMIZERS = ("exact_sgd", "rowwise_adagrad")
+PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
+OPTIMIZERS = tuple(fused.OPTIMIZERS)
 OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
 """

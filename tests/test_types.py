@@ -58,13 +58,15 @@ FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
     (lambda: Placement("data_parallel", Shard.whole(Table("t", 10, 8, 1.0)), (0, -1)), ["(0, -1)"]),
     (lambda: Problem("p", (), HOSTS, 4), ["no tables"]),
     (lambda: Problem("p", FOUR, HOSTS, 0), ["global_batch 0", "at least 1"]),
-    (lambda: Problem("p", FOUR, HOSTS, 4, "adam"), ["'adam'", "exact_sgd"]),
+    (lambda: Problem("p", FOUR, HOSTS, 4, "adagrad"),
+     ["problem 'p' has optimizer 'adagrad'; known are exact_sgd, rowwise_adagrad, adam"]),
     (lambda: Problem("p", (*FOUR, Table("h", 1, 4, 0.0, precision="fp16")), HOSTS, 4),
      ["mixes", "fp16", "fp32"]),
-    (lambda: Setting("x", 1, "fp8"), ["'fp8'"]),
+    (lambda: Setting("x", 1, "fp8"), ["setting has precision 'fp8'; known are fp32, fp16, bf16"]),
+    (lambda: Table("t", 1, 4, 0.0, precision="int8"), ["table 't' has precision 'int8'; known are fp32"]),
     (lambda: Setting("a/b", 4), ["'a/b'"]),
     (lambda: Setting("x", 0), ["batch 0"]),
-    (lambda: Setting("x", 1, optimizer="adam"), ["'adam'", "exact_sgd"]),
+    (lambda: Setting("x", 1, optimizer="sgd"), ["'sgd'", "exact_sgd"]),
 ])
 def test_bad_values_are_named(make, named):
     with pytest.raises(ShardCoreError) as error:
@@ -127,7 +129,8 @@ def test_a_problem_of_another_setting_is_refused_with_both_shown(problem):
     named = dataclasses.replace(problem, topology=dataclasses.replace(problem.topology, hardware="h"))
     named.require_setting(Setting("h", 256))
     for other in (Setting("i", 256), Setting("h", 128), Setting("h", 256, "fp16"),
-                  Setting("h", 256, "fp32", "rowwise_adagrad")):
+                  Setting("h", 256, "bf16"), Setting("h", 256, "fp32", "rowwise_adagrad"),
+                  Setting("h", 256, "fp32", "adam")):
         with pytest.raises(SettingMismatch):
             named.require_setting(other)
     with pytest.raises(SettingMismatch) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardcore.cli.options import command, natural, positive
 from shardcore.errors import ShardCoreError
+from shardcore.types import OPTIMIZERS, PRECISION_BYTES
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -34,8 +35,8 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the "
                    "calibrated pool")
     p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
-    p.add_argument("--precision", choices=["fp32", "fp16"], default="fp32", help="of the weights")
-    p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"], default="exact_sgd")
+    p.add_argument("--precision", choices=PRECISION_BYTES, default="fp32", help="of the weights")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory, the largest "
                    "shard measured")
@@ -76,8 +77,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--hardware", help="choose one of the datasets' settings, together with the next "
                    "three")
     p.add_argument("--batch", type=positive(int))
-    p.add_argument("--precision", choices=["fp32", "fp16"])
-    p.add_argument("--optimizer", choices=["exact_sgd", "rowwise_adagrad"])
+    p.add_argument("--precision", choices=PRECISION_BYTES)
+    p.add_argument("--optimizer", choices=OPTIMIZERS)
     p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, "
                    "optimizer or machine, where samples are few")
     p.add_argument("--seed", type=natural, default=0)

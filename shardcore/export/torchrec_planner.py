@@ -21,6 +21,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
+from shardcore.fused import PRECISIONS, named
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
 from shardcore.search.anneal.sharder import SPACE_OF
@@ -66,14 +67,14 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
                              "nothing to place")
     statistics = _statistics(theirs, lookups, global_batch)
-    precision = {"FP32": "fp32", "FP16": "fp16"}
+    precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
-        if table.config.data_type.name not in precision:
+        if precision[key] is None:
             raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are "
-                                 f"{', '.join(precision)}")
+                                 f"{', '.join(p.theirs for p in PRECISIONS.values())}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
-                         precision=precision[t.config.data_type.name],
-                         features=len(t.config.feature_names), weighted=t.weighted, sequence=not t.pooled)
+                         precision=precision[key], features=len(t.config.feature_names),
+                         weighted=t.weighted, sequence=not t.pooled)
                    for key, t in theirs.items())
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_json
+from shardcore.fused import OPTIMIZERS, named
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
 """Fields of a ParameterSharding that follow from our plan."""
 PLAIN_KERNELS = ("fused", "dense")
-OPTIMIZERS = {"EXACT_SGD": "exact_sgd", "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad"}
-"""FBGEMM's names of the optimizers that cost models support."""
 
 
 def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
     for sharder in sharders:
         # Optimizers differ in time and in memory for their state.
         own = getattr((getattr(sharder, "fused_params", None) or {}).get("optimizer"), "name", None)
-        if optimizer and own and OPTIMIZERS.get(own) != optimizer:
+        if optimizer and own and named(own, OPTIMIZERS) != optimizer:
             said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under "
                         f"{optimizer}; its optimizer is {own}")
         for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():

@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace) -> None:
                       flush=True)
                 beside = [compute_request(live, i, setting, args.seed, groups)
                           for i in range(config.interleave)]
-                _measure_compute(args, bench, missing, beside, dataset.write_pool(args.out, pool))
+                _measure_compute(args, bench, missing, beside, pool)
     else:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if exchanges and args.dry_run:
@@ -100,10 +100,13 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def _measure_compute(args: argparse.Namespace, bench: Supervisor, missing: Iterable[ComputeRequest],
-                     beside: Sequence[ComputeRequest], pool: str) -> None:
+                     beside: Sequence[ComputeRequest], tables: Sequence[Table]) -> None:
     done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
     if bench.reference_ms is None:
         print(f"the reference op takes {bench.calibrate(beside, _CALIBRATE_S):.3g} ms", flush=True)
+
+    # Only now: what cannot be measured leaves no folder.
+    pool = dataset.write_pool(args.out, tables)
 
     def tell(sample: ComputeSample | None = None) -> None:
         nonlocal done, failed, said

@@ -35,14 +35,14 @@ import torch
 
 from shardcore import memory
 from shardcore.errors import ShardCoreError
+from shardcore.fused import OPTIMIZERS, PRECISIONS
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, require_within
-from shardcore.measure import hardware, timing
+from shardcore.measure import fused_op, hardware, timing
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.tables import access, streams
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard, Table
 
-_TORCH_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
 _REFERENCE_RUNS = 48
 """Runs of the reference that make one sample of it."""
 _EVICT_BYTES = 64 << 20
@@ -86,6 +86,7 @@ class KernelBench:
     def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
                  reference: ComputeRequest | None = None, reference_ms: float | None = None):
         hardware.require_fbgemm(device)
+        fused_op.require_trains(setting, device)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self._clock = timing.clock_for(device)
         self._streams: dict[tuple[Table, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -95,15 +96,17 @@ class KernelBench:
         """Seconds inside timed kernels so far, warm-ups and the reference included."""
         self.kept_s = 0.0
         """Seconds of them in runs that entered a median."""
-        dtype = _TORCH_DTYPE[setting.precision]
+        dtype = getattr(torch, PRECISIONS[setting.precision].torch)
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
         try:
             self._arena = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.01, 0.01)
+            # Of rows there are most where all are narrow.
+            self._states = [torch.zeros(elements if per == "cell" else max(1, elements // MIN_WIDTH),
+                                        device=device) for per in OPTIMIZERS[setting.optimizer].states]
         except RuntimeError as error:
-            raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} does not fit {device}: "
+            raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} with the state of "
+                                 f"{setting.optimizer} does not fit {device}: "
                                  f"make it smaller ({' '.join(str(error).split())[:100]})") from None
-        self._state = torch.zeros(max(1, elements // MIN_WIDTH) if setting.optimizer == "rowwise_adagrad"
-                                  else 1, device=device)
         self._gradient = torch.full((1,), 1e-3, device=device)
         self._caches = timing.Caches(_EVICT_BYTES, device)
         self._numbers = itertools.count()
@@ -284,41 +287,24 @@ class KernelBench:
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
         """An op over the arena: built with one row a table, then given its true row counts and places in the
         arena."""
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-
-        cuda = self.device == "cuda"
-        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST,
-                                                                             ComputeDevice.CPU)
-        adagrad = self.setting.optimizer == "rowwise_adagrad"
         # The number of the table of each feature: FBGEMM keeps what it knows of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
-        op = SplitTableBatchedEmbeddingBagsCodegen(
-            [(1, s.width, *place) for s in shards],
-            feature_table_map=of_feature,
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
-            weights_precision=SparseType.FP16 if self.setting.precision == "fp16" else SparseType.FP32,
-            learning_rate=1e-3,
-            bounds_check_mode=BoundsCheckMode.NONE,
-            device=torch.device(self.device),
-        )
-        rows = [s.rows for s in shards]
+        op = fused_op.build([s.width for s in shards], self.setting.optimizer, self.setting.precision,
+                            self.device, of_feature)
+        memory_of = "dev" if self.device == "cuda" else "host"
+        rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
-        starts, places = [0, *np.cumsum(rows)], _places([s.rows * s.width for s in shards],
-                                                        self._arena.numel(), shards)
+        starts, places = [0, *np.cumsum(rows)], _places(cells, self._arena.numel(), shards)
         op.hash_size_cumsum = self._int64([*(starts[i] for i in of_feature), starts[-1]])
         op.rows_per_table = self._int64(rows[i] for i in of_feature)
         op.weights_offsets = self._int64(places[i] for i in of_feature)
-        setattr(op, "weights_dev" if cuda else "weights_host", torch.nn.Parameter(self._arena))
-        if adagrad:
-            of_state = _places(rows, self._state.numel(), shards)
-            op.momentum1_offsets = self._int64(of_state[i] for i in of_feature)
-            setattr(op, "momentum1_dev" if cuda else "momentum1_host", torch.nn.Parameter(self._state))
+        setattr(op, f"weights_{memory_of}", torch.nn.Parameter(self._arena))
+        kept = zip(OPTIMIZERS[self.setting.optimizer].states, self._states, strict=True)
+        for n, (per, state) in enumerate(kept, 1):
+            of_state = _places(cells if per == "cell" else rows, state.numel(), shards)
+            setattr(op, f"momentum{n}_offsets", self._int64(of_state[i] for i in of_feature))
+            setattr(op, f"momentum{n}_{memory_of}", torch.nn.Parameter(state))
         return op
 
     def _int64(self, values: Iterable[int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.layouts import even_share, shards_on
-from shardcore.memory import OPTIMIZER_BYTES_PER_ROW, table_bytes
+from shardcore.memory import OPTIMIZER_BYTES_PER_CELL, OPTIMIZER_BYTES_PER_ROW, table_bytes
 from shardcore.search.best_fit import best_fit
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
 from shardcore.search.shards import bundles, halve_columns
@@ -202,7 +202,7 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
     rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables],
                                 dtype=float).T
     # Bytes as in memory.table_bytes, for arrays of tables.
-    cell_bytes = float(PRECISION_BYTES[problem.precision])
+    cell_bytes = float(PRECISION_BYTES[problem.precision] + OPTIMIZER_BYTES_PER_CELL[problem.optimizer])
     state, pooled = (float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]),
                      2.0 * problem.global_batch * OUTPUT_BYTES)
     # as they are packed, or nearly so

@@ -44,6 +44,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
+from shardcore.fused import PRECISIONS
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import bytes_as
 from shardcore.search.budget import Budget, Meter
@@ -184,7 +185,7 @@ class _Theirs:
 
         self.problem, self.given, self.names = problem, given, {f"t{i}": t for i, t in enumerate(tables)}
         self.sharders = [EmbeddingBagCollectionSharder()]
-        precision = {"fp32": DataType.FP32, "fp16": DataType.FP16}[problem.precision]
+        precision = DataType[PRECISIONS[problem.precision].theirs]
         self.module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
             EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n],
                                data_type=precision)

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.errors import ShardCoreError
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
@@ -36,6 +36,12 @@ CONSTRAINTS = {"a": ParameterConstraints(pooling_factors=[10.0]),
                "c": ParameterConstraints(pooling_factors=[3.0]),
                "d": ParameterConstraints(pooling_factors=[4.0]),
                "e": ParameterConstraints(pooling_factors=[1.5])}
+
+
+def table_in(data_type: DataType) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f0"],
+                           data_type=data_type)])
 
 
 def planner(constraints=CONSTRAINTS, topology=FOUR, **settings) -> ShardCorePlanner:
@@ -113,11 +119,17 @@ def test_the_last_row_is_the_last_id(rows):
 def test_refuses_models_it_cannot_price():
     with pytest.raises(ShardCoreError, match="no EmbeddingBagCollection"):
         problem_for(torch.nn.Linear(1, 1), FOUR, 64, {})
-    eighth = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f0"],
-                           data_type=DataType.INT8)])
-    with pytest.raises(ShardCoreError, match="table 't' has data type INT8"):
-        problem_for(eighth, FOUR, 64, LOOKUPS)
+    with pytest.raises(ShardCoreError, match="table 't' has data type INT8; known are FP32, FP16, BF16"):
+        problem_for(table_in(DataType.INT8), FOUR, 64, LOOKUPS)
+
+
+@pytest.mark.parametrize("data_type, precision", [(DataType.FP16, "fp16"), (DataType.BF16, "bf16")])
+def test_weights_keep_their_precision_and_need_a_model_of_it(data_type, precision):
+    module = table_in(data_type)
+    found = problem_for(module, FOUR, 64, LOOKUPS, "partial_rowwise_adam")
+    assert (found.precision, found.optimizer) == (precision, "partial_rowwise_adam")
+    with pytest.raises(SettingMismatch, match=f"{precision}, exact_sgd.*cost model for .*fp32, exact_sgd"):
+        plan_for(module, FOUR, MODEL, LOOKUPS, budget=Budget(evals=10))
 
 
 def test_plan_for_a_model():

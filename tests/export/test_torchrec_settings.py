@@ -147,6 +147,7 @@ def test_what_a_price_leaves_out_is_named():
         "tables of EmbeddingBagCollectionSharder are priced, and their state counted, as under exact_sgd; "
         "its optimizer is ADAM"]
     assert len(unpriced(plain, [adam, sgd], "rowwise_adagrad")) == 2
+    assert [line.rpartition(" ")[2] for line in unpriced(plain, [adam, sgd], "adam")] == ["EXACT_SGD"]
     assert unpriced(plain, [adam]) == []
 
 

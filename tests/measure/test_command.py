@@ -82,6 +82,25 @@ def command(tables, tmp_path, folder, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("asked, said", [
+    (["--optimizer", "lamb"], "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is not"),
+    (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
+])
+def test_what_fbgemm_does_not_train_is_one_line_that_names_what_it_does(asked, said, command, folder, capsys):
+    assert main([*command, "--samples", "1", *asked]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and said in err and "here it trains exact_sgd with fp32 or fp16; " in err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("asked", [["--optimizer", "adagrad"], ["--precision", "fp8"]])
+def test_an_unknown_optimizer_or_precision_is_bad_usage(asked, command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *asked])
+    assert ended.value.code == 2
+    assert f"invalid choice: '{asked[1]}' (choose from " in capsys.readouterr().err
+
+
 @pytest.fixture
 def live(tables):
     return [t for t in tables if t.pooling > 0]

@@ -4,21 +4,26 @@ import numpy as np
 import pytest
 import torch
 
+from shardcore import types
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
+from shardcore.errors import ShardCoreError
+from shardcore.fused import OPTIMIZERS, Optimizer
 from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
-from shardcore.types import Setting, Shard, Table, Zipf
+from shardcore.types import PRECISION_BYTES, Setting, Shard, Table, Zipf
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision, optimizer",
-                         [("fp32", "exact_sgd"), ("fp16", "exact_sgd"), ("fp32", "rowwise_adagrad")])
+@pytest.mark.parametrize("device, precision, optimizer", [
+    ("cpu", "fp32", "exact_sgd"), ("cpu", "fp16", "exact_sgd"), ("cpu", "fp32", "rowwise_adagrad"),
+    ("cpu", "fp16", "rowwise_adagrad"),
+    *(pytest.param("cuda", precision, optimizer, marks=GPU) for precision in ("fp32", "fp16")
+      for optimizer in OPTIMIZERS)])
 def test_groups_are_measured_forward_and_backward(tables, device, precision, optimizer):
     groups, setting = GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
     requests = [compute_request(tables, i, setting, config=groups) for i in range(12)]
@@ -111,12 +116,37 @@ def test_a_shard_in_another_precision_fails_alone(tables):
     assert "weights in fp16; the setting is (test, batch 256, fp32" in sample.error
 
 
-def test_adagrad_keeps_a_state_for_each_row_that_was_looked_up(tables):
-    bench = KernelBench(Setting("test", 256, "fp32", "rowwise_adagrad"), "cpu", CONFIG)
+@pytest.mark.parametrize("device, optimizer", [
+    ("cpu", "rowwise_adagrad"), ("cpu", "adagrad"),
+    *(pytest.param("cuda", optimizer, marks=GPU) for optimizer in OPTIMIZERS)])
+def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimizer, monkeypatch):
+    """For each row, or each cell of it. FBGEMM's plain Adagrad is the only one with cells on CPU."""
+    monkeypatch.setitem(OPTIMIZERS, "adagrad", Optimizer("EXACT_ADAGRAD", ("cell",)))
+    monkeypatch.setattr(types, "OPTIMIZERS", tuple(OPTIMIZERS))
+    bench = KernelBench(Setting("test", 256, "fp32", optimizer), device, CONFIG)
     shards = (Shard.whole(tables[1]), Shard(tables[3], 2000, 9000, 0, 8))
     bench.once_ms(bench.prepare(ComputeRequest(shards, 256)))
-    seen = sum(len(np.unique(streams.shard_stream(s, 256)[0])) for s in shards)
-    assert int((bench._state > 0).sum()) == seen
+    rows = [(len(np.unique(streams.shard_stream(s, 256)[0])), s.width) for s in shards]
+    seen = {"row": sum(n for n, _ in rows), "cell": sum(n * width for n, width in rows)}
+    assert [int((state != 0).sum()) for state in bench._states] == [seen[per] for per in
+                                                                    OPTIMIZERS[optimizer].states]
+
+
+@pytest.mark.parametrize("precision", PRECISION_BYTES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_setting_is_measured_or_refused_with_what_runs_instead(tables, optimizer, precision):
+    """Found by running FBGEMM 1.8 on CPU."""
+    setting, runs = Setting("test", 64, precision, optimizer), ("exact_sgd", "rowwise_adagrad")
+    if optimizer in runs and precision in ("fp32", "fp16"):
+        request = compute_request(tables, 0, setting, config=GroupConfig(max_shard_bytes=1 << 20))
+        [sample] = KernelBench(setting, "cpu", CONFIG).measure([request])
+        assert sample.error is None and sample.total_ms > 0
+    else:
+        with pytest.raises(ShardCoreError) as error:
+            KernelBench(setting, "cpu", CONFIG)
+        said = str(error.value)
+        assert said.startswith(f"FBGEMM does not train {precision} weights with {optimizer} on cpu (")
+        assert said.endswith("; here it trains " + "; ".join(f"{o} with fp32 or fp16" for o in runs))
 
 
 def test_a_tables_stream_is_drawn_once(tables, monkeypatch):

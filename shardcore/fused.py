@@ -1,0 +1,62 @@
+"""What FBGEMM fuses into one op: optimizers and weight precisions, by our names and theirs.
+
+TorchRec takes FBGEMM's optimizers by the same names. Which of all these run depends on the device and on
+FBGEMM's version; `measure.fused_op` finds out by running one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATE_BYTES = 4
+"""Of one number of optimizer state: FBGEMM keeps FP32 whatever the weights are."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer that runs in the backward op.
+
+    theirs: name in FBGEMM's EmbOptimType.
+    states: for each moment that it keeps, what has one number: "row" or "cell". FBGEMM's momentum1 is the
+        first, momentum2 the second.
+    """
+
+    theirs: str
+    states: tuple[str, ...] = ()
+
+    def state_bytes(self, per: str) -> int:
+        """Bytes of state for each "row" or each "cell"."""
+        return STATE_BYTES * self.states.count(per)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A data type of weights.
+
+    theirs: name in FBGEMM's SparseType and in TorchRec's DataType.
+    torch: name of torch's dtype.
+    bytes: of one weight.
+    """
+
+    theirs: str
+    torch: str
+    bytes: int
+
+
+OPTIMIZERS = {
+    "exact_sgd": Optimizer("EXACT_SGD"),
+    "rowwise_adagrad": Optimizer("EXACT_ROWWISE_ADAGRAD", ("row",)),
+    "adam": Optimizer("ADAM", ("cell", "cell")),
+    "partial_rowwise_adam": Optimizer("PARTIAL_ROWWISE_ADAM", ("cell", "row")),
+    "lamb": Optimizer("LAMB", ("cell", "cell")),
+}
+PRECISIONS = {
+    "fp32": Precision("FP32", "float32", 4),
+    "fp16": Precision("FP16", "float16", 2),
+    "bf16": Precision("BF16", "bfloat16", 2),
+}
+
+
+def named(theirs: str, known: dict[str, Optimizer] | dict[str, Precision]) -> str | None:
+    """Our name of what FBGEMM and TorchRec call `theirs`. None: it has none."""
+    return next((ours for ours, entry in known.items() if entry.theirs == theirs), None)

@@ -1,0 +1,63 @@
+"""FBGEMM's fused training op by our names of optimizers and precisions, and whether it runs on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardcore.errors import ShardCoreError
+from shardcore.fused import OPTIMIZERS, PRECISIONS
+from shardcore.types import MIN_WIDTH, Setting
+
+_LEARNING_RATE = 1e-3
+
+
+def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
+          table_of: Sequence[int] | None = None) -> torch.nn.Module:
+    """An op of one row a table, of so many columns each. Raises what FBGEMM raises where it has no such op.
+
+    device: "cpu" or "cuda"; "meta" is CUDA's op without its memory.
+    table_of: the table of each feature. None: each table has one.
+    """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    place = ((EmbeddingLocation.HOST, ComputeDevice.CPU) if device == "cpu"
+             else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA))
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(1, width, *place) for width in widths],
+        feature_table_map=list(table_of) if table_of is not None else None,
+        optimizer=EmbOptimType[OPTIMIZERS[optimizer].theirs],
+        weights_precision=SparseType[PRECISIONS[precision].theirs],
+        learning_rate=_LEARNING_RATE,
+        bounds_check_mode=BoundsCheckMode.NONE,
+        device=torch.device(device),
+    )
+
+
+def require_trains(setting: Setting, device: str) -> None:
+    """Raise ShardCoreError where FBGEMM does not train in a setting on a device; it names what would run."""
+    if not (why := _refusal(setting.optimizer, setting.precision, device)):
+        return
+    running = {optimizer: [p for p in PRECISIONS if not _refusal(optimizer, p, device)]
+               for optimizer in OPTIMIZERS}
+    known = "; ".join(f"{optimizer} with {' or '.join(of)}" for optimizer, of in running.items() if of)
+    raise ShardCoreError(f"FBGEMM does not train {setting.precision} weights with {setting.optimizer} on "
+                         f"{device} ({why}); here it trains {known or 'nothing'}")
+
+
+def _refusal(optimizer: str, precision: str, device: str) -> str:
+    """Why FBGEMM does not train one row so, in its own words. "": it does."""
+    # A list of what runs would be wrong for the next version or device, so one row is trained.
+    row, offsets = torch.tensor([0], device=device), torch.tensor([0, 1], device=device)
+    try:
+        op = build([MIN_WIDTH], optimizer, precision, device)
+        op(row, offsets).backward(torch.ones(1, MIN_WIDTH, device=device))
+    except (AssertionError, RuntimeError) as error:
+        return " ".join(str(error).split())[:80] or type(error).__name__
+    return ""

@@ -1,0 +1,57 @@
+"""The names that FBGEMM and TorchRec have for what they fuse, and the state that FBGEMM keeps."""
+
+import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+
+from shardcore.fused import OPTIMIZERS, PRECISIONS, named
+from shardcore.measure import fused_op
+from shardcore.memory import shard_bytes, table_bytes
+from shardcore.types import Shard, Table
+
+WIDTHS = (8, 64)
+
+
+def state_bytes(optimizer: str, precision: str) -> int:
+    """Bytes of the optimizer state of a CUDA op with one row a table, built without its memory."""
+    op = fused_op.build(WIDTHS, optimizer, precision, "meta")
+    return sum(state.numel() * state.element_size() for n in (1, 2)
+               if (state := getattr(op, f"momentum{n}_dev")).is_floating_point())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_is_what_fbgemm_allocates(optimizer, precision):
+    given = OPTIMIZERS[optimizer]
+    assert (state_bytes(optimizer, precision)
+            == len(WIDTHS) * given.state_bytes("row") + sum(WIDTHS) * given.state_bytes("cell"))
+
+
+def test_fbgemm_builds_no_cuda_op_of_bf16_weights():
+    """As docs/measure.md says. Once it does, GPUs may train them."""
+    with pytest.raises(AssertionError, match="cache_precision bf16 not supported"):
+        fused_op.build(WIDTHS, "exact_sgd", "bf16", "meta")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_shard_takes_its_state_too(optimizer):
+    """Of a hundred rows it is a hundred times what FBGEMM allocates for one."""
+    def extra(width: int) -> int:
+        shard = Shard.whole(Table("t", 100, width, 1.0))
+        whole = shard_bytes(shard, 32, optimizer)
+        assert table_bytes(shard.table, 32, optimizer) == whole
+        return whole - shard_bytes(shard, 32, "exact_sgd")
+
+    assert sum(map(extra, WIDTHS)) == 100 * state_bytes(optimizer, "fp32")
+
+
+def test_names_are_those_of_fbgemm_and_of_torchrec():
+    data_types = pytest.importorskip("torchrec.modules.embedding_configs").DataType
+    assert {o.theirs for o in OPTIMIZERS.values()} <= set(EmbOptimType.__members__)
+    for name, precision in PRECISIONS.items():
+        assert name == SparseType[precision.theirs].value
+        dtype = SparseType[precision.theirs].as_dtype()
+        assert (str(dtype), dtype.itemsize) == (f"torch.{precision.torch}", precision.bytes)
+        assert precision.theirs in data_types.__members__
+    assert named("EXACT_ROWWISE_ADAGRAD", OPTIMIZERS) == "rowwise_adagrad"
+    assert named("BF16", PRECISIONS) == "bf16"
+    assert named("MADGRAD", OPTIMIZERS) is named("INT8", PRECISIONS) is None
