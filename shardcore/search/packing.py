@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.layouts import even_share, shards_on
-from shardcore.memory import OPTIMIZER_BYTES_PER_ROW, table_bytes
+from shardcore.memory import columns_bytes, table_bytes
 from shardcore.search.best_fit import best_fit
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
 from shardcore.search.shards import bundles, halve_columns
 from shardcore.search.shards import division as divided
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
 
 NODES = 20_000
 """The most steps of best fit with backtracking. A step assigns one bundle."""
@@ -46,7 +46,8 @@ def least_bytes(problem: Problem) -> int:
 
 def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
     """Bytes of whole tables."""
-    return sum(table_bytes(t, problem.global_batch, problem.optimizer) for t in tables)
+    rows, dim, pooling = np.array([(t.rows, t.dim, t.pooling) for t in tables], dtype=float).reshape(-1, 3).T
+    return int(columns_bytes(rows, dim, dim, pooling, problem).sum())
 
 
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
@@ -94,9 +95,10 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
 def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
     """Tables that may be cut, but of which MIN_WIDTH columns fit no device where they may live."""
-    batch, optimizer, whole = problem.global_batch, problem.optimizer, problem.whole
     return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True)
-            if table_bytes(t, batch, optimizer, MIN_WIDTH) > largest and t.name not in whole]
+            if t.name not in problem.whole
+            # A narrow column of few lookups may take more than the whole table: cut, its ids are sent again.
+            and min(table_bytes(t, problem), table_bytes(t, problem, MIN_WIDTH)) > largest]
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem,
@@ -144,7 +146,7 @@ def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free),
                               strict=True):
         waiting = [Shard.whole(table)]
-        if table_bytes(table, problem.global_batch, problem.optimizer) <= largest:
+        if table_bytes(table, problem) <= largest:
             shards += waiting
             continue
         while waiting:
@@ -199,21 +201,21 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
     """
     if problem.pinned or problem.bundle_of:
         return lambda free: False
-    rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables],
-                                dtype=float).T
-    # Bytes as in memory.table_bytes, for arrays of tables.
-    cell_bytes = float(PRECISION_BYTES[problem.precision])
-    state, pooled = (float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]),
-                     2.0 * problem.global_batch * OUTPUT_BYTES)
+    rows, dim, pooling, whole = np.array([(t.rows, t.dim, t.pooling, t.name in problem.whole)
+                                          for t in problem.tables], dtype=float).T
     # as they are packed, or nearly so
     order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))
-    rows, dim, whole = rows[order], dim[order], whole[order] > 0
-    table = rows * (dim * cell_bytes + state) + dim * pooled
-    narrowest = rows * (MIN_WIDTH * cell_bytes + state) + MIN_WIDTH * pooled
+    rows, dim, pooling, whole = rows[order], dim[order], pooling[order], whole[order] > 0
+    table = columns_bytes(rows, dim, dim, pooling, problem)
+    narrowest = columns_bytes(rows, np.full(len(rows), float(MIN_WIDTH)), dim, pooling, problem)
+    # A shard's bytes are convex in its columns: at most a line from none to all columns, as if cut.
+    all_columns, no_columns = (columns_bytes(rows, width, dim + 1, pooling, problem)
+                               for width in (dim, 0 * dim))
 
     def fits(free: Sequence[int]) -> bool:
         n, available = len(free), sum(max(0, f) for f in free) * (1 - 1e-9)
-        extra = rows * state * (np.minimum(dim // MIN_WIDTH, n) - 1)  # what its shards add to the whole
+        # What its shards add to the whole. Each takes a part of the line, and begins at `no_columns`.
+        extra = all_columns - table + no_columns * (np.minimum(dim // MIN_WIDTH, n) - 1)
         cut = np.zeros(len(rows), dtype=bool)
         while True:
             left = available - np.cumsum(table + cut * extra)

@@ -12,9 +12,9 @@ from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem
 from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
-from shardcore.memory import shard_bytes
+from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.samples import dataset
-from shardcore.types import Setting, Shard
+from shardcore.types import Setting
 from shardcore.workload import lower
 
 SETTING = Setting("test", 256)
@@ -78,13 +78,13 @@ def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
 
 def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
     problem = draw_problem(tables, 0, SETTING, config=ProblemConfig(min_tables=5, devices=2))
-    need = sum(shard_bytes(Shard.whole(t), 256, "exact_sgd") for t in problem.tables)
-    assert [d.memory_bytes for d in problem.topology.devices] == [int(need * 1.5 / 2)] * 2
+    need = sum(table_bytes(t, problem) for t in problem.tables)
+    each = int(need * 1.5 / 2) + every_plan_bytes(problem)
+    assert [d.memory_bytes for d in problem.topology.devices] == [each] * 2
     one = [tables[0]]  # of which each device holds at least one column
     problem = draw_problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
-    assert problem.topology.devices[0].memory_bytes == shard_bytes(
-        Shard(problem.tables[0], 0, 50_000, 0, 4), 256, "exact_sgd"
-    )
+    assert problem.topology.devices[0].memory_bytes == (
+        table_bytes(problem.tables[0], problem, 4) + every_plan_bytes(problem))
 
 
 def test_groups_cover_what_a_search_asks_about(tables):
