@@ -36,8 +36,8 @@ def test_a_plan_runs_one_op_a_kind_and_device():
     assert entering(work.traffic) == {
         "all_to_all": [64 * 4 * 4] * 2, "reduce_scatter": [64 * 4 * 4] * 2, "all_reduce": [10 * 16 * 4] * 2}
     weights = 100 * 4 * 4 + 30 * 4 * 4 + 10 * 16 * 4
-    outputs = 2 * 4 * (64 * 4 + 64 * 4 + 32 * 16)
-    assert work.memory_bytes[0] == weights + outputs + 10 * 16 * 4  # and the replica's dense gradient
+    assert memory.by_part(PLAN, PROBLEM)[0].parts["weights"] == weights
+    assert work.memory_bytes == tuple(memory.used_bytes(PLAN, PROBLEM))
 
 
 @pytest.mark.parametrize("plan, named", [
@@ -161,8 +161,9 @@ def test_what_devices_exchange_adds_up_by_kind():
     """Four devices on two hosts, unlike in all but the replica."""
     d, where = Table("d", 41, 8, 1.0), on_hosts("xyxy", 1 << 20)
     problem = Problem("p", (A, B, C, d), where, 48)
-    work = lower(place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)),
-                       replica(C, where)), problem)
+    plan = place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)),
+                 replica(C, where))
+    work = lower(plan, problem)
     copy = ("data_parallel", 12, ["c[0:10, 0:16]"])
     assert [[(op.kind, op.batch, [s.label for s in op.shards]) for op in ops] for ops in work.ops] == [
         [("column", 48, ["a[0:100, 0:4]"]), ("row", 48, ["b[0:15, 0:4]"]), copy],
@@ -174,10 +175,9 @@ def test_what_devices_exchange_adds_up_by_kind():
         "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4],
         "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4], "all_reduce": [10 * 16 * 4] * 4}
     assert work.traffic.shape == (len(CHANNELS), 4) and work.traffic.dtype == float
-    everywhere = 15 * 4 * 4 + 2 * 48 * 4 * 4 + 2 * 10 * 16 * 4 + 2 * 12 * 16 * 4
-    columns, ranges = 100 * 4 * 4 + 2 * 48 * 4 * 4, [rows * 8 * 4 + 2 * 48 * 8 * 4 for rows in (21, 20)]
-    assert work.memory_bytes == (everywhere + columns, everywhere + ranges[0], everywhere + columns,
-                                 everywhere + ranges[1])
+    everywhere, columns, ranges = 15 * 4 * 4 + 10 * 16 * 4, 100 * 4 * 4, [rows * 8 * 4 for rows in (21, 20)]
+    assert [device.parts["weights"] for device in memory.by_part(plan, problem)] == [
+        everywhere + columns, everywhere + ranges[0], everywhere + columns, everywhere + ranges[1]]
     assert (work.topology, work.global_batch) == (problem.topology, 48)
 
 

@@ -248,7 +248,8 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
         for one in kept:
             if one.setting == setting:
                 which = files.digest(files.problem_to_json(one.problem))
-                found |= {(which, name): (lower(plan, one.problem, fits=False), one.costs[name].at_usual_speed())
+                found |= {(which, name): (lower(plan, one.problem, fits=False),
+                                          one.costs[name].at_usual_speed())
                           for name, plan in one.plans.items()
                           if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])}
     return list(found.values())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.layouts import even_share, shards_on
-from shardcore.memory import columns_bytes, table_bytes
+from shardcore.memory import columns_bytes
 from shardcore.search.best_fit import best_fit
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
 from shardcore.search.shards import bundles, halve_columns
@@ -46,8 +46,13 @@ def least_bytes(problem: Problem) -> int:
 
 def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
     """Bytes of whole tables."""
+    return int(_each_bytes(tables, problem).sum())
+
+
+def _each_bytes(tables: Sequence[Table], problem: Problem, width: int | None = None) -> np.ndarray:
+    """[T] `table_bytes` of many tables, of all columns or of some."""
     rows, dim, pooling = np.array([(t.rows, t.dim, t.pooling) for t in tables], dtype=float).reshape(-1, 3).T
-    return int(columns_bytes(rows, dim, dim, pooling, problem).sum())
+    return columns_bytes(rows, dim if width is None else 0 * dim + width, dim, pooling, problem)
 
 
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
@@ -95,10 +100,10 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
 def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
     """Tables that may be cut, but of which MIN_WIDTH columns fit no device where they may live."""
-    return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True)
-            if t.name not in problem.whole
-            # A narrow column of few lookups may take more than the whole table: cut, its ids are sent again.
-            and min(table_bytes(t, problem), table_bytes(t, problem, MIN_WIDTH)) > largest]
+    # Cut, ids are sent again: a few columns may take more than the whole table.
+    least = np.minimum(_each_bytes(tables, problem), _each_bytes(tables, problem, MIN_WIDTH))
+    too_large = np.flatnonzero(least > largest_free(problem, tables, free))
+    return [tables[i] for i in too_large if tables[i].name not in problem.whole]
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem,
@@ -143,10 +148,11 @@ def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
 def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     """The other tables, halved by columns as far as needed. None if that does not suffice."""
     shards: list[Shard] = []
-    for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free),
-                              strict=True):
+    most = largest_free(problem, division.tables, division.free)
+    fits = _each_bytes(division.tables, problem) <= most
+    for table, whole_fits, largest in zip(division.tables, fits, most, strict=True):
         waiting = [Shard.whole(table)]
-        if table_bytes(table, problem) <= largest:
+        if whole_fits:
             shards += waiting
             continue
         while waiting:

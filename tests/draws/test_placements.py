@@ -49,7 +49,9 @@ def test_all_columns_of_all_tables_are_placed_where_they_fit(planned):
         for planner in placements.PLANNERS:
             if found := placements.place(drawn, planner):
                 shards = [Placement("column", s, (d,)) for d, of in enumerate(found) for s in of]
-                lower(Plan(tuple(shards)), drawn)
+                lower(Plan(tuple(shards)), drawn, fits=False)
+                assert all(sum(drawn_bytes(s.table, drawn, s.width) for s in of) <= d.memory_bytes
+                           for of, d in zip(found, drawn.topology.devices, strict=True))
                 assert len({(p.shard.table.name, p.devices) for p in shards}) == len(shards)
 
 
