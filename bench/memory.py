@@ -103,8 +103,8 @@ def batch_of(problem: Problem, rank: int):
     return batches()
 
 
-def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 300) -> list[list[int]]:
-    """For each plan, [D] the peak bytes of a step. All have the same number of hosts and devices."""
+def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 300) -> list[list[list[int]]]:
+    """For each plan, [D, STEPS] the peak bytes of each step. All have the same hosts and devices."""
     n = len(given[0][0].topology)
     with tempfile.TemporaryDirectory() as folder:
         codes = training.in_processes(n, _train, (given, folder), limit_s)
@@ -130,7 +130,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
                                     profile_memory=True) as profiler:
             _steps(problem, plan, batch_of(problem, rank))
         profiler.export_chrome_trace(trace)
-        files.write_json(f"{folder}/{i}-{rank}.json", peak_bytes(Path(trace)))
+        files.write_json(f"{folder}/{i}-{rank}.json", peaks(Path(trace)))
         dist.barrier()
     os._exit(0)
 
@@ -165,10 +165,11 @@ def _optimizer_class(problem: Problem) -> type[torch.optim.Optimizer]:
     return {"exact_sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}[problem.optimizer]
 
 
-def peak_bytes(trace: Path) -> int:
-    """The peak of a warm step: the least of several, as the profiler may miss that memory is freed.
+def peaks(trace: Path) -> list[int]:
+    """The peak of each warm step.
 
-    It does not see frees by gloo's threads. So what an earlier step exchanged counts as freed.
+    The profiler does not see what gloo's threads free. So what was exchanged two steps before counts as
+    freed. What they free within a step is missed at times. Then that step seems to take more.
     """
     events = json.loads(trace.read_text())["traceEvents"]
     changes = sorted((e["ts"], e["args"]["Addr"], e["args"]["Bytes"]) for e in events
@@ -191,8 +192,8 @@ def peak_bytes(trace: Path) -> int:
 
     steps = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events
              if e.get("ph") == "X" and str(e["name"]).startswith("step ")}
-    return min(_peak(changes, steps[f"step {s}"], steps[f"step {s - 1}"][0], exchanged)
-               for s in range(WARM, WARM + STEPS))
+    return [_peak(changes, steps[f"step {s}"], steps[f"step {s - 1}"][0], exchanged)
+            for s in range(WARM, WARM + STEPS)]
 
 
 def _peak(changes, step, before: float, exchanged) -> int:
@@ -265,15 +266,20 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
 
 
 def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """For each plan the peak, and the counts, of every device. All of the same shape."""
+    """For each plan the peak, and the counts, of every device. All of the same shape.
+
+    The peak is that of the largest step: a job has to fit it. Steps of the same batch differ, as exchanges
+    overlap more or less. A part of that may be frees that the profiler missed.
+    """
     given = [drawn(seed) for seed in seeds]
     return [{"seed": seed, "problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
-             "peak_bytes": peaks, "used_bytes": memory.used_bytes(plan, problem),
+             "steps_bytes": found, "peak_bytes": [max(each) for each in found],
+             "used_bytes": memory.used_bytes(plan, problem),
              "phases": [device.phase for device in memory.by_part(plan, problem)],
              "searched_bytes": [taken + memory.every_plan_bytes(problem)
                                 for taken in memory.counted_bytes(plan, problem)],
              "torchrec_bytes": estimated(problem, plan)}
-            for seed, (problem, plan), peaks in zip(seeds, given, measured(given), strict=True)]
+            for seed, (problem, plan), found in zip(seeds, given, measured(given), strict=True)]
 
 
 def off(row: dict[str, Any], count: str) -> list[float]:
@@ -313,6 +319,13 @@ def main() -> None:
         within = sum(-BELOW <= share <= ABOVE for share in each)
         print(f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
               f"{within} of {len(each)} devices within limits")
+    apart = [max(each) / min(each) - 1 for row in rows for each in row["steps_bytes"]]
+    print(f"steps of a device seem to differ by {np.median(apart):.1%} in the median, "
+          f"{max(apart):.1%} at most")
+    for name, of in (("least", min), ("median", np.median)):
+        each = [n / of(steps) - 1 for row in rows
+                for n, steps in zip(row["used_bytes"], row["steps_bytes"], strict=True)]
+        print(f"counted, against the {name} of the steps: {min(each):+.1%} to {max(each):+.1%}")
     sys.exit(any(not -BELOW <= share <= ABOVE for row in rows for share in off(row, "used_bytes")))
 
 

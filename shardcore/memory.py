@@ -2,8 +2,9 @@
 
 Weights and optimizer state are always there. What else lives at once depends on the phase of the step, as
 TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes. PHASES says what
-is alive in each. It was read from the live tensors of TorchRec's CPU processes (bench/memory.py). The buffers
-in which FBGEMM's CUDA kernels sort are given, from its source: its CPU kernels have none that torch sees.
+is alive in each. It was read from the live tensors of TorchRec's CPU processes (bench/memory.py). Where
+outputs dominate, exchanges may overlap more: single steps took up to 20% more than is counted. The buffers
+in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not counted.
 
 Searches add up bytes of shards. So they count of each shard its own largest phase (`bytes_as`), and of the
 tables' own share the largest too (`free_bytes`). That is never less than a plan takes (`used_bytes`): the

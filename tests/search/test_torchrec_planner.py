@@ -91,7 +91,8 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
 def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
     deep, flat = Table("deep", 200_001, 8, 300.0), Table("flat", 9, 8, 30.0)
     # Each takes a range of the rows, but not four columns of all.
-    problem = with_room(problem_of(deep, flat, TINY, devices=(Device(MIB * 3 // 2), Device(MIB * 5 // 4)) * 4))
+    devices = (Device(MIB * 3 // 2), Device(MIB * 5 // 4)) * 4
+    problem = with_room(problem_of(deep, flat, TINY, devices=devices))
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
     lower(plan, problem)
     assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)]
