@@ -40,7 +40,7 @@ class Packing:
 
 
 def least_bytes(problem: Problem) -> int:
-    """A lower bound on the bytes of any plan: cutting and replicating only add to them."""
+    """A lower bound on the bytes of any plan without replicas: cutting only adds to them."""
     return sum_bytes(problem.tables, problem)
 
 
