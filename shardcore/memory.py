@@ -211,7 +211,8 @@ def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
 
 def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
     """What a cut or divided shard adds to a local batch. Every device has that, but it counts here only."""
-    ranges = -(-shard.table.rows // shard.rows)
+    # Of the group, not of the rows: the last range may be short.
+    ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
     again = problem.local_batch * (_TYPES.id_bytes * shard.table.pooling + _TYPES.length_bytes * ranges)
     return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
             "bucketized": again * (ranges > 1)}

@@ -107,6 +107,15 @@ def test_rows_of_a_divided_table_take_the_ids_in_them():
     assert sum(amounts) == 64 * (3 * 8 + 4 * 4)
 
 
+def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
+    """Each device sends ids to as many as there are, however few rows the last has."""
+    table = Table("t", 100_001, 8, 3.0)
+    problem = problem_of(table, n=2)
+    kind = next(layout for layout in LAYOUTS.values() if layout.divides_rows)
+    first, last = (Shard(table, lo, hi, 0, 8) for lo, hi in ((0, 100_000), (100_000, 100_001)))
+    assert memory.bytes_as(kind, last, problem) < memory.bytes_as(kind, first, problem)
+
+
 def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
     with pytest.raises(Infeasible, match=r"device 0 .* would hold 0.1 MiB \(weights .*\); it may hold "
