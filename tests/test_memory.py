@@ -30,6 +30,8 @@ def test_what_a_whole_table_takes_by_hand():
     on_gpu, on_cpu = problem_of(), problem_of(hardware="cpu-some")
     assert memory.table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
     assert memory.table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
+    busy = replace(TABLE, pooling=30.0)  # its ids take more than its outputs
+    assert memory.table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
     # No hardware: that of a GPU, which takes more.
     assert memory.table_bytes(TABLE, problem_of(hardware=None)) == memory.table_bytes(TABLE, on_gpu)
 
