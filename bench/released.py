@@ -56,8 +56,8 @@ from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import CHANNELS
-from shardcore.memory import shard_bytes
+from shardcore.layouts import CHANNELS, WHOLE_ROWS
+from shardcore.memory import bytes_as, every_plan_bytes
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.anneal.sharder import anneal
@@ -279,11 +279,12 @@ def tightened(problem: Problem, slack: float) -> Problem:
     of each."""
 
     def size(shard: Shard) -> int:
-        return shard_bytes(shard, problem.global_batch, problem.optimizer)
+        return bytes_as(WHOLE_ROWS, shard, problem)
 
     needed = sum(size(Shard.whole(t)) for t in problem.tables)
     narrowest = max(size(Shard(t, 0, t.rows, 0, MIN_WIDTH)) for t in problem.tables)
-    devices = (Device(max(int(needed * slack / DEVICES), narrowest)),) * DEVICES
+    each = max(int(needed * slack / DEVICES), narrowest) + every_plan_bytes(problem)
+    devices = (Device(each),) * DEVICES
     return replace(problem, topology=replace(problem.topology, devices=devices))
 
 

@@ -7,8 +7,9 @@ hold, does the search exploit the model's errors, and what is it worth?
 MODEL must be of this machine and for two processes, and know what exchanges take in steps
 (measure.step_samples in params.yaml; more samples make better models). Problems are drawn from the calibrated
 pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16. All plans of a problem are replayed in alternation.
-`anneal_columns` is the default; `torchrec` is TorchRec's planner swept and told the measured bandwidths
-(search/torchrec.py), where it is installed; `best greedy` is the greedy order cheapest under MODEL.
+`anneal_columns` is the default; "ids for free" is the same, told that exchanges of ids cost nothing;
+`torchrec` is TorchRec's planner swept and told the measured bandwidths (search/torchrec.py), where it is
+installed; `best greedy` is the greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments
 goes on after the problems done; one with another MODEL or other arguments replays again where plans differ.
@@ -31,6 +32,7 @@ from shardcore import files, report
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.job import Job
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
@@ -41,6 +43,8 @@ from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 SMALLEST, LARGEST = 1 << 20, 512 << 20
+_HIDDEN = Job(dense_forward_ms=1e6, dense_backward_ms=1e6)
+"""A dense part that hides all ids."""
 LOSS = 0.03
 """What ours may take longer on a problem without being called a loss that matters."""
 
@@ -55,6 +59,8 @@ def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]
     sure = at_confidence(model, 0.9)
     found = {"anneal": anneal(problem, model), "anneal, 90% confidence": anneal(problem, sure),
              "anneal_columns": anneal(problem, model, space="columns")}
+    found["anneal_columns, ids for free"] = anneal(dataclasses.replace(problem, job=_HIDDEN), model,
+                                                   space="columns")
     found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS)
               if n in SHARDERS}
     found["best greedy"] = min((found[n] for n in greedy.ORDERS),

@@ -26,13 +26,13 @@ import torch
 
 from shardcore import files, report
 from shardcore.cost import neural
-from shardcore.memory import shard_bytes
+from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Shard
+from shardcore.types import Problem
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
 """Tables and devices: seconds of annealing, and of the best known plan (None: not looked for)."""
@@ -45,10 +45,12 @@ def problem(model: neural.NeuralModel, n_tables: int, n_devices: int) -> Problem
     drawn = tuple(dataclasses.replace(live[i % len(live)], name=f"t{i}",
                                       dim=int(rng.choice([16, 32, 64, 128])))
                   for i in range(n_tables))
-    need = sum(shard_bytes(Shard.whole(t), model.setting.batch, model.setting.optimizer) for t in drawn)
-    devices = tuple(Device(int(1.5 * need / n_devices), host=f"host-{d // 8}") for d in range(n_devices))
-    return Problem(f"size-{n_tables}-{n_devices}", drawn, Topology(devices, None, 1.0, 0.5, 0.2),
-                   model.setting.batch)
+    devices = tuple(Device(1, host=f"host-{d // 8}") for d in range(n_devices))
+    roomless = Problem(f"size-{n_tables}-{n_devices}", drawn, Topology(devices, None, 1.0, 0.5, 0.2),
+                       model.setting.batch)
+    each = int(1.5 * sum(table_bytes(t, roomless) for t in drawn) / n_devices) + every_plan_bytes(roomless)
+    with_room = tuple(dataclasses.replace(d, memory_bytes=each) for d in devices)
+    return dataclasses.replace(roomless, topology=dataclasses.replace(roomless.topology, devices=with_room))
 
 
 def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, float | None]:

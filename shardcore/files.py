@@ -101,6 +101,12 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomic(path, text.getvalue().encode())
 
 
+DEFAULT_RESERVE = 0.15
+"""The share of the smallest device that is kept free where a problem's file does not say how much.
+
+It is for the dense part. TorchRec's planner takes as much by default.
+"""
+
 # --- tables, problems ---------------------------------------------------------------------------------------
 
 
@@ -213,13 +219,18 @@ def read_problem(path: str | Path) -> Problem:
     tables = data.pop("tables", None)
     if not isinstance(tables, list):
         raise ShardCoreError(f"{what} lacks the list 'tables'")
+    constraints = data.get("constraints", {})
+    if isinstance(constraints, Mapping) and "reserved_bytes" not in constraints and devices:
+        # What ShardCore wrote always says it. Who wrote a file by hand, and did not think of it, needs some.
+        least = min(device.memory_bytes for device in devices)
+        constraints = {"reserved_bytes": int(DEFAULT_RESERVE * least), **constraints}
     return build(
         Problem, {k: v for k, v in data.items() if k not in ("constraints", "job")}, what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),
         topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology",
                        also=("devices",), devices=tuple(devices)),
         tables=tuple(table_from_json(t, what) for t in tables),
-        constraints=_constraints_from_json(data.get("constraints", {}), f"{what}: constraints"),
+        constraints=_constraints_from_json(constraints, f"{what}: constraints"),
         job=build(Job, data.get("job", {}), f"{what}: job"),
     )
 

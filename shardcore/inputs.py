@@ -22,7 +22,7 @@ import numpy as np
 from shardcore.job import Job
 from shardcore.layouts import layout_of, shards_on
 from shardcore.tables.access import access_share
-from shardcore.types import Plan, Problem, Shard
+from shardcore.types import Plan, Problem, Shard, Table
 
 WEIGHT_BYTES = 4
 """Bytes of the weight of a lookup: FP32."""
@@ -35,15 +35,21 @@ def received_bytes(shard: Shard, problem: Problem) -> int:
 
     The shard's columns do not matter. Its own ids from itself are included.
     """
-    n_ids = shard.table.pooling * access_share(shard)
-    n_bytes = _lookup_bytes(shard, problem.job) * n_ids + problem.job.length_bytes * shard.table.features
     # Whole bytes, so that searches can add and subtract them exactly.
-    return round(problem.global_batch * n_bytes)
+    return round(problem.global_batch * sample_bytes(shard.table, problem.job, access_share(shard)))
 
 
-def _lookup_bytes(shard: Shard, job: Job) -> int:
+def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
+    """Bytes of a table's ids and lengths for one sample.
+
+    share: of its lookups. ranges: of its rows, each with lengths of its own.
+    """
+    return lookup_bytes(table, job) * table.pooling * share + job.length_bytes * table.features * ranges
+
+
+def lookup_bytes(table: Table, job: Job) -> int:
     """Bytes of an id, with its weight where lookups have one."""
-    return job.id_bytes + (WEIGHT_BYTES if shard.table.weighted else 0)
+    return job.id_bytes + (WEIGHT_BYTES if table.weighted else 0)
 
 
 def expected_bytes(plan: Plan, problem: Problem) -> np.ndarray:
@@ -63,7 +69,7 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     sent, received = np.zeros((2, n))
     for device, shard in _inputs(plan):
         lengths = shard.table.features * problem.local_batch
-        of_each = _lookup_bytes(shard, job) * lookups(shard) + job.length_bytes * lengths
+        of_each = lookup_bytes(shard.table, job) * lookups(shard) + job.length_bytes * lengths
         sent += of_each
         received[device] += of_each.sum()
     return np.stack([sent, received])

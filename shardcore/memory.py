@@ -1,72 +1,350 @@
-"""The memory that shards take on a device.
+"""What a plan takes of a device's memory in a training step, by part.
+
+Weights and optimizer state are always there. What else lives at once depends on the phase of the step, as
+TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes. PHASES says what
+is alive in each. It was read from the live tensors of TorchRec's CPU processes (bench/memory.py). Where
+outputs dominate, exchanges may overlap more: single steps took up to 20% more than is counted. The buffers
+in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not counted.
+
+Searches add up bytes of shards. So they count of each shard its own largest phase (`bytes_as`), and of the
+tables' own share the largest too (`free_bytes`). That is never less than a plan takes (`used_bytes`): the
+largest of sums is at most the sum of the largest.
 
 Shapes: D devices.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from shardcore.errors import Infeasible
 from shardcore.fused import OPTIMIZERS
-from shardcore.layouts import Layout, layout_of, shards_on
-from shardcore.outputs import output_bytes
+from shardcore.inputs import received_bytes, sample_bytes
+from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
+from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
-OPTIMIZER_BYTES_PER_ROW = {name: optimizer.state_bytes("row") for name, optimizer in OPTIMIZERS.items()}
-OPTIMIZER_BYTES_PER_CELL = {name: optimizer.state_bytes("cell") for name, optimizer in OPTIMIZERS.items()}
+PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
+         "output gradients", "dense gradients")
+"""What memory is counted for, in the order in which it is shown.
+
+ids: local batches of the pipeline, and what is sent and received of them, with lengths.
+sorting: buffers of FBGEMM's CUDA backward.
+payloads: buffers of collectives.
+received outputs: a device's samples, of all tables.
+dense gradients: of replicas, with DDP's buckets.
+"""
+
+STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x in OPTIMIZERS.items()}
+"""Optimizer state: bytes a cell, and bytes a row. FBGEMM keeps moments as FP32 whatever the weights are.
+
+Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py. The optimizers of
+replicas are torch's and TorchRec's. They keep as much, but a partial row-wise one is a full one there.
+"""
+SORTING_BYTES = 52
+"""Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
+
+8 each for linear indices, sorted ones and unique ones. 4 each for infos, sorted infos, run lengths and their
+sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
+"""
+BATCHES = 3
+"""Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
+
+_Alive = Mapping[str, Mapping[str, int]]
+"""part -> amount -> how many of it are alive."""
+_EXCHANGED, _SUMMED = "all_to_all world", "reduce_scatter world"
+_CROSSED, _SUMMED_ON_HOST = "all_to_all cross", "reduce_scatter host"
+_IDS = {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2}
+_GRADIENTS = {"received": 1, _EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1}
+_DENSE = {"dense": 1}
+PHASES: Mapping[str, _Alive] = {
+    # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
+    "ids arrive": {"ids": {**_IDS, "arrived": 3}, "dense gradients": _DENSE},
+    # All lookups have run, and their exchanges have begun, before one is waited for.
+    "forward exchange": {"ids": _IDS, "outputs": {_EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1},
+                         "payloads": {_EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1},
+                         "received outputs": {"received": 1}, "dense gradients": _DENSE},
+    # Before an all-to-all, gradients are put in the order of devices, and of columns if some are cut.
+    "gradients in order": {"ids": _IDS, "output gradients": {"received": 1, _SUMMED: 1},
+                           "payloads": {"ordered": 2, "joined": 1, "scattered": 1},
+                           "dense gradients": _DENSE},
+    # Gloo gathers into a buffer of its own.
+    "gradients gathered": {"ids": _IDS, "output gradients": {**_GRADIENTS, _EXCHANGED: 0, _SUMMED_ON_HOST: 1},
+                           "payloads": {_SUMMED_ON_HOST: 1}, "dense gradients": _DENSE},
+    "backward exchange": {"ids": _IDS, "output gradients": _GRADIENTS, "payloads": {"ordered": 1},
+                          "dense gradients": _DENSE},
+    # The dense kernel makes gradients of its own, beside DDP's buckets. Outputs of replicas are still there.
+    "update": {"ids": _IDS, "sorting": {"sorting": 1},
+               "output gradients": {**_GRADIENTS, _CROSSED: 0, _SUMMED_ON_HOST: 1},
+               "received outputs": {"received": 1}, "dense gradients": {"dense": 2}},
+}
+"""What of which amount is alive in each phase of a step.
+
+Amounts of a shard:
+
+- arrived: the ids of a global batch that it gets.
+- a collective and its group: the outputs that enter it.
+- sorting: what backward sorts.
+- dense: a replica's gradient.
+
+Amounts of a local batch. A plan as a whole decides them, and they are the same on all devices:
+
+- batch: its ids.
+- permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times.
+- bucketized: its ids of tables whose rows are divided.
+- received: its outputs of all tables.
+- ordered, scattered: of those, outputs that come by all-to-all, and by reduce-scatter.
+- joined: as ordered, if columns of tables, or outputs of several kinds, have to be joined.
+"""
 
 
-def shard_bytes(shard: Shard, batch: int, optimizer: str, dense_gradient: bool = False) -> int:
-    """Bytes that a shard takes on a device that runs it over `batch` samples.
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one device needs.
 
-    It sums the weights, the optimizer state, the pooled output and its gradient.
-    A kind with an all-reduce also keeps a dense gradient.
+    phase: the one of PHASES that takes most.
+    parts: bytes of each of PARTS then, 0 included.
     """
-    dense_bytes = shard.rows * shard.width * OUTPUT_BYTES if dense_gradient else 0
-    state = shard.rows * (OPTIMIZER_BYTES_PER_ROW[optimizer]
-                          + shard.width * OPTIMIZER_BYTES_PER_CELL[optimizer])
-    # 2: the output and its gradient, both FP32.
-    return shard.bytes + state + 2 * output_bytes(shard, batch) + dense_bytes
+
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+# --- amounts ----------------------------------------------------------------------------------------------
+
+
+def resident_bytes(layout: Layout, shard: Shard, optimizer: str) -> tuple[int, int]:
+    """Bytes of a shard's weights, and of its optimizer's state."""
+    a_cell, a_row = STATE_BYTES[optimizer]
+    if layout.dense_gradient and a_cell:
+        a_cell, a_row = 8, 0  # Adam and LAMB of torch and TorchRec have two full moments
+    return shard.bytes, shard.rows * (shard.width * a_cell + a_row)
+
+
+def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
+    """Bytes of each amount of a shard. The names are those in PHASES."""
+    if layout.local_batch:
+        return {"dense": shard.rows * shard.width * OUTPUT_BYTES * layout.dense_gradient}
+    lookups = problem.global_batch * shard.table.pooling * access_share(shard)
+    outputs = output_bytes(shard, problem.global_batch)
+    found = {f"{channel.collective} {channel.group}": entering(shard.rows * shard.width, outputs, problem)
+             for channel, entering in layout.channels.items()}
+    return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
+
+
+@lru_cache(maxsize=4)
+def batch_amounts(problem: Problem) -> Mapping[str, float]:
+    """Bytes of each amount of a local batch, if no table is cut or divided."""
+    local = problem.local_batch
+    ids = local * sum(sample_bytes(t, problem.job) for t in problem.tables)
+    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, local) for t in problem.tables)
+    return {"batch": ids, "permuted": ids, "received": outputs, "ordered": outputs, "joined": outputs}
+
+
+def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
+    """Bytes of each amount of a local batch under a plan."""
+    local, found = problem.local_batch, Counter(batch_amounts(problem))
+    found["permuted"] = found["ordered"] = found["joined"] = 0
+    received: dict[Layout, float] = Counter()
+    # Several columns of a table on a device are one shard in TorchRec.
+    places = {(p.kind, p.shard.table, p.devices): p for p in plan.placements}
+    for placement in places.values():
+        layout, table = layout_of(placement.kind), placement.shard.table
+        found["permuted"] += local * sample_bytes(table, problem.job)
+        if layout.divides_rows:
+            ranges = len(placement.devices)
+            found["bucketized"] += local * sample_bytes(table, problem.job, ranges=ranges)
+    for placement in plan.placements:
+        shard = placement.shard
+        received[run_of(placement.kind, shard.table)] += (
+            OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local))
+    for layout, n_bytes in received.items():
+        collectives = {channel.collective for channel in layout.channels}
+        # Kinds run one after another.
+        if "all_to_all" in collectives:
+            found["ordered"] = max(found["ordered"], n_bytes)
+        elif "reduce_scatter" in collectives:
+            found["scattered"] += n_bytes
+    cut = any(p.shard.width < p.shard.table.dim for p in plan.placements)
+    found["joined"] = found["ordered"] * (cut or len(received) > 1)
+    return found
+
+
+def _sorting_bytes(problem: Problem) -> int:
+    """Bytes a lookup. Hardware that is not named counts as a GPU."""
+    return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
+
+
+TIMES: Mapping[str, Mapping[str, int]] = {
+    phase: sum((Counter(counts) for counts in alive.values()), Counter()) for phase, alive in PHASES.items()}
+"""phase -> amount -> how many of it are alive, all parts together."""
+_OF_COLUMNS = tuple({(times["arrived"], times[_EXCHANGED], times["sorting"]) for times in TIMES.values()})
+"""The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
+
+
+def _most(amounts: Mapping[str, float]) -> int:
+    """Bytes of these amounts in the phase that takes most of them."""
+    return math.ceil(max(sum(n * amounts.get(name, 0) for name, n in times.items())
+                         for times in TIMES.values()))
+
+
+# --- what searches add up ---------------------------------------------------------------------------------
 
 
 def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
-    """Bytes of one device's part of a shard, run as this kind."""
-    return shard_bytes(shard, layout.batch(problem), problem.optimizer, layout.dense_gradient)
+    """Bytes of one device's part of a shard, run as this kind, in its own largest phase."""
+    if layout.name == WHOLE_ROWS.name and shard.full_rows:
+        return table_bytes(shard.table, problem, shard.width)
+    return (sum(resident_bytes(layout, shard, problem.optimizer))
+            + _most(shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)))
 
 
-def table_bytes(table: Table, batch: int, optimizer: str, width: int | None = None) -> int:
-    """`shard_bytes` of a whole table, or of some of its columns. Faster than to create a Shard."""
-    width = width or table.dim
-    # Bytes per row.
-    weights_and_state = (width * (PRECISION_BYTES[table.precision] + OPTIMIZER_BYTES_PER_CELL[optimizer])
-                         + OPTIMIZER_BYTES_PER_ROW[optimizer])
-    outputs = max(1, round(batch * table.pooling)) if table.sequence else batch * table.features
-    return table.rows * weights_and_state + 2 * outputs * width * OUTPUT_BYTES
+def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
+    """What a cut or divided shard adds to a local batch. Every device has that, but it counts here only."""
+    # Of the group, not of the rows: the last range may be short.
+    ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
+    again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
+    return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
+            "bucketized": again * (ranges > 1)}
+
+
+def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
+    """`bytes_as` of a whole table on a device, or of some of its columns. Faster than to create a Shard."""
+    return int(columns_bytes(Lookups.of(table, problem), table.rows, width or table.dim, table.dim, problem))
+
+
+class Lookups(NamedTuple):
+    """What a table's lookups take. Numbers, or arrays of them for several tables.
+
+    pooling: lookups a sample.
+    sample_bytes: of ids and lengths of a sample.
+    outputs: rows of outputs of the global batch.
+    """
+
+    pooling: Any
+    sample_bytes: Any
+    outputs: Any
+
+    @classmethod
+    def of(cls, table: Table, problem: Problem) -> Lookups:
+        return cls(table.pooling, sample_bytes(table, problem.job),
+                   table_output_rows(table, problem.global_batch))
+
+    @classmethod
+    def of_all(cls, tables: Iterable[Table], problem: Problem) -> Lookups:
+        """Of several tables, as arrays."""
+        each = [cls.of(table, problem) for table in tables]
+        return cls(*np.array(each, dtype=float).reshape(-1, len(cls._fields)).T)
+
+
+def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Problem) -> Any:
+    """Bytes of `width` of `dim` columns, with all rows. Numbers, or arrays of them."""
+    a_cell, a_row = STATE_BYTES[problem.optimizer]
+    resident = rows * (width * (PRECISION_BYTES[problem.precision] + a_cell) + a_row)
+    arrived = problem.global_batch * lookups.sample_bytes
+    outputs = lookups.outputs * OUTPUT_BYTES * width
+    permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
+    sorting = problem.global_batch * lookups.pooling * _sorting_bytes(problem)
+    phases = [a * arrived + o * outputs + s * sorting for a, o, s in _OF_COLUMNS]
+    if isinstance(resident, np.ndarray):
+        return resident + np.ceil(np.maximum.reduce(phases) + permuted)
+    return resident + math.ceil(max(phases) + permuted)
+
+
+def counted_bytes(plan: Plan, problem: Problem) -> list[int]:
+    """[D] `bytes_as` of all shards on each device, to compare with `free_bytes`."""
+    counted = [0] * len(problem.topology)
+    for device, held in enumerate(_held(plan, problem)):
+        counted[device] = sum(bytes_as(layout, shard, problem) for layout, shard in held)
+    return counted
+
+
+def free_bytes(problem: Problem) -> list[int]:
+    """[D] bytes that shards may take: a device's memory less what is reserved and what every plan takes."""
+    own = every_plan_bytes(problem)
+    return [may_hold - own for may_hold in held_bytes(problem)]
+
+
+def every_plan_bytes(problem: Problem) -> int:
+    """Bytes that searches count on each device whatever the plan is: a local batch and its outputs."""
+    return _most(batch_amounts(problem))
+
+
+def held_bytes(problem: Problem) -> list[int]:
+    """[D] bytes that embeddings may take, their inputs and outputs included: all but what is reserved."""
+    return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
+
+
+# --- what a plan takes ------------------------------------------------------------------------------------
+
+
+def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
+    """[D] what a plan takes on each device, by part."""
+    of_all, found = placed_amounts(plan, problem), []
+    for held in _held(plan, problem):
+        resident = [resident_bytes(layout, shard, problem.optimizer) for layout, shard in held]
+        amounts = Counter(of_all)
+        for layout, shard in held:
+            amounts.update(shard_amounts(layout, shard, problem))
+        phase = max(PHASES, key=lambda p: sum(n * amounts[name] for name, n in TIMES[p].items()))
+        parts = dict.fromkeys(PARTS, 0)
+        parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
+        parts |= {part: int(sum(n * amounts[name] for name, n in counts.items()))
+                  for part, counts in PHASES[phase].items()}
+        found.append(DeviceMemory(phase, parts))
+    return found
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:
     """[D] bytes that a plan takes on each device."""
-    used = [0] * len(problem.topology)
+    return [device.bytes for device in by_part(plan, problem)]
+
+
+def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
+    """Of each device its shards. Several columns of a table on a device are one shard in TorchRec."""
+    held: list[dict[Any, tuple[Layout, Shard]]] = [{} for _ in problem.topology.devices]
     for placement in plan.placements:
-        layout = layout_of(placement.kind)
+        layout = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
-            used[device] += bytes_as(layout, shard, problem)
-    return used
-
-
-def free_bytes(problem: Problem) -> list[int]:
-    """[D] bytes that embeddings may use: the device's memory less what constraints reserve."""
-    return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
+            key = layout.name, shard.table.name, shard.row_lo
+            if key in held[device]:
+                shard = replace(shard, col_lo=0, col_hi=shard.width + held[device][key][1].width)
+            held[device][key] = layout, shard
+    return [list(shards.values()) for shards in held]
 
 
 def require_fits(plan: Plan, problem: Problem) -> list[int]:
-    """[D] `used_bytes` of a plan. Raises Infeasible, naming the first device that holds more than it may."""
-    held = used_bytes(plan, problem)
-    for device, (used, free) in enumerate(zip(held, free_bytes(problem), strict=True)):
-        # A reservation larger than the device leaves negative bytes: nothing fits then.
-        if used > max(0, free):
-            raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(used)}; "
-                             f"it may hold {gib(free)}")
-    return held
+    """[D] `used_bytes` of a plan. Raises Infeasible, naming the first device that holds more than it may.
+
+    A device without a shard is not asked: a reserve larger than its memory keeps it out. Nor is one of which
+    a search's count says that it fits, so that no search finds a plan that is then refused.
+    """
+    used, may_hold = used_bytes(plan, problem), held_bytes(problem)
+    if all(taken <= free for taken, free in zip(used, may_hold, strict=True)):
+        return used
+    holding = {device for placement in plan.placements for device in placement.devices}
+    counted = counted_bytes(plan, problem)
+    for device, (taken, free, most) in enumerate(zip(used, may_hold, free_bytes(problem), strict=True)):
+        if taken > max(0, free) and device in holding and counted[device] > max(0, most):
+            parts = by_part(plan, problem)[device].parts
+            largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
+            raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(taken)} "
+                             f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
+                             f"{gib(free)}, {gib(taken - free)} too little. It would fit with as much more "
+                             "memory, or less reserved")
+    return used
 
 
 def gib(n_bytes: float) -> str:

@@ -71,16 +71,16 @@ class Workload:
     job: Job = Job()
 
 
-def lower(plan: Plan, problem: Problem) -> Workload:
+def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     """The Workload of a plan.
 
     Raises ShardCoreError if the plan does not cover the problem's tables exactly once.
     Raises it too for a placement that its kind does not allow, and for a broken constraint.
-    Raises Infeasible if a device would hold more than it may.
+    Raises Infeasible if a device would hold more than it may, unless `fits` is False.
     """
     require_cover(plan, problem)
     require_constraints(plan, problem)
-    used = memory.require_fits(plan, problem)
+    used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
     n_devices = len(problem.topology)
     held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
     for placement in plan.placements:

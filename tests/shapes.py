@@ -3,11 +3,14 @@
 Shapes: C channels, D devices.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardcore.layouts import CHANNELS, IDS, WORLD, Channel
+from shardcore.memory import every_plan_bytes
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Shard, Table
+from shardcore.types import Placement, Problem, Shard, Table
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
 """By collective, and group where that is not all devices: "all_to_all", "reduce_scatter_host"."""
@@ -32,6 +35,13 @@ def entering(found: np.ndarray) -> dict[str, list[float]]:
 def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:
     """A device for each letter, on a host of that name."""
     return Topology(tuple(Device(memory_bytes, host=h) for h in hosts), **fields)
+
+
+def with_room(problem: Problem) -> Problem:
+    """The problem with memory for what every plan takes, beside what its devices have for shards."""
+    more = every_plan_bytes(problem)
+    devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
+    return replace(problem, topology=replace(problem.topology, devices=devices))
 
 
 def column(table: Table, device: int, lo: int = 0, hi: int | None = None) -> Placement:

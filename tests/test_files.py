@@ -66,7 +66,26 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
     assert files.problem_digest(problem) == files.digest(data)
     del data["constraints"]
     problem_path.write_text(json.dumps(data))
-    assert files.read_problem(problem_path) == problem
+    # But for what is reserved: a file that does not say it keeps a share.
+    found = files.read_problem(problem_path)
+    assert found.constraints.reserved_bytes > 0
+    assert dataclasses.replace(found, constraints=problem.constraints) == problem
+
+
+@pytest.mark.parametrize("constraints, reserved", [
+    (None, 150), ({}, 150), ({"unsplit": []}, 150), ({"reserved_bytes": 0}, 0), ({"reserved_bytes": 7}, 7)])
+def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dense_part(tmp_path, constraints,
+                                                                                       reserved):
+    """Of the smallest device. What is written says it, so that it does not change."""
+    problem = Problem("p", (Table("t", 10, 4, 1.0),), Topology((Device(2000), Device(1000))), 4)
+    data = files.problem_to_json(problem)
+    del data["constraints"]
+    given = {**data, **({"constraints": constraints} if constraints is not None else {})}
+    files.write_json(tmp_path / "p.json", given)
+    assert files.read_problem(tmp_path / "p.json").constraints.reserved_bytes == reserved
+    files.write_problem(tmp_path / "q.json", problem)
+    assert files.read_problem(tmp_path / "q.json") == problem
+
 
 
 @pytest.mark.parametrize("edit, named", [

@@ -4,9 +4,11 @@ import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 
 from shardcore.fused import OPTIMIZERS, PRECISIONS, named
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.measure import fused_op
-from shardcore.memory import shard_bytes, table_bytes
-from shardcore.types import Shard, Table
+from shardcore.memory import resident_bytes, table_bytes
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Shard, Table
 
 WIDTHS = (8, 64)
 
@@ -36,10 +38,11 @@ def test_fbgemm_builds_no_cuda_op_of_bf16_weights():
 def test_a_shard_takes_its_state_too(optimizer):
     """Of a hundred rows it is a hundred times what FBGEMM allocates for one."""
     def extra(width: int) -> int:
-        shard = Shard.whole(Table("t", 100, width, 1.0))
-        whole = shard_bytes(shard, 32, optimizer)
-        assert table_bytes(shard.table, 32, optimizer) == whole
-        return whole - shard_bytes(shard, 32, "exact_sgd")
+        table, one = Table("t", 100, width, 1.0), Topology((Device(1 << 30),))
+        own, plain = (table_bytes(table, Problem("p", (table,), one, 32, optimizer=name))
+                      for name in (optimizer, "exact_sgd"))
+        assert resident_bytes(WHOLE_ROWS, Shard.whole(table), optimizer)[1] == own - plain
+        return own - plain
 
     assert sum(map(extra, WIDTHS)) == 100 * state_bytes(optimizer, "fp32")
 

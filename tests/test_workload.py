@@ -36,8 +36,8 @@ def test_a_plan_runs_one_op_a_kind_and_device():
     assert entering(work.traffic) == {
         "all_to_all": [64 * 4 * 4] * 2, "reduce_scatter": [64 * 4 * 4] * 2, "all_reduce": [10 * 16 * 4] * 2}
     weights = 100 * 4 * 4 + 30 * 4 * 4 + 10 * 16 * 4
-    outputs = 2 * 4 * (64 * 4 + 64 * 4 + 32 * 16)
-    assert work.memory_bytes[0] == weights + outputs + 10 * 16 * 4  # and the replica's dense gradient
+    assert memory.by_part(PLAN, PROBLEM)[0].parts["weights"] == weights
+    assert work.memory_bytes == tuple(memory.used_bytes(PLAN, PROBLEM))
 
 
 @pytest.mark.parametrize("plan, named", [
@@ -135,26 +135,18 @@ def test_tables_kept_together_share_a_device():
 @pytest.mark.parametrize("reserved", [0, 12_345])
 def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     table = Table("t", n_bytes, 4, 1.0)
-    plan, needed = place(column(table, 1)), 16 * n_bytes + 2 * 64 * 16
+    plan = place(column(table, 1))
+    ample = Problem("p", (table,), Topology((Device(1), Device(1 << 40))), 64)
+    needed = memory.used_bytes(plan, ample)[1]
+    assert needed > 16 * n_bytes
     one_less = Topology((Device(1), Device(needed + reserved - 1)))
-    problem = Problem("p", (table,), one_less, 64, constraints=Constraints(reserved_bytes=reserved))
+    problem = dataclasses.replace(ample, topology=one_less, constraints=Constraints(reserved_bytes=reserved))
     with pytest.raises(Infeasible, match="device 1 of problem 'p' would hold .*; it may hold "):
         lower(plan, problem)
     enough = dataclasses.replace(problem, topology=Topology((Device(1), Device(needed + reserved))))
-    # on the first, where even less than nothing is free, is nothing
-    assert lower(plan, enough).memory_bytes == (0, needed)
-    assert memory.free_bytes(enough) == [1 - reserved, needed]
-
-
-def test_memory_is_weights_state_outputs_and_a_replicas_dense_gradient():
-    half = Shard(A, 10, 60, 4, 8)  # 50 rows, 4 columns
-    assert memory.shard_bytes(half, 64, "exact_sgd") == 50 * 4 * 4 + 2 * 64 * 4 * 4
-    assert memory.shard_bytes(half, 64, "rowwise_adagrad") == 50 * 4 * 4 + 2 * 64 * 4 * 4 + 50 * 4
-    assert memory.shard_bytes(half, 64, "exact_sgd", dense_gradient=True) == 2 * 50 * 4 * 4 + 2 * 64 * 4 * 4
-    small = Shard.whole(Table("h", 100, 8, 2.0, precision="fp16"))  # outputs and dense gradients are FP32
-    assert memory.shard_bytes(small, 64, "exact_sgd") == 100 * 8 * 2 + 2 * 64 * 8 * 4
-    assert (memory.shard_bytes(small, 64, "exact_sgd", dense_gradient=True)
-            == 100 * 8 * 2 + 2 * 64 * 8 * 4 + 100 * 8 * 4)
+    # The first, where even less than nothing is free, has no shard.
+    assert lower(plan, enough).memory_bytes[1] == needed
+    assert memory.held_bytes(enough) == [1 - reserved, needed]
 
 
 @pytest.mark.parametrize("n_bytes, shown",
@@ -169,8 +161,9 @@ def test_what_devices_exchange_adds_up_by_kind():
     """Four devices on two hosts, unlike in all but the replica."""
     d, where = Table("d", 41, 8, 1.0), on_hosts("xyxy", 1 << 20)
     problem = Problem("p", (A, B, C, d), where, 48)
-    work = lower(place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)),
-                       replica(C, where)), problem)
+    plan = place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)),
+                 replica(C, where))
+    work = lower(plan, problem)
     copy = ("data_parallel", 12, ["c[0:10, 0:16]"])
     assert [[(op.kind, op.batch, [s.label for s in op.shards]) for op in ops] for ops in work.ops] == [
         [("column", 48, ["a[0:100, 0:4]"]), ("row", 48, ["b[0:15, 0:4]"]), copy],
@@ -182,10 +175,9 @@ def test_what_devices_exchange_adds_up_by_kind():
         "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4],
         "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4], "all_reduce": [10 * 16 * 4] * 4}
     assert work.traffic.shape == (len(CHANNELS), 4) and work.traffic.dtype == float
-    everywhere = 15 * 4 * 4 + 2 * 48 * 4 * 4 + 2 * 10 * 16 * 4 + 2 * 12 * 16 * 4
-    columns, ranges = 100 * 4 * 4 + 2 * 48 * 4 * 4, [rows * 8 * 4 + 2 * 48 * 8 * 4 for rows in (21, 20)]
-    assert work.memory_bytes == (everywhere + columns, everywhere + ranges[0], everywhere + columns,
-                                 everywhere + ranges[1])
+    everywhere, columns, ranges = 15 * 4 * 4 + 10 * 16 * 4, 100 * 4 * 4, [rows * 8 * 4 for rows in (21, 20)]
+    assert [device.parts["weights"] for device in memory.by_part(plan, problem)] == [
+        everywhere + columns, everywhere + ranges[0], everywhere + columns, everywhere + ranges[1]]
     assert (work.topology, work.global_batch) == (problem.topology, 48)
 
 

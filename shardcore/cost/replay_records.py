@@ -22,7 +22,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
     """
     rows = []
     for one in replayed:
-        steps = {name: lower(plan, one.problem) for name, plan in one.plans.items()}
+        steps = {name: lower(plan, one.problem, fits=False) for name, plan in one.plans.items()}
         predicted = {name: _total_ms(price(step, model), ids) for name, step in steps.items()}
         # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
@@ -40,7 +40,7 @@ def _total_ms(cost: StepCost, ids: bool) -> float:
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are types.PARTS."""
-    pairs = [(price(lower(plan, one.problem), model), one.costs[name].at_usual_speed())
+    pairs = [(price(lower(plan, one.problem, fits=False), model), one.costs[name].at_usual_speed())
              for one in replayed for name, plan in one.plans.items()]
     predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0)
                        for i in (0, 1))

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore import files
-from shardcore.draws.problems import DEVICES, ProblemConfig, draw_problem
-from shardcore.memory import table_bytes
+from shardcore.draws.problems import DEVICES, ProblemConfig, draw_problem, drawn_bytes, sized
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Problem, Setting, Shard, Table
 
 NEUROSHARD = "neuroshard"
@@ -46,7 +45,7 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
     if setting.batch % shape.devices:
         return None
     drawn = draw_problem(pool, int(rng.integers(1 << 31)), setting, _PLANNED_SEED, shape)
-    return drawn, str(rng.choice(PLANNERS))
+    return sized(drawn, shape.slack, drawn_bytes), str(rng.choice(PLANNERS))
 
 
 def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
@@ -113,7 +112,7 @@ def _looked_up(table: Table, width: int) -> float:
 
 def _bytes(drawn: Problem, i: int, width: int) -> int:
     """Bytes of `width` columns of table i on a device."""
-    return table_bytes(drawn.tables[i], drawn.global_batch, drawn.optimizer, width) if width else 0
+    return drawn_bytes(drawn.tables[i], drawn, width) if width else 0
 
 
 def _fitting(drawn: Problem, i: int) -> list[int]:

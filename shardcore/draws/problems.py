@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_DEVICES, MOST_DIM, MOST_TABLES, require_within
-from shardcore.memory import table_bytes
+from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, Problem, Setting, Table
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
@@ -61,9 +61,26 @@ def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int 
     dims = [d for d in DIMS if d <= config.max_dim]
     tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
                    for i in rng.choice(len(live), n, replace=False))
-    need = sum(table_bytes(t, setting.batch, setting.optimizer) for t in tables)
+    topology = Topology((Device(1),) * config.devices)
+    drawn = Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
+    return sized(drawn, config.slack, table_bytes, every_plan_bytes(drawn))
+
+
+def sized(drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int],
+          more: int = 0) -> Problem:
+    """The problem on devices that have `slack` times what its tables take, and some bytes more each."""
+    need = sum(bytes_of(t, drawn, t.dim) for t in drawn.tables)
     # A problem must have a solution: every table fits a device at its narrowest.
-    narrowest = max(table_bytes(t, setting.batch, setting.optimizer, MIN_WIDTH) for t in tables)
-    device = Device(max(int(need * config.slack / config.devices), narrowest))
-    topology = Topology((device,) * config.devices)
-    return Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
+    narrowest = max(bytes_of(t, drawn, MIN_WIDTH) for t in drawn.tables)
+    device = Device(max(int(need * slack / len(drawn.topology)), narrowest) + more)
+    return dataclasses.replace(drawn, topology=Topology((device,) * len(drawn.topology)))
+
+
+def drawn_bytes(table: Table, drawn: Problem, width: int) -> int:
+    """What draws of samples count: weights, a number a row for Adagrad, outputs and their gradients.
+
+    It is no count of memory any more. It stays, so that the same samples are wanted as before.
+    """
+    state = {"rowwise_adagrad": 4}.get(drawn.optimizer, 0)
+    return (table.rows * (width * PRECISION_BYTES[table.precision] + state)
+            + 2 * drawn.global_batch * width * OUTPUT_BYTES)

@@ -11,7 +11,7 @@ from shardcore.draws.placements import deal_columns
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, Layout, even_share, ways
-from shardcore.memory import table_bytes
+from shardcore.limits import MOST_BYTES
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 
@@ -62,7 +62,7 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     shape = ProblemConfig(devices, fewest, most, max_dim)
     drawn = draw_problem(fitting[max_dim], int(rng.integers(1 << 31)), setting, _STEP_SEED, shape)
     # Any random plan must fit: these steps measure time, not memory.
-    room = Device(2 * sum(table_bytes(t, setting.batch, setting.optimizer) for t in drawn.tables))
+    room = Device(MOST_BYTES)
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
     kinds = [[k for k, wanted in zip(_sharing(drawn.topology), shared, strict=True) if wanted]

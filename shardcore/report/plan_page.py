@@ -60,7 +60,7 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
         *([_warning(extrapolated)] if extrapolated else []),
         f"<figure>{_svg(figure(explained))}</figure>",
         "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
-        _shards(explained),
+        _shards(explained), _memory(explained),
         "<h2>Instead</h2>", _alternatives(explained),
         *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
         "<h2>Decisions</h2>", _history(decisions),
@@ -168,6 +168,11 @@ def _shards(x: Explanation) -> str:
     shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
     return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"),
                   shown) + _rest(len(x.shards))
+
+
+def _memory(x: Explanation) -> str:
+    rows = _table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
+    return f'{rows}<p class="note">{escape(plan_report.memory_note(x))}</p>'
 
 
 def _alternatives(x: Explanation) -> str:

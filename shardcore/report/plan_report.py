@@ -39,6 +39,7 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
               gib(sum(s.bytes for s in rest)))] if rest else []
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
+    yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({memory_note(x)})"
     rows = [*_rows(x.baselines, x.total_ms), *_rows(x.changes, x.total_ms)]
     yield f"{text_table(('instead', 'ms', 'against this plan'), rows)}\n({x.searched})"
 
@@ -80,12 +81,25 @@ def _exchange(x: Explanation) -> str:
 
 
 def _memory(x: Explanation) -> str:
-    # A device may have no free memory at all.
-    pairs = zip(x.memory_bytes, x.free_bytes, strict=True)
-    shares = [used / free if free > 0 else 0.0 for used, free in pairs]
-    fullest = shares.index(max(shares))
-    return (f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {fullest} is "
-            f"fullest, with {gib(x.memory_bytes[fullest])} of {gib(x.free_bytes[fullest])}.")
+    return (f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {x.fullest} is "
+            f"fullest, with {gib(x.memory_bytes[x.fullest])} of {gib(x.free_bytes[x.fullest])}, "
+            f"most of it {max(x.memory.parts, key=x.memory.parts.__getitem__)}.")
+
+
+MEMORY_HEADERS = ("memory of the fullest device", "", "of what it needs")
+
+
+def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
+    """A row under MEMORY_HEADERS for each part that the fullest device needs at its peak."""
+    needs = x.memory.bytes
+    rows = [(part, gib(n_bytes), f"{n_bytes / needs:.1%}")
+            for part, n_bytes in x.memory.parts.items() if n_bytes]
+    return [*rows, ("reserved", gib(x.reserved_bytes), "besides")]
+
+
+def memory_note(x: Explanation) -> str:
+    """When that is."""
+    return f"device {x.fullest} at its peak: {x.memory.phase}"
 
 
 def _bound(x: Explanation) -> str:

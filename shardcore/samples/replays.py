@@ -166,7 +166,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
                                  f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
                                  f"{len(problem.topology)}")
     names = dict.fromkeys(r.plan for r in body.replays)
-    plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
+    plans = {name: files.read_plan(folder / f"{name}.json", problem, fits=False) for name in names}
     for name, plan in plans.items():
         # An edited plan would be paired with times of another one.
         if plan_digest(plan) != name:
@@ -250,7 +250,8 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
         for one in kept:
             if one.setting == setting:
                 which = files.digest(files.problem_to_json(one.problem))
-                found |= {(which, name): (lower(plan, one.problem), one.costs[name].at_usual_speed())
+                found |= {(which, name): (lower(plan, one.problem, fits=False),
+                                          one.costs[name].at_usual_speed())
                           for name, plan in one.plans.items()
                           if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])}
     return list(found.values())

@@ -17,7 +17,7 @@ import numpy as np
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
 from shardcore.layouts import CHANNELS, IDS
-from shardcore.memory import free_bytes
+from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
@@ -70,6 +70,11 @@ class Explanation:
     widest: the device that sends most.
     exchange_bytes: of each device, in all collectives of outputs and gradients.
     input_bytes: of ids and lengths that each device receives.
+    memory_bytes: that each device needs.
+    free_bytes: that each device may hold: all but what is reserved.
+    fullest: the device of which the plan takes the largest share.
+    memory: what that device needs, by part.
+    reserved_bytes: kept free on every device.
     balance: mean over largest compute.
     searched: in words, how the alternatives were found.
     """
@@ -85,6 +90,9 @@ class Explanation:
     input_bytes: tuple[int, ...]
     memory_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
+    fullest: int
+    memory: DeviceMemory
+    reserved_bytes: int
     balance: float
     bound: Bound
     baselines: tuple[Alternative, ...]
@@ -121,12 +129,18 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     else:
         baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error)
                           for name, x in known.items() if name != algorithm)
+    may_hold = tuple(held_bytes(problem))
+    # A device may have nothing that is not reserved.
+    shares = [used / free if free > 0 else 0.0
+              for used, free in zip(workload.memory_bytes, may_hold, strict=True)]
+    fullest = int(np.argmax(shares))
     changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
                     for what, changed, keeps in _changes(problem))
     return Explanation(
         algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms
         else "exchange", cost, _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)),
-        tuple(map(int, ids)), workload.memory_bytes, tuple(free_bytes(problem)),
+        tuple(map(int, ids)), workload.memory_bytes, may_hold,
+        fullest, by_part(plan, problem)[fullest], problem.constraints.reserved_bytes,
         compare.balance(cost), bound(problem, model),
         baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each")
 

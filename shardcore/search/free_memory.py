@@ -11,17 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore import memory
-from shardcore.layouts import WHOLE_ROWS
-from shardcore.search.shards import Bundle, RowRange, devices_of, row_range
+from shardcore.search.shards import Bundle, RowRange, devices_of, layout_of_shard, row_range
 from shardcore.types import Problem, Shard
 
 
 def bytes_alone(shard: Shard, problem: Problem) -> int:
-    """Bytes of a shard on a device that holds nothing else of its row range.
-
-    All kinds that divide rows take the same.
-    """
-    return memory.bytes_as(WHOLE_ROWS, shard, problem)
+    """Bytes of a shard on a device that holds nothing else of its row range."""
+    return memory.bytes_as(layout_of_shard(shard, problem), shard, problem)
 
 
 def bundle_bytes(bundle: Sequence[Shard], problem: Problem) -> int:

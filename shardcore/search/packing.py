@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.layouts import even_share, shards_on
-from shardcore.memory import OPTIMIZER_BYTES_PER_CELL, OPTIMIZER_BYTES_PER_ROW, table_bytes
+from shardcore.memory import Lookups, columns_bytes
 from shardcore.search.best_fit import best_fit
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
 from shardcore.search.shards import bundles, halve_columns
 from shardcore.search.shards import division as divided
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Placement, Problem, Shard, Table
+from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
 
 NODES = 20_000
 """The most steps of best fit with backtracking. A step assigns one bundle."""
@@ -40,13 +40,20 @@ class Packing:
 
 
 def least_bytes(problem: Problem) -> int:
-    """A lower bound on the bytes of any plan: cutting and replicating only add to them."""
+    """A lower bound on the bytes of any plan without replicas: cutting only adds to them."""
     return sum_bytes(problem.tables, problem)
 
 
 def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
     """Bytes of whole tables."""
-    return sum(table_bytes(t, problem.global_batch, problem.optimizer) for t in tables)
+    return int(_each_bytes(tables, problem).sum())
+
+
+def _each_bytes(tables: Sequence[Table], problem: Problem, width: int | None = None) -> np.ndarray:
+    """[T] `table_bytes` of many tables, of all columns or of some."""
+    rows, dim = np.array([(t.rows, t.dim) for t in tables], dtype=float).reshape(-1, 2).T
+    lookups = Lookups.of_all(tables, problem)
+    return columns_bytes(lookups, rows, dim if width is None else 0 * dim + width, dim, problem)
 
 
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
@@ -94,9 +101,10 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
 def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
     """Tables that may be cut, but of which MIN_WIDTH columns fit no device where they may live."""
-    batch, optimizer, whole = problem.global_batch, problem.optimizer, problem.whole
-    return [t for t, largest in zip(tables, largest_free(problem, tables, free), strict=True)
-            if table_bytes(t, batch, optimizer, MIN_WIDTH) > largest and t.name not in whole]
+    # Cut, ids are sent again: a few columns may take more than the whole table.
+    least = np.minimum(_each_bytes(tables, problem), _each_bytes(tables, problem, MIN_WIDTH))
+    too_large = np.flatnonzero(least > largest_free(problem, tables, free))
+    return [tables[i] for i in too_large if tables[i].name not in problem.whole]
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem,
@@ -141,10 +149,11 @@ def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
 def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     """The other tables, halved by columns as far as needed. None if that does not suffice."""
     shards: list[Shard] = []
-    for table, largest in zip(division.tables, largest_free(problem, division.tables, division.free),
-                              strict=True):
+    most = largest_free(problem, division.tables, division.free)
+    fits = _each_bytes(division.tables, problem) <= most
+    for table, whole_fits, largest in zip(division.tables, fits, most, strict=True):
         waiting = [Shard.whole(table)]
-        if table_bytes(table, problem.global_batch, problem.optimizer) <= largest:
+        if whole_fits:
             shards += waiting
             continue
         while waiting:
@@ -201,19 +210,20 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
         return lambda free: False
     rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables],
                                 dtype=float).T
-    # Bytes as in memory.table_bytes, for arrays of tables.
-    cell_bytes = float(PRECISION_BYTES[problem.precision] + OPTIMIZER_BYTES_PER_CELL[problem.optimizer])
-    state, pooled = (float(OPTIMIZER_BYTES_PER_ROW[problem.optimizer]),
-                     2.0 * problem.global_batch * OUTPUT_BYTES)
     # as they are packed, or nearly so
     order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))
     rows, dim, whole = rows[order], dim[order], whole[order] > 0
-    table = rows * (dim * cell_bytes + state) + dim * pooled
-    narrowest = rows * (MIN_WIDTH * cell_bytes + state) + MIN_WIDTH * pooled
+    lookups = Lookups(*(of[order] for of in Lookups.of_all(problem.tables, problem)))
+    table = columns_bytes(lookups, rows, dim, dim, problem)
+    narrowest = columns_bytes(lookups, rows, np.full(len(rows), float(MIN_WIDTH)), dim, problem)
+    # A shard's bytes are convex in its columns: at most a line from none to all columns, as if cut.
+    all_columns, no_columns = (columns_bytes(lookups, rows, width, dim + 1, problem)
+                               for width in (dim, 0 * dim))
 
     def fits(free: Sequence[int]) -> bool:
         n, available = len(free), sum(max(0, f) for f in free) * (1 - 1e-9)
-        extra = rows * state * (np.minimum(dim // MIN_WIDTH, n) - 1)  # what its shards add to the whole
+        # What its shards add to the whole. Each takes a part of the line, and begins at `no_columns`.
+        extra = all_columns - table + no_columns * (np.minimum(dim // MIN_WIDTH, n) - 1)
         cut = np.zeros(len(rows), dtype=bool)
         while True:
             left = available - np.cumsum(table + cut * extra)

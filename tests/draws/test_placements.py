@@ -11,8 +11,7 @@ from bench import record_draws
 from shardcore import files
 from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.memory import table_bytes
+from shardcore.draws.problems import ProblemConfig, draw_problem, drawn_bytes
 from shardcore.samples import dataset
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Setting, Table, Zipf
@@ -50,14 +49,16 @@ def test_all_columns_of_all_tables_are_placed_where_they_fit(planned):
         for planner in placements.PLANNERS:
             if found := placements.place(drawn, planner):
                 shards = [Placement("column", s, (d,)) for d, of in enumerate(found) for s in of]
-                lower(Plan(tuple(shards)), drawn)
+                lower(Plan(tuple(shards)), drawn, fits=False)
+                assert all(sum(drawn_bytes(s.table, drawn, s.width) for s in of) <= d.memory_bytes
+                           for of, d in zip(found, drawn.topology.devices, strict=True))
                 assert len({(p.shard.table.name, p.devices) for p in shards}) == len(shards)
 
 
 def test_tables_that_fit_no_device_are_cut():
     large = Table("large", 10_000, 32, 1.0, Zipf(1.0))
     drawn = draw_problem([large], 3, SETTING, 0, ProblemConfig(4, 1, 1, 64))
-    room = Device(table_bytes(large, SETTING.batch, SETTING.optimizer, 12))
+    room = Device(drawn_bytes(large, drawn, 12))
     drawn = dataclasses.replace(drawn, tables=(large,), topology=Topology((room,) * 4))
     assert sorted(s.width for of in placements.place(drawn, "size_greedy") for s in of) == [8, 8, 8, 8]
 

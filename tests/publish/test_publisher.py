@@ -34,7 +34,7 @@ def problem():
     rng = np.random.default_rng(0)
     tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
                    for i in range(12))
-    return Problem("published", tables, Topology((Device(2 << 20),) * 4), SETTING.batch)
+    return Problem("published", tables, Topology((Device(8 << 20),) * 4), SETTING.batch)
 
 
 def publish(root, problem, model, version=1, config=CONFIG):

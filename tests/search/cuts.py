@@ -4,6 +4,7 @@ keep."""
 from dataclasses import replace
 
 import numpy as np
+from shapes import with_room
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
@@ -36,7 +37,7 @@ def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int 
                          float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5))))
                    for i in range(n_tables))
     devices = tuple(Device(memory, float(rng.choice([1, 1, 2]))) for _ in range(n_devices))
-    return Problem("drawn", tables, Topology(devices), BATCH, optimizer)
+    return with_room(Problem("drawn", tables, Topology(devices), BATCH, optimizer))
 
 
 def on_two_hosts(problem: Problem) -> Problem:

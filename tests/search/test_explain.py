@@ -11,6 +11,7 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
 from shardcore.errors import Infeasible
+from shardcore.memory import every_plan_bytes, table_bytes, used_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.explain import explain
@@ -72,8 +73,10 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
             and found.baselines == ())
     assert [s.saves_ms for s in found.shards] == pytest.approx([compute_ms[1] / 2] * 2, rel=1e-2)
     assert [(s.kind, s.bytes) for s in found.shards] == [("column", 25_600), ("column", 1600)]
-    assert (found.memory_bytes == (1600 + 2 * sent[0], 27_200 + 2 * sent[1])
+    assert (found.memory_bytes == tuple(used_bytes(plan, problem))
             and found.free_bytes == (MIB - 100,) * 2)
+    assert sum(found.memory.parts.values()) == found.memory_bytes[found.fullest]
+    assert found.memory.parts["weights"] == (1600, 27_200)[found.fullest] and found.reserved_bytes == 100
     assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
     idle = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
     assert explain(plan, problem, idle, SMALL, known={}).device == 0
@@ -101,13 +104,23 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
 
 def test_more_memory_helps_where_memory_is_what_binds():
     free = draw_problem(3, 10, [1] * 2)
-    need = sum(s.bytes + 8 * BATCH * s.width for s in map(Shard.whole, free.tables))
-    tight = replace(free, topology=Topology((Device(int(need * 0.8)), Device(int(need * 0.25)))))
+    need, every = sum(table_bytes(t, free) for t in free.tables), every_plan_bytes(free)
+    tight = replace(free, topology=Topology(tuple(Device(int(need * s) + every) for s in (0.8, 0.25))))
     found = explain(solved(tight), tight, model_for(tight), SMALL)
     assert found.changes[1].total_ms < found.total_ms
     text = plan_report.text(found)
     assert ("50% more memory on each device" in text and "No plan takes less than" in text
-            and "device 1 is fullest" in text)
+            and "is fullest" in text and "memory of the fullest device" in text and "sorting" in text)
+
+
+def test_the_fullest_device_is_that_of_which_most_is_taken():
+    """Not that which holds most."""
+    large, small = Table("large", 20_000, 16, 1.0), Table("small", 10_000, 16, 1.0)
+    problem = Problem("p", (large, small), Topology((Device(16 * MIB), Device(MIB))), BATCH)
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (d,)) for d, t in enumerate((large, small))))
+    found = explain(plan, problem, model_for(problem), SMALL, known={})
+    assert found.memory_bytes[0] > found.memory_bytes[1] and found.fullest == 1
+    assert found.memory.parts["weights"] == small.bytes
 
 
 def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import column, host_row, on_hosts, replica, row
+from shapes import column, host_row, on_hosts, replica, row, with_room
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
-from shardcore.memory import shard_bytes
+from shardcore.memory import table_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.best_fit import best_fit
 from shardcore.search.feasible import feasible_shards
@@ -30,7 +30,7 @@ MIB = 2**20
 
 def problem_of(tables, memory=(MIB, MIB), speeds=None, **fields) -> Problem:
     devices = tuple(Device(m, s) for m, s in zip(memory, speeds or [1.0] * len(memory), strict=True))
-    return Problem("p", tuple(tables), Topology(devices), BATCH, **fields)
+    return with_room(Problem("p", tuple(tables), Topology(devices), BATCH, **fields))
 
 
 def device_of(name: str, problem: Problem, seed: int = 0) -> dict[str, int]:
@@ -99,12 +99,12 @@ def test_random_uses_its_seed_and_every_device():
 def test_fit_halves_columns_or_divides_rows_and_nothing_that_fits():
     wide, deep, small = (Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0),
                          Table("small", 10, 8, 1.0))
-    outputs = 2 * BATCH * 4  # per column
-    problem = problem_of([wide, deep, small], memory=(1000 * 12 * 4 + 12 * outputs, 10**6, 10**6))
+    problem = problem_of([wide, deep, small], memory=(10**5, 10**6, 10**6))
+    half = table_bytes(wide, problem, 12)
     assert feasible_shards(problem) == [Shard.whole(t) for t in problem.tables]
     shards = [s for _, s in shards_on(row(deep, on_hosts("a" * 24)))]
     share = bytes_alone(shards[0], problem)
-    tight = problem_of([wide, deep, small], memory=(share + 1000 * 12 * 4 + 12 * outputs,) * 24)
+    tight = problem_of([wide, deep, small], memory=(share + half,) * 24)
     found = feasible_shards(tight)
     assert [(s.width, s.rows) for s in found if s.table == wide] == [(12, 1000), (12, 1000)]
     assert [s for s in found if s.table == deep] == shards
@@ -175,27 +175,30 @@ def test_columns_that_join_others_of_their_table_bring_no_optimizer_state():
     left, right = halve_columns(Shard.whole(problem.tables[0]))
     room = FreeMemory(problem)
     room.put(left, 1)
-    assert list(room.extra_bytes(right)) == [32_000 + 4_000 + 2 * BATCH * 32, 32_000 + 2 * BATCH * 32]
+    one, both = table_bytes(right.table, problem, 8), table_bytes(right.table, problem)
+    assert list(room.extra_bytes(right)) == [one, both - one] and both < 2 * one - 4_000
     room.put(right, 1)
-    assert MIB - room.left[1] == shard_bytes(Shard.whole(problem.tables[0]), BATCH, "rowwise_adagrad")
+    assert MIB - room.left[1] == both
 
 
 def test_packing_cuts_where_whole_tables_leave_gaps():
     tables = [Table(f"t{i}", 1000, 16, 1.0) for i in range(3)]
-    each = shard_bytes(Shard.whole(tables[0]), BATCH, "exact_sgd")
-    problem = problem_of(tables, memory=(3 * each // 2,) * 2)
-    packing = pack(problem, [3 * each // 2] * 2)
+    each = table_bytes(tables[0], problem_of(tables))
+    memory = each + table_bytes(tables[0], problem_of(tables), 8)
+    problem = problem_of(tables, memory=(memory,) * 2)
+    packing = pack(problem, [memory] * 2)
     assert sorted(p.width for p in packing.shards) == [8, 8, 16, 16]
     plan = SHARDERS["size_greedy"](problem, AnalyticModel(Setting("made-up", BATCH)))
     assert plan.provenance["packed"] and len(plan.placements) == 4
     kept = replace(problem, constraints=Constraints(unsplit=("t0", "t1", "t2")))
-    assert pack(kept, [3 * each // 2] * 2) is None
+    assert pack(kept, [memory] * 2) is None
 
 
 def test_packing_divides_rows_where_no_column_fits_a_gap():
     deep = Table("deep", 10_000, 4, 1.0)
-    outputs = shard_bytes(Shard.whole(deep), BATCH, "exact_sgd") - deep.bytes
-    free = [deep.bytes // 4 + outputs] * 4
+    outputs = table_bytes(deep, problem_of([deep])) - deep.bytes
+    quarter = Shard(deep, 0, 2500, 0, 4)
+    free = [bytes_alone(quarter, problem_of([deep], memory=(1,) * 4))] * 4
     packing = pack(problem_of([deep], memory=free), free)
     assert sorted(p.rows for p in packing.shards) == [2500] * 4
     assert pack(problem_of([deep], memory=[f - 16 for f in free]), [f - 16 for f in free]) is None

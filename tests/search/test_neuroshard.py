@@ -8,11 +8,12 @@ import pytest
 from cuts import BATCH, MODEL, draw_cuts, draw_problem, on_two_hosts, total_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import with_room
 
 from shardcore.constraints import Constraints
 from shardcore.cost.model import group_costs
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.memory import shard_bytes
+from shardcore.memory import free_bytes, table_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.shard_cost_cache import ShardCostCache
@@ -94,14 +95,14 @@ def test_where_a_budget_is_less_than_the_first_search_takes_there_is_some_plan_t
 def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
     """The published inner pass, word by word, for equal devices and whole tables."""
     shards = [Shard.whole(t) for t in problem.tables]
-    n_devices, memory = len(problem.topology), problem.topology.devices[0].memory_bytes
+    n_devices, memory = len(problem.topology), free_bytes(problem)[0]
     single = group_costs([[s] for s in shards], MODEL)
     mean = sum(s.width for s in shards) / n_devices
     held: list[list[Shard]] = [[] for _ in range(n_devices)]
     devices = [0] * len(shards)
 
     def memory_of(group):
-        return sum(shard_bytes(s, BATCH, "exact_sgd") for s in group)
+        return sum(table_bytes(s.table, problem) for s in group)
 
     for i in sorted(range(len(shards)), key=lambda i: (-single[i], -shards[i].bytes)):
         options = [d for d in range(n_devices)
@@ -162,7 +163,11 @@ def test_where_no_pass_fits_cuts_go_where_memory_is_short():
     more."""
     tables = (*(Table(f"t{i}", 5000, 32, 20.0) for i in range(6)),
               *(Table(f"small{i}", 50, 8, 90.0) for i in range(30)))
-    problem = Problem("short", tables, Topology((Device(int(1.7 * tables[0].bytes)),) * 4), BATCH)
+    ample = Problem("short", tables, Topology((Device(1),) * 4), BATCH)
+    small = sum(table_bytes(t, ample) for t in tables[6:])
+    # Beside their share of the small tables.
+    each = int(1.7 * table_bytes(tables[0], ample)) + small // 4
+    problem = with_room(replace(ample, topology=Topology((Device(each),) * 4)))
     plan = neuroshard(problem, MODEL, config=NeuroShardConfig(candidates=4))
     assert not plan.provenance["packed"]
     assert (plan.provenance["predicted_ms"]

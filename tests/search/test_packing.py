@@ -7,13 +7,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from shapes import column, host_row, row
+from shapes import column, host_row, row, with_room
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
-from shardcore.memory import free_bytes
+from shardcore.memory import free_bytes, table_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.search_space import Reshard
 from shardcore.search.anneal.sharder import anneal
@@ -29,13 +29,15 @@ from shardcore.workload import lower
 
 BATCH = 48
 TABLES = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6))
-EACH = 1000 * 16 * 4 + 2 * BATCH * 16 * 4  # bytes of one of them
+EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH))
+"""Bytes of one of them."""
 MODEL = AnalyticModel(Setting("made-up", BATCH))
 
 
 def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
     devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
-    return Problem("p", tuple(tables), Topology(devices), BATCH, constraints=Constraints(**constraints))
+    return with_room(Problem("p", tuple(tables), Topology(devices), BATCH,
+                             constraints=Constraints(**constraints)))
 
 
 def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
@@ -68,8 +70,10 @@ def test_pinned_tables_are_poured_first_where_others_would_take_their_room():
     # t0 fits device 0 best, but the wide table needs all of host a.
     # It has to be in shards of 16, 16 and 12 columns, not in halves.
     wide = Table("wide", 1000, 44, 1.0)
-    problem = problem_of([wide, TABLES[0]], [EACH, EACH, EACH, 2 * EACH], "aaab", unsplit=("t0",),
-                         pinned=(("wide", ("a",)),))
+    given = problem_of([wide, TABLES[0]], [1] * 4, "aaab", unsplit=("t0",), pinned=(("wide", ("a",)),))
+    sixteen = table_bytes(wide, given, 16)
+    devices = [Device(m, host=h) for m, h in zip([sixteen] * 3 + [2 * EACH], "aaab", strict=True)]
+    problem = with_room(replace(given, topology=Topology(devices)))
     packing = pack(problem, free_bytes(problem))
     where = sorted((s.table.name, s.width, d) for s, d in zip(packing.shards, packing.devices, strict=True))
     assert where == [("t0", 16, 3), ("wide", 12, 2), ("wide", 16, 0), ("wide", 16, 1)]
@@ -102,7 +106,7 @@ def test_what_follows_of_a_bundle_that_is_pinned_nowhere_fits_its_home_alone():
 
 def test_there_is_room_to_the_byte():
     table, other = Table("t", 10**6, 4, 1.0), Table("u", 10**6, 4, 1.0)
-    needed = 16 * 10**6 + 2 * BATCH * 16
+    needed = table_bytes(table, problem_of([table, other], [1] * 3))
     problem = problem_of([table, other], [needed - 1, needed, 2 * needed - 1])
     room = FreeMemory(problem)
     assert room.fits(Shard.whole(table)).tolist() == [False, True, True]
@@ -120,7 +124,7 @@ def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     pinned = (("t0", (0,)), ("t1", (0,)), ("t2", (0, 1)), ("t3", (1, 0)), ("t4", (0, 1)))
     three = problem_of(TABLES, [2 * EACH, 2 * EACH, 9 * EACH], pinned=pinned)
     with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', "
-                                         "take 0.3 MiB .* they may hold 0.3 MiB, 70144 bytes too little"):
+                                         "take 0.3 MiB .* they may hold 0.3 MiB, 71296 bytes too little"):
         feasible_shards(three)
     larger = problem_of(TABLES, [2 * EACH, 3 * EACH, 9 * EACH], pinned=pinned)
     assert feasible_shards(larger) == list(map(Shard.whole, TABLES))
@@ -135,13 +139,12 @@ def test_a_group_of_two_that_fits_no_device_is_named():
 
 def test_columns_are_poured_to_the_last_that_fits():
     wide = Table("wide", 1000, 64, 1.0)
-    four = 1000 * 16 + 2 * BATCH * 16
-    for memory in ([7 * four, 6 * four, 3 * four], [8 * four - 1, 6 * four, 3 * four]):
+    seven, eight, six, three = (table_bytes(wide, problem_of([wide], [1] * 3), 4 * n) for n in (7, 8, 6, 3))
+    for memory in ([seven, six, three], [eight - 1, six, three]):
         packing = pack(problem_of([wide], memory), memory)
         where = {d: s.width // 4 for s, d in zip(packing.shards, packing.devices, strict=True)}
         assert where == {0: 7, 1: 6, 2: 3}
-    assert pack(problem_of([wide], [7 * four - 1, 6 * four, 3 * four]),
-                [7 * four - 1, 6 * four, 3 * four]) is None
+    assert pack(problem_of([wide], memory), [seven - 1, six, three]) is None
 
 
 def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
@@ -189,8 +192,10 @@ def test_shards_become_placements_and_row_ranges_one():
 @pytest.mark.parametrize("name", ["random", "size_greedy", "lookup_greedy", "neuroshard"])
 def test_what_has_few_places_is_placed_first(name):
     """The busiest tables would fill the device that the others are pinned to."""
-    busy = tuple(Table(f"busy{i}", 1000, 16, 50.0) for i in range(4))
-    problem = problem_of([*busy, *TABLES[:3]], [3 * EACH, 3 * EACH, 3 * EACH], together=(("busy0", "busy1"),),
+    busy = tuple(Table(f"busy{i}", 1000, 16, 40.0) for i in range(4))
+    each = table_bytes(busy[0], problem_of(busy, [1] * 3))
+    assert each < 3 * EACH
+    problem = problem_of([*busy, *TABLES[:3]], [3 * each, 3 * each, 3 * EACH], together=(("busy0", "busy1"),),
                          pinned=tuple((f"t{i}", (2,)) for i in range(3)))
     for seed in range(5):
         plan = SHARDERS[name](problem, MODEL, seed=seed)

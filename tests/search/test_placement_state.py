@@ -8,10 +8,11 @@ import pytest
 from cuts import BATCH, MODEL, draw_cuts, draw_problem, on_two_hosts, total_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import with_room
 
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
-from shardcore.memory import shard_bytes, used_bytes
+from shardcore.memory import counted_bytes, table_bytes
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import devices_of, halve_columns
@@ -49,7 +50,7 @@ def test_it_costs_and_takes_what_its_plan_does_also_after_shards_were_elsewhere(
     assert state.cost_ms() == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
     plan = state.plan(algorithm="drawn")
     assert plan.provenance["predicted_ms"] == pytest.approx(float(state.cost_ms()), rel=1e-9)
-    assert state.used.tolist() == used_bytes(plan, problem) and plan.provenance["algorithm"] == "drawn"
+    assert state.used.tolist() == counted_bytes(plan, problem) and plan.provenance["algorithm"] == "drawn"
 
 
 def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
@@ -73,9 +74,11 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
 
 def test_a_shard_fits_to_the_byte_and_only_where_its_table_may_be():
     table, other = Table("t", 10**4, 4, 1.0), Table("u", 10**4, 4, 1.0)
-    needed = shard_bytes(Shard.whole(table), BATCH, "exact_sgd")
-    problem = Problem("p", (table, other), Topology(tuple(map(Device, (needed - 1, needed, 2 * needed - 1)))),
-                      BATCH, constraints=Constraints(pinned=(("u", (0, 2)),)))
+    ample = Problem("p", (table, other), Topology((Device(MIB),) * 3), BATCH,
+                    constraints=Constraints(pinned=(("u", (0, 2)),)))
+    needed = table_bytes(table, ample)
+    tight = Topology(tuple(map(Device, (needed - 1, needed, 2 * needed - 1))))
+    problem = with_room(replace(ample, topology=tight))
     state, [free, pinned] = state_of(problem, [Shard.whole(table), Shard.whole(other)])
     assert state.fits(*free).tolist() == [False, True, True]
     assert state.fits(*pinned).tolist() == [False, False, True]
@@ -91,7 +94,8 @@ def test_columns_that_join_others_of_their_table_bring_no_optimizer_state():
                       "rowwise_adagrad")
     state, [left, right] = state_of(problem, halve_columns(Shard.whole(problem.tables[0])))
     state.place(*left, 1)
-    assert state.extra_bytes(*right).tolist() == [32_000 + 4_000 + 2 * BATCH * 32, 32_000 + 2 * BATCH * 32]
+    one, both = (table_bytes(problem.tables[0], problem, width) for width in (8, 16))
+    assert state.extra_bytes(*right).tolist() == [one, both - one] and both < 2 * one - 4_000
 
 
 def test_tables_kept_together_are_one_bundle():
@@ -125,4 +129,4 @@ def test_what_is_not_to_be_priced_is_not_encoded():
     for key in keys:
         assert state.fits(*key).all()
         state.place(*key, 0)
-    assert state.used[0] == sum(shard_bytes(Shard.whole(t), BATCH, "exact_sgd") for t in problem.tables)
+    assert state.used[0] == sum(table_bytes(t, problem) for t in problem.tables)

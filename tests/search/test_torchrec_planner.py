@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from shapes import row
+from shapes import row, with_room
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
+from shardcore.memory import free_bytes, table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig
@@ -63,7 +64,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
     topology = theirs.topology(theirs.bandwidths)
-    assert [d.storage.hbm for d in topology.devices] == [MIB, MIB + 2, MIB + 1, MIB + 3]
+    assert [d.storage.hbm for d in topology.devices] == [free_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
     options = theirs.enumerator(topology, theirs.constraints(False,
                                                              None)).enumerate(theirs.module, theirs.sharders)
@@ -72,7 +73,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole
                for s in o.shards) == pytest.approx(ours_ms)
     bytes_of = {o.name: o.shards[0].storage.hbm for o in whole}
-    assert bytes_of == {f"t{i}": 4 * t.rows * t.dim + 2 * BATCH * 4 * t.dim for i, t in enumerate(tables)}
+    assert bytes_of == {f"t{i}": table_bytes(t, problem) for i, t in enumerate(tables)}
 
 
 @installed
@@ -88,8 +89,10 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
 
 @installed
 def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
-    deep, flat = Table("deep", 20_001, 8, 300.0), Table("flat", 9, 8, 300.0)
-    problem = problem_of(deep, flat, TINY, devices=(Device(MIB // 2), Device(MIB // 3)) * 4)
+    deep, flat = Table("deep", 200_001, 8, 300.0), Table("flat", 9, 8, 30.0)
+    # Each takes a range of the rows, but not four columns of all.
+    devices = (Device(MIB * 3 // 2), Device(MIB * 5 // 4)) * 4
+    problem = with_room(problem_of(deep, flat, TINY, devices=devices))
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
     lower(plan, problem)
     assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)]

@@ -44,7 +44,7 @@ def test_an_exchange_takes_its_start_and_the_largest_ranks_bytes_twice():
 
 def test_a_step_takes_the_slowest_devices_ops_and_a_tenth_more():
     tables = tuple(dataclasses.replace(TABLE, name=f"t{i}") for i in range(3))
-    problem = Problem("p", tables, Topology((Device(1 << 30),) * 2), 7000)
+    problem = Problem("p", tables, Topology((Device(1 << 32),) * 2), 7000)
     workload = lower(
         Plan(tuple(Placement("column", Shard.whole(t), (i // 2,)) for i, t in enumerate(tables))), problem)
     assert estimate._step_ms([workload], "cpu") == pytest.approx(1.1 * 8000.3)  # two tables in one op

@@ -1,13 +1,14 @@
 """EMBark's rules: what it cuts and how, what it replicates."""
 
 import pytest
+from shapes import with_room
 
-from bench.peers.embark import EmbarkConfig, embark
+from bench.peers.embark import EmbarkConfig, embark, replicating
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
-from shardcore.memory import shard_bytes
+from shardcore.memory import bytes_as, table_bytes
 from shardcore.search import Budget
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
@@ -20,7 +21,7 @@ COOL = tuple(Table(f"cool{i}", 500 + i, 16, 2.0, Zipf(0)) for i in range(6))
 
 
 def problem_of(*tables, memory=(MIB,) * 4, speeds=(1.0,) * 4, **fields) -> Problem:
-    return Problem("p", tables, Topology(tuple(map(Device, memory, speeds))), BATCH, **fields)
+    return with_room(Problem("p", tables, Topology(tuple(map(Device, memory, speeds))), BATCH, **fields))
 
 
 def plan_of(problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32, rows=0.0,
@@ -75,16 +76,16 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
     plan = plan_of(problem, rows=0.5)
     assert {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"} == {"small"}
 
-    everywhere = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", dense_gradient=True)
-    alone = shard_bytes(Shard.whole(small), BATCH, "exact_sgd")
+    everywhere = bytes_as(replicating(problem), Shard.whole(small), problem)
+    alone = table_bytes(small, problem)
     tight = problem_of(small, memory=(everywhere - 1,) * 3 + (alone,))
     sweep = EmbarkConfig(replicated_rows=(0.0, 0.5))
     assert all(p.kind == "column" for p in embark(tight, MODEL, config=sweep).placements)
 
 
 def test_replicas_take_room_from_what_is_placed():
-    small, hot = Table("small", 20, 8, 1.0), shard_bytes(Shard.whole(HOT), BATCH, "exact_sgd")
-    copy = shard_bytes(Shard.whole(small), BATCH // 4, "exact_sgd", dense_gradient=True)
+    small, ample = Table("small", 20, 8, 1.0), problem_of(HOT)
+    hot, copy = table_bytes(HOT, ample), bytes_as(replicating(ample), Shard.whole(small), ample)
     problem = problem_of(HOT, small, memory=(hot, hot + copy - 1, hot + copy, hot),
                          speeds=(2.0, 2.0, 1.0, 2.0), constraints=Constraints(unsplit=("hot",)))
     plan = plan_of(problem, rows=0.5)

@@ -21,7 +21,7 @@ UNCUT = MilpConfig(shares=(float("inf"),))
 
 def problem_of(poolings, speeds, dim=4, **fields) -> Problem:
     tables = tuple(Table(f"t{i}", 100, dim, p, Zipf(0)) for i, p in enumerate(poolings))
-    return Problem("p", tables, Topology(tuple(Device(MIB, s) for s in speeds)), BATCH, **fields)
+    return Problem("p", tables, Topology(tuple(Device(8 * MIB, s) for s in speeds)), BATCH, **fields)
 
 
 @pytest.mark.parametrize("poolings, speeds", [

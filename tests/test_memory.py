@@ -1,0 +1,140 @@
+"""What a step takes of a device, by part: by hand, and as torch sees it in TorchRec's processes."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shapes import column, on_hosts, replica, row
+
+from shardcore import memory
+from shardcore.errors import Infeasible
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Shard, Table
+from shardcore.workload import lower
+
+TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)
+GIB = 2**30
+
+
+def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batch=64) -> Problem:
+    return Problem("p", tables or (TABLE, OTHER), Topology((Device(GIB),) * n, hardware), batch, optimizer)
+
+
+def test_what_a_whole_table_takes_by_hand():
+    """A phase at a time: ids arrive in 3 buffers; later they are 2, beside outputs or what is sorted."""
+    arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52
+    weights = 1000 * 8 * 4
+    on_gpu, on_cpu = problem_of(), problem_of(hardware="cpu-some")
+    assert memory.table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
+    assert memory.table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
+    busy = replace(TABLE, pooling=30.0)  # its ids take more than its outputs
+    assert memory.table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
+    # No hardware: that of a GPU, which takes more.
+    assert memory.table_bytes(TABLE, problem_of(hardware=None)) == memory.table_bytes(TABLE, on_gpu)
+
+
+def test_a_cut_copies_ids():
+    """Two halves take what the table does, and its ids once more on their device and twice to be sent."""
+    problem = problem_of(hardware="cpu-some")
+    whole, half = (memory.table_bytes(TABLE, problem, width) for width in (8, 4))
+    local_ids, ids = 32 * (3 * 8 + 4), 64 * (3 * 8 + 4)
+    assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
+
+
+@pytest.mark.parametrize("optimizer, cell, row_bytes", [
+    ("exact_sgd", 0, 0), ("rowwise_adagrad", 0, 4), ("adam", 8, 0), ("partial_rowwise_adam", 4, 4),
+    ("lamb", 8, 0)])
+def test_optimizer_state(optimizer, cell, row_bytes):
+    """As FBGEMM keeps it; of replicas, torch's optimizers have no row-wise second moment."""
+    half = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4)
+    assert memory.resident_bytes(WHOLE_ROWS, half, optimizer) == (8000, 1000 * (4 * cell + row_bytes))
+    copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
+    state = 1000 * (8 * 4) if cell else 1000 * row_bytes
+    assert memory.resident_bytes(copied, half, optimizer) == (8000, state)
+
+
+def test_parts_of_a_replica_are_weights_gradients_and_buckets():
+    """Gradients are there twice when they are reduced: the kernel's own, and DDP's buckets."""
+    big = Table("big", 100_000, 64, 1.0)
+    problem = problem_of(big)
+    [found, _] = memory.by_part(Plan((replica(big, problem.topology),)), problem)
+    assert (found.phase, found.parts["weights"], found.parts["dense gradients"]) == (
+        "update", big.bytes, 2 * big.bytes)
+    assert found.parts["sorting"] == 0 and found.bytes == sum(found.parts.values())
+
+
+def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
+    problem = problem_of(replace(OTHER, dim=512), hardware="cpu-some")
+    [table] = problem.tables
+    amounts = [memory.placed_amounts(plan, problem)["received"] for plan in (
+        Plan((column(table, 0),)), Plan((row(table, problem.topology),)),
+        Plan((replica(table, problem.topology),)))]
+    assert amounts == [32 * 512 * 4] * 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_searches_count_no_less_than_a_plan_takes(seed):
+    """Of two devices, where no table has more parts than a device pays for: so what a search finds fits."""
+    sys.path.append(str(Path(__file__).parent / "export"))
+    pytest.importorskip("torchrec")
+    import training
+
+    given = training.problem(1, 2)
+    given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]))
+    plan = training.draw(given, np.random.default_rng(seed))
+    each = memory.every_plan_bytes(given)
+    assert all(used <= counted + each for used, counted in zip(
+        memory.used_bytes(plan, given), memory.counted_bytes(plan, given), strict=True))
+
+
+def test_all_ways_to_count_a_table_agree():
+    rng = np.random.default_rng(0)
+    problem = problem_of(*(Table(f"t{i}", int(rng.integers(1, 10**6)), 4 * int(rng.integers(1, 33)),
+                                 float(rng.choice([0, 1, 7.5, 100])), features=1 + i % 3, weighted=i % 5 == 0,
+                                 sequence=i % 7 == 0) for i in range(200)))
+    rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
+    lookups = memory.Lookups.of_all(problem.tables, problem)
+    one_by_one = [memory.table_bytes(t, problem) for t in problem.tables]
+    assert memory.columns_bytes(lookups, rows, dim, dim, problem).tolist() == one_by_one
+    narrow = [memory.bytes_as(WHOLE_ROWS, Shard(t, 0, t.rows, 0, 4), problem) for t in problem.tables]
+    assert memory.columns_bytes(lookups, rows, 0 * rows + 4, dim, problem).tolist() == narrow
+
+
+def test_rows_of_a_divided_table_take_the_ids_in_them():
+    problem = problem_of(hardware="cpu-some", n=4)
+    parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
+    kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
+    amounts = [memory.shard_amounts(kind, shard, problem)["arrived"] for shard in parts]
+    assert sum(amounts) == 64 * (3 * 8 + 4 * 4)
+
+
+def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
+    """Each device sends ids to as many as there are, however few rows the last has."""
+    table = Table("t", 100_001, 8, 3.0)
+    problem = problem_of(table, n=2)
+    kind = next(layout for layout in LAYOUTS.values() if layout.divides_rows)
+    first, last = (Shard(table, lo, hi, 0, 8) for lo, hi in ((0, 100_000), (100_000, 100_001)))
+    assert memory.bytes_as(kind, last, problem) < memory.bytes_as(kind, first, problem)
+
+
+def test_what_does_not_fit_is_said_by_part_and_by_how_much():
+    problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
+    with pytest.raises(Infeasible, match=r"device 0 .* would hold 0.1 MiB \(weights .*\); it may hold "
+                                         r"40000 bytes, 66752 bytes too little. It would fit with"):
+        lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
+
+
+@pytest.mark.parametrize("seed", [100, 101])
+def test_the_count_is_the_peak_that_torch_sees(seed):
+    """In TorchRec's own processes, under its pipeline, where most of it is weights, or ids.
+
+    Where outputs dominate it is not held: exchanges overlap by chance, and single steps take more.
+    """
+    pytest.importorskip("torchrec")
+    from bench import memory as peaks
+
+    [row] = peaks.compared([seed])
+    assert all(-peaks.BELOW <= share <= peaks.ABOVE for share in peaks.off(row, "used_bytes")), row
