@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import amount, command, natural, positive
+from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
+from shardcore.job import HIDES_IDS, Job
 from shardcore.limits import MOST_DEVICES, require_within
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting
@@ -296,12 +298,17 @@ def _add_problem(commands: argparse._SubParsersAction) -> None:
     p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of "
                    "FBGEMM's reports (docs/torchrec.md) or a POOL.json")
     p.add_argument("--devices", type=positive(int), default=4)
-    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, unless drawn from a "
-                   "pool")
+    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, of which 15%% is kept "
+                   "for the dense part, unless drawn from a pool")
     p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
     p.add_argument("--draw", type=natural, metavar="INDEX", help="which problem to draw from a pool")
     p.add_argument("--max-dim", type=positive(int), default=128, help="of the drawn tables")
     p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--pipeline", choices=list(HIDES_IDS), default=Job.pipeline,
+                   help="TorchRec's: whether ids travel while the dense part runs")
+    for way in ("forward", "backward"):
+        p.add_argument(f"--dense-{way}-ms", type=float, metavar="MS",
+                       help="of the dense part on a device; give both or neither")
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
 
 
@@ -311,6 +318,7 @@ def problem(args: argparse.Namespace) -> None:
     from shardcore.tables.public import public_pool
 
     require_within(args, "problem", devices=(1, MOST_DEVICES))
+    job = Job(args.pipeline, args.dense_forward_ms, args.dense_backward_ms)
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
@@ -326,7 +334,8 @@ def problem(args: argparse.Namespace) -> None:
             found, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
             found = public_pool(args.tables)
-        made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch)
-    files.write_problem(args.out, made)
+        reserved = Constraints(reserved_bytes=int(files.DEFAULT_RESERVE * devices[0].memory_bytes))
+        made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch, constraints=reserved)
+    files.write_problem(args.out, dataclasses.replace(made, job=job))
     gib = sum(t.bytes for t in made.tables) / 2**30
     print(f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB, {args.devices} devices")

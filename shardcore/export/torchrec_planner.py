@@ -22,6 +22,7 @@ from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
 from shardcore.fused import PRECISIONS, named
+from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
 from shardcore.search.anneal.sharder import SPACE_OF
@@ -50,7 +51,7 @@ RESERVED = 0.15
 
 def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
                 optimizer: str = "exact_sgd", constraints: Constraints | None = None,
-                name: str = "model") -> Problem:
+                name: str = "model", job: Job | None = None) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
@@ -58,6 +59,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
       model's data, a global batch or more in all: pooling and reuse are read from them. A path of FBGEMM's
       reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+    job: how a step runs around the embeddings.
 
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
     without a cost model.
@@ -77,7 +79,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                          weighted=t.weighted, sequence=not t.pooled)
                    for key, t in theirs.items())
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints())
+    return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints(), job or Job())
 
 
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,

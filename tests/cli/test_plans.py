@@ -5,6 +5,7 @@ import pytest
 from shardcore import files
 from shardcore.cli import main
 from shardcore.cli.plans import SECOND_MODEL_IS_GONE
+from shardcore.job import Job
 
 
 def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
@@ -65,3 +66,17 @@ def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, 
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", devices, "--out", str(tmp_path / "p.json")]
     assert main(made) == 1
     assert capsys.readouterr().err == f"error: problem has devices {devices}; it needs 1 to 65,536\n"
+
+
+def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_path, capsys):
+    path = tmp_path / "p.json"
+    made = ["problem", "mlperf-dlrm-dcnv2", "--devices", "8", "--memory-gib", "10", "--out", str(path)]
+    assert main([*made, "--pipeline", "none", "--dense-forward-ms", "2", "--dense-backward-ms", "3.5"]) == 0
+    found = files.read_problem(path)
+    assert found.job == Job("none", 2.0, 3.5)
+    assert found.constraints.reserved_bytes == int(0.15 * 10 * 2**30)
+    assert main(made) == 0 and files.read_problem(path).job == Job()
+    capsys.readouterr()
+    assert main([*made, "--dense-forward-ms", "2"]) == 1
+    assert capsys.readouterr().err == ("error: job has dense_forward_ms 2.0 and dense_backward_ms None; it needs "
+                                       "both, or neither\n")
