@@ -21,6 +21,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +53,10 @@ _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPU
 _COLLECTIVES = {"alltoall_base_": "all_to_all", "_reduce_scatter_base_": "reduce_scatter",
                 "_allgather_base_": "reduce_scatter", "allreduce_": "all_reduce"}
 _INT64 = 8
+_SPECIAL: dict[str, Callable[[Table], bool]] = {
+    "weights of lookups": lambda t: t.weighted, "sequences": lambda t: t.sequence,
+    "tables of several features": lambda t: t.features > 1}
+"""What tables of a model may have, in the report's words."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +379,9 @@ def main() -> None:
         (what, len(some), sum(not r["differences"] for r in some))
         for what, some in [("any", rows), *((kind, [r for r in rows if kind in r["kinds"]])
                                             for kind in sorted(kinds)),
-                           ("several collections", [r for r in rows if r["collections"] > 1])]]))
+                           ("several collections", [r for r in rows if r["collections"] > 1]),
+                           *((what, [r for r in rows if any(map(has, drawn(r["seed"]).problem.tables))])
+                             for what, has in _SPECIAL.items())]]))
     for row in rows:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")

@@ -238,7 +238,8 @@ class _Step:
             begin = informed = self._now()
             if self._ids:
                 works = self._ids.start()
-                time.sleep(self._workload.job.hides_ids_ms / 1e3)
+                if self._workload.job.hides_ids_ms:  # even a sleep of 0 lets others run first
+                    time.sleep(self._workload.job.hides_ids_ms / 1e3)
                 self._ids.finish(works)
                 informed = self._now()
             for kind, chain in self._chains.items():
