@@ -128,3 +128,13 @@ def test_a_model_without_exchanges_learns_nothing_from_steps(model):
     bare = dataclasses.replace(model, weights={k: v for k, v in model.weights.items()
                                                if not k.startswith("exchange")})
     assert step_factors.fit(bare, told) is bare
+
+
+def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
+    """In those no ids travelled."""
+    of_today = [(w, replayed(model, w)) for w in workloads("columns", n=step_factors.FEWEST_STEPS - 1)]
+    before = [(w, dataclasses.replace(took, input_ms=())) for w, took in
+              [(w, replayed(model, w)) for w in workloads("rows")]]
+    fitted = step_factors.fit(model, [*of_today, *before])
+    assert collective_model.step_weight(IDS, "forward") not in fitted.weights
+    assert fitted.meta["steps"] > 0

@@ -14,6 +14,7 @@ from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
+from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound, bound_shards
 from shardcore.topology import Device, Topology
@@ -175,3 +176,15 @@ def test_what_models_say_of_themselves_holds(made):
                 assert (some.forward_ms.max(-1) >= even.forward_ms.max(-1) - 1e-12).all()
                 assert (some.backward_ms @ speed >= even.backward_ms @ speed - 1e-9).all()
     assert not made(0).even_is_least(Topology((*hosts, Device(MIB, host="host-2"))))
+
+
+@pytest.mark.parametrize("dense_ms", [0.0, 0.05, 1000.0])
+def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
+    drawn = Problem("p", draw_tables(np.random.default_rng(5), 8), on_hosts("aaaa"), BATCH)
+    given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
+    model = model_for(given)
+    found, plan = bound.bound(given, model), SHARDERS["anneal"](given, model, budget=Budget(evals=20_000))
+    step_ms = plan.provenance["predicted_ms"]
+    assert dense_ms < found.proved_ms <= step_ms
+    without = bound.bound(drawn, model).proved_ms
+    assert found.proved_ms <= without + dense_ms
