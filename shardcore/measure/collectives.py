@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
-from shardcore.measure import local_ranks
+from shardcore.measure import local_ranks, own_core
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measure.timing import spread
 from shardcore.measurements import CollectiveRequest, CollectiveSample
@@ -196,12 +196,14 @@ class Rank:
         found = {"store": _store(*where, rank, ranks, timeout)} if where else {"init_method": init_method}
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks,
                                 timeout=timeout, **found)
-        ranks_on = Counter(_gather(host_id()))
+        host_of = _gather(host_id())
+        ranks_on = Counter(host_of)
         self.hosts = len(ranks_on)
         if len(set(ranks_on.values())) > 1:
             raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; "
                                  "each needs as many")
         self._oversubscribed = ranks_on[host_id()] > len(os.sched_getaffinity(0))
+        self._cores = own_core.take(host_of[:rank].count(host_id())) if self.device.type == "cpu" else ()
         self._offset_s = self._clock_offset_s()
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
@@ -214,6 +216,7 @@ class Rank:
 
     def close(self) -> None:
         dist.destroy_process_group()
+        own_core.give_back(self._cores)
 
     def _measure(self, request: CollectiveRequest) -> RankTimes:
         _require_fits(request, self.ranks, self.hosts)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.layouts import CHANNELS, CROSS, HOST, LAYOUTS, WORLD, Channel
+from shardcore.measure import own_core
 from shardcore.measure.collectives import all_gather, reduce_scatter
 from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES
@@ -47,6 +48,7 @@ def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 found[name] = ranks, made
+    own_core.let_network_wait()
     return found
 
 

@@ -44,7 +44,8 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
     if n == 1 or not received_bytes.any():
         return None
     # Several columns of a table on a device get their ids once.
-    features = [len({(s.table, s.row_lo) for op in ops if not layout_of(op.kind).local_batch
+    features = [sum(table.features for table, _ in
+                    {(s.table, s.row_lo) for op in ops if not layout_of(op.kind).local_batch
                      for s in op.shards}) for ops in workload.ops]
     local = workload.global_batch // n
     ids = [max(0, round((bytes_of / n - job.length_bytes * local * f) / job.id_bytes))

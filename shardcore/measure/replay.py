@@ -149,6 +149,11 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if own != setting:
         raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
                               "own hardware and batch")
+    sequence = next((s.table.name for ops in workload.ops for op in ops for s in op.shards
+                     if s.table.sequence), None)
+    if sequence is not None:
+        raise ShardCoreError(f"table {sequence!r} is a sequence; a replay runs lookups that are pooled only, "
+                             "so far")
     if workload.job != first.job:
         raise ShardCoreError(f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
                              "give plans of one problem")

@@ -4,7 +4,7 @@
   compute-*, comm-*.parquet     samples of ops and of collectives, see parts.py
   replays/<name>/               steps of a problem's plans, see replays.py
 
-A sample's id is the digest of its setting, its request and MEASUREMENT_VERSION. So a request has the same id
+A sample's id is the digest of its setting, its request and its kind's version. So a request has the same id
 wherever and whenever it was measured.
 """
 
@@ -48,13 +48,15 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
 
 def compute_id(setting: Setting, request: ComputeRequest) -> str:
     shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
-    return files.digest(["compute", parts.MEASUREMENT_VERSION, _setting_json(setting), request.batch, shards])
+    version = parts.MEASUREMENT_VERSIONS["compute"]
+    return files.digest(["compute", version, _setting_json(setting), request.batch, shards])
 
 
 def comm_id(setting: Setting, request: CollectiveRequest) -> str:
     # A request without busy_ms has the id that it had before there was one.
     described = {name: value for name, value in vars(request).items() if name != "busy_ms" or value}
-    return files.digest(["comm", parts.MEASUREMENT_VERSION, _setting_json(setting), described])
+    version = parts.MEASUREMENT_VERSIONS["comm"]
+    return files.digest(["comm", version, _setting_json(setting), described])
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
 
 def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
     """Write compute samples as one part. pool: digest of their tables' pool, from write_pool."""
-    rows = [{**_common(s, s.request.batch), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
+    rows = [{**_common(s, "compute"), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
              "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
              "relative_ci": s.relative_ci, "order": s.order} for s in samples]
     return parts.write_part(folder, "compute", rows)
@@ -84,7 +86,7 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
 
 def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
     """Write samples of collectives as one part."""
-    rows = [{**_common(s, s.request.batch),
+    rows = [{**_common(s, "comm"),
              **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms")},
              "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
              "forward": s.forward and [_spread_row(x) for x in s.forward],
@@ -94,11 +96,11 @@ def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
     return parts.write_part(folder, "comm", rows)
 
 
-def _common(sample: ComputeSample | CollectiveSample, batch: int) -> Row:
+def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
     s = sample.setting
     return {"id": sample.id, "hardware": s.hardware, "setting_batch": s.batch, "precision": s.precision,
-            "optimizer": s.optimizer, "measurement_version": parts.MEASUREMENT_VERSION,
-            "measured_at": sample.measured_at, "error": sample.error, "batch": batch}
+            "optimizer": s.optimizer, "measurement_version": parts.MEASUREMENT_VERSIONS[kind],
+            "measured_at": sample.measured_at, "error": sample.error, "batch": sample.request.batch}
 
 
 def _shard_row(s: Shard) -> Row:

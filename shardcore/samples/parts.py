@@ -26,8 +26,11 @@ from shardcore.errors import ShardCoreError
 from shardcore.schema import MOST_FILE_BYTES, names_in, read_bytes, show
 from shardcore.types import Setting
 
-MEASUREMENT_VERSION = 2
-"""Raised by hand when the meaning of a timing changes. Older samples then no longer count."""
+MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
+"""By kind. Raised by hand when the meaning of a timing changes. Older samples then no longer count.
+
+comm 3: between ranks that have a core each (measure/own_core.py).
+"""
 
 _PART = re.compile(r"(compute|comm)-[0-9a-f]{24}\.parquet")
 _UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
@@ -85,14 +88,14 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
 
 def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
               columns: list[str] | None = None) -> Iterator[Row]:
-    """Rows (of one setting) of the current MEASUREMENT_VERSION.
+    """Rows (of one setting) of the current version in MEASUREMENT_VERSIONS.
 
     Rows that include the setting's columns also get the keys `setting` and `part`.
     """
     for path, rows in _read_parts(folder, kind, columns).items():
         for row in rows:
             # Old samples stay on disk, but their timings mean something else.
-            if row["measurement_version"] != MEASUREMENT_VERSION:
+            if row["measurement_version"] != MEASUREMENT_VERSIONS[kind]:
                 continue
             if "hardware" in row:
                 row |= {"part": path, "setting": _setting(row, path)}
@@ -160,13 +163,13 @@ def _parts(folder: str | Path, kind: str) -> list[Path]:
 
 
 def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
-    """Rows of a part. Empty if it has another MEASUREMENT_VERSION."""
+    """Rows of a part. Empty if it has another version than MEASUREMENT_VERSIONS."""
     content = read_bytes(path)
     if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
         raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. "
                              "Remove it, and a rerun of `measure` measures only what it held")
     try:
-        return _rows_of(content, _SCHEMAS[kind], columns, path)
+        return _rows_of(content, kind, columns, path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, ShardCoreError):
             raise
@@ -194,10 +197,10 @@ def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
     return table, file.schema_arrow
 
 
-def _rows_of(content: bytes, schema: pa.Schema, columns: list[str] | None, path: Path) -> list[Row]:
-    table, in_file = _bounded(content, path)
+def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -> list[Row]:
+    schema, (table, in_file) = _SCHEMAS[kind], _bounded(content, path)
     if "measurement_version" in table.schema.names:
-        if MEASUREMENT_VERSION not in table.column("measurement_version").unique().to_pylist():
+        if MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist():
             return []
     if schema is COMM and "busy_ms" not in table.schema.names:
         table = table.append_column("busy_ms", pa.array([0.0] * len(table), pa.float64()))

@@ -29,8 +29,9 @@ from shardcore.types import PARTS, Plan, Problem, Setting
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 3
-STEP_VERSION = 3
-"""Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it."""
+STEP_VERSION = 4
+"""Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it. In 4, each
+rank has a core of its own."""
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 MOST_SLOWDOWN = 1.5
 """A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""

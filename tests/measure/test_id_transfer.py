@@ -68,6 +68,10 @@ def test_a_replayed_step_sends_as_many_ids_as_its_workload_says():
     transfer = id_transfer.of_workload(workload, 3)
     assert transfer._lengths_to == [16, 0, 16, 32]
     assert transfer._ids_to == [32, 0, 16, 48]
+    many = Table("many", 100, 16, 6.0, features=3)
+    of_three = lower(Plan((column(many, 1, 0, 8), column(many, 1, 8, 16))), Problem("p", (many,), where, 64))
+    assert id_transfer.of_workload(of_three, 0)._lengths_to == [0, 48, 0, 0]
+    assert id_transfer.of_workload(of_three, 0)._ids_to == [0, 96, 0, 0]
     both = lower(Plan((row(A, where), replica(B, where), replica(C, where))), problem)
     assert id_transfer.of_workload(both, 0)._ids_to == [8] * 4
     nothing = lower(Plan(tuple(replica(t, where) for t in (A, B, C))), problem)

@@ -17,7 +17,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import Job
-from shardcore.measure import exchanges, local_ranks
+from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
@@ -229,7 +229,9 @@ def test_rows_over_a_host_are_summed_there_and_cross_hosts():
 @pytest.fixture
 def alone(tmp_path):
     """replay_rank as the only rank, in this process."""
+    cores = os.sched_getaffinity(0)
     yield lambda *arguments, **named: module.replay_rank(0, f"file://{tmp_path}/ranks", *arguments, **named)
+    own_core.give_back(cores)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -321,6 +323,9 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         replay(whole(fast), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="repeats"):
         ReplayConfig(repeats=0)
+    clicks = problem_of([dataclasses.replace(tables[0], name="clicks", sequence=True)], 2)
+    with pytest.raises(ShardCoreError, match="table 'clicks' is a sequence"):
+        replay(whole(clicks), SETTING, CONFIG)
 
 
 def test_a_shard_larger_than_the_arena_is_named(tables, alone):

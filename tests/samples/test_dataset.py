@@ -126,9 +126,9 @@ def test_an_exchanges_id_is_all_of_its_request():
 def test_ids_are_those_of_earlier_versions(tables):
     """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there
     was busy_ms."""
-    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "1f99f03964c300ac"
+    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "6f0f6a285363b413"
     assert (dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
-            == "9dba9200df52b98a")
+            == "1ddab14afacf5c55")
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
     assert dataset.compute_id(SETTING, ComputeRequest(shards, 128)) == "2ee5092bbac3ae03"
 
@@ -197,7 +197,7 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
 
 
 def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "MEASUREMENT_VERSION", 1)
+    monkeypatch.setitem(parts.MEASUREMENT_VERSIONS, "compute", 1)
     old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     monkeypatch.undo()
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
