@@ -54,7 +54,7 @@ from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import OPTIMIZERS, PRECISIONS
-from shardcore.measure import local_ranks
+from shardcore.measure import local_ranks, own_core
 from shardcore.measure.timing import spread
 from shardcore.measurements import Spread
 from shardcore.samples import replays
@@ -227,12 +227,14 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None],
     say(None)
     with local_ranks.exchanging():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=len(given[0][0].topology))
+        own_core.take(rank)
         for problem, plans in given:
             batches = [_batch(problem, rank, seed) for seed in range(BATCHES)]
             trainers = {}
             for name, plan in plans.items():
                 trainers[name] = Trainer.of(plan, problem, setting, arena, batches, cache)
                 say(None)
+            own_core.let_network_wait()
             for index in range(-1, rounds):
                 for i in np.random.default_rng([index + 1]).permutation(len(trainers)):
                     list(trainers.values())[i].turn()
