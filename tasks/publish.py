@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,8 +97,9 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
         raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of "
                              "its own")
     names.append(problem.name)
-    problem.require_setting(publisher.model.setting)
-    return publisher.publish(problem)
+    model = publisher.model.for_batch(problem.global_batch)
+    problem.require_setting(model.setting)
+    return dataclasses.replace(publisher, model=model).publish(problem)
 
 
 def _provenance(model: neural.NeuralModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def plan(args: argparse.Namespace) -> None:
 
     args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
-    problem, model = files.read_problem(args.problem), neural.load(args.model)
+    problem = files.read_problem(args.problem)
+    model = neural.load(args.model).for_batch(problem.global_batch)
     problem.require_setting(model.setting)
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
@@ -179,7 +180,8 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost.model import price as predicted
     from shardcore.workload import lower
 
-    problem, model = files.read_problem(args.problem), neural.load(args.model)
+    problem = files.read_problem(args.problem)
+    model = neural.load(args.model).for_batch(problem.global_batch)
     problem.require_setting(model.setting)
     found = files.read_plan(args.plan, problem)
     workload, cautious = lower(found, problem), at_confidence(model, args.confidence)

@@ -70,7 +70,8 @@ def drift(args: argparse.Namespace) -> None:
     from shardcore.search.budget import Budget
 
     plan, problem = store.load_plan(args.plans, args.name)
-    now, model = _with_statistics_of(args.fresh, problem), neural.load(args.model)
+    now = _with_statistics_of(args.fresh, problem)
+    model = neural.load(args.model).for_batch(now.global_batch)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)

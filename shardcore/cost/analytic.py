@@ -6,7 +6,7 @@ Shapes: N shards, F = 4 drivers, G ops, C channels, D devices; ... any leading d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -55,6 +55,10 @@ class AnalyticModel:
             if not (value > 0 if field.name.endswith("gbps") else value >= 0):
                 raise ShardCoreError(f"analytic model has {field.name} {value}; "
                                      "bandwidths need to be positive, costs 0 or more")
+
+    def for_batch(self, batch: int) -> AnalyticModel:
+        """The model of problems with another global batch. Its formulas hold for any."""
+        return replace(self, setting=replace(self.setting, batch=batch))
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.

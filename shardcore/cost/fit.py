@@ -39,6 +39,8 @@ _WHOLE, _PART = 1.0, 0.25
 """Weights in the loss: of forward + backward, and of each of the two."""
 _LEAST_STEPS = 16
 """The fewest steps of an epoch. Small datasets get smaller batches."""
+_FEWEST_AT_BATCH = 8
+"""Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
 """Ranges of exchanges, among neural.QUANTITIES."""
 _CONTENTIONS = 8
@@ -182,7 +184,7 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def measured_ranges(compute: Sequence[ComputeSample],
                     comm: Sequence[CollectiveSample]) -> dict[str, list[float]]:
-    """The smallest and largest value of each of neural.QUANTITIES among samples."""
+    """The smallest and largest value of each of neural.QUANTITIES among samples, and of the global batch."""
     values: dict[str, list[float]] = {name: [] for name in neural.QUANTITIES}
     for sample in compute:
         for name, found in neural.op_quantities(sample.request.shards, sample.request.batch).items():
@@ -191,7 +193,18 @@ def measured_ranges(compute: Sequence[ComputeSample],
         values["devices"].append(len(sample.request.widths))
         name = "exchange_id_bytes" if sample.request.collective == IDS.collective else "exchange_bytes"
         values[name] += collective_model.owned_bytes(sample).tolist()
+    values["batch"] = _global_batches(compute)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}
+
+
+def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:
+    """Batches at which ops were measured that are more than replicas of small tables."""
+    largest: dict[int, list[int]] = {}
+    for sample in samples:
+        largest.setdefault(sample.request.batch, []).append(max(s.bytes for s in sample.request.shards))
+    enough = max(map(max, largest.values())) / 4
+    return [batch for batch, n_bytes in largest.items()
+            if len(n_bytes) >= _FEWEST_AT_BATCH and max(n_bytes) >= enough or batch == max(largest)]
 
 
 # --- compute ------------------------------------------------------------------------------------------------

@@ -28,6 +28,12 @@ class CostModel(Protocol):
 
     setting: Setting
 
+    def for_batch(self, batch: int) -> CostModel:
+        """The model of problems with another global batch.
+
+        Raises SettingMismatch for a batch beyond those that it was measured at.
+        """
+
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
 
@@ -143,6 +149,9 @@ class QuantileCostModel:
     @property
     def setting(self) -> Setting:
         return self.model.setting
+
+    def for_batch(self, batch: int) -> QuantileCostModel:
+        return QuantileCostModel(self.model.for_batch(batch), self.confidence)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         return self.model.encode(shards, batch)

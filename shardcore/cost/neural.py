@@ -17,7 +17,7 @@ from shardcore import files, schema
 from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
-from shardcore.errors import ShardCoreError
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.memory import gib
 from shardcore.tables import access
@@ -35,7 +35,7 @@ class NeuralModel:
 
     weights: arrays by name.
     meta: JSON, with the entries below.
-    `ranges`: the smallest and largest measured value of each of QUANTITIES.
+    `ranges`: the smallest and largest measured value of each of QUANTITIES, and of the global batch.
     `samples`: how many it was trained on.
     `config`: how it was trained.
     `metrics`: accuracy on the validation split.
@@ -45,6 +45,18 @@ class NeuralModel:
     setting: Setting
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+
+    def for_batch(self, batch: int) -> NeuralModel:
+        """The model of problems with another global batch.
+
+        Raises SettingMismatch for a batch beyond those that it was measured at.
+        """
+        low, high = self.meta["ranges"].get("batch", (self.setting.batch,) * 2)
+        if not low <= batch <= high:
+            measured = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+            raise SettingMismatch(f"global batch {batch} was not measured; the cost model for "
+                                  f"({self.setting}) is good for {measured}: measure with --batch {batch}")
+        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, batch=batch))
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, K + 2] drivers, forward ms and backward ms of shards in an op over `batch` samples.

@@ -38,6 +38,8 @@ class GroupConfig:
     duplicates: share of shards that repeat a shard of the group.
     planned: share of groups that are a device's op in a plan.
     replicated: share of data-parallel groups, of small tables at a local batch.
+    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A
+        model is then good for all batches between.
     """
 
     max_shards: int = 30
@@ -48,12 +50,14 @@ class GroupConfig:
     duplicates: float = 0.02
     planned: float = 0.3
     replicated: float = 0.1
+    smaller_batches: float = 0.2
 
     def __post_init__(self) -> None:
         share = (0, 1)
         require_within(self, "group config", max_shards=(1, _MOST_SHARDS), max_width=(MIN_WIDTH, MOST_DIM),
                        max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES), any_width=share, row_ranges=share,
-                       duplicates=share, planned=share, replicated=(0, 1 - self.planned))
+                       duplicates=share, planned=share, replicated=(0, 1 - self.planned),
+                       smaller_batches=share)
 
 
 def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
@@ -64,16 +68,16 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
         raise ShardCoreError("the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
     kind = rng.random()
-    if kind < config.planned and (group := _planned_group(pool, rng, setting, config)):
-        return group
     if kind > 1 - config.replicated:
         # Each device looks up a replica only for its own share of the batch.
         batch = max(1, setting.batch // int(rng.choice(DEVICES)))
         config = dataclasses.replace(config, row_ranges=0.0,
                                      max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES))
-    else:
-        batch = setting.batch
-    return ComputeRequest(_random_group(pool, rng, setting, config), batch)
+        return ComputeRequest(_random_group(pool, rng, setting, config), batch)
+    shards = kind < config.planned and _planned_group(pool, rng, setting, config)
+    shards = shards or _random_group(pool, rng, setting, config)
+    smaller = int(rng.choice(DEVICES)) if rng.random() < config.smaller_batches else 1
+    return ComputeRequest(shards, max(1, setting.batch // smaller))
 
 
 def reference_request(pool: Sequence[Table], setting: Setting,
@@ -91,16 +95,16 @@ def reference_request(pool: Sequence[Table], setting: Setting,
 
 
 def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
-                   config: GroupConfig) -> ComputeRequest | None:
-    """The op of one device in a plan, without shards that exceed the config. None: no shard is left."""
+                   config: GroupConfig) -> tuple[Shard, ...]:
+    """What one device runs of a plan, without shards that exceed the config. Empty: no shard is left."""
     planned = placements.planned(pool, rng, setting)
     found = planned and placements.place(*planned)
     if not found:
-        return None
+        return ()
     ops = [shards for shards in found if shards]
     chosen = ops[rng.integers(len(ops))]
-    kept = tuple(s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width)
-    return ComputeRequest(kept[: config.max_shards], setting.batch) if kept else None
+    return tuple(s for s in chosen if s.bytes <= config.max_shard_bytes
+                 and s.width <= config.max_width)[: config.max_shards]
 
 
 def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,

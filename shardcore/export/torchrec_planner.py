@@ -17,7 +17,7 @@ import numpy as np
 
 from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
@@ -84,16 +84,20 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
              algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
-             constraints: Constraints | None = None) -> tuple[Plan, Problem]:
+             constraints: Constraints | None = None,
+             global_batch: int | None = None) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves.
 
-    Batch and optimizer are those of the cost model. Raises as `problem_for` and all sharders do, and for an
+    global_batch: samples of a step over all devices. None: the cost model's.
+
+    The optimizer is that of the cost model. Raises as `problem_for` and all sharders do, and for an
     unknown algorithm.
     """
     _require_model(model)
     algorithm = known(algorithm)
-    problem = problem_for(module, topology, model.setting.batch, lookups, model.setting.optimizer,
-                          constraints)
+    batch = global_batch or model.setting.batch
+    model = model.for_batch(batch)
+    problem = problem_for(module, topology, batch, lookups, model.setting.optimizer, constraints)
     return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
 
 
@@ -140,18 +144,18 @@ class ShardCorePlanner:
         lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
         whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t))
                       and set(asked) <= WHOLE_TYPES)
-        # A cost model is valid for one global batch only.
         batch = self.batch_size * len(self.topology)
-        if batch != self.model.setting.batch:
-            raise ShardCoreError(f"batch_size {self.batch_size} on {len(self.topology)} devices makes a "
-                                 f"global batch of {batch}; the cost model is for ({self.model.setting}): "
-                                 f"give its batch, or measure with --batch {batch}")
-        optimizer = self.model.setting.optimizer
+        try:
+            model = self.model.for_batch(batch)
+        except SettingMismatch as error:
+            raise SettingMismatch(f"batch_size {self.batch_size} on {len(self.topology)} devices: "
+                                  f"{error}") from None
+        optimizer = model.setting.optimizer
         self.problem = problem_for(module, self.topology, batch, lookups, optimizer,
                                    Constraints(unsplit=whole))
         # The search does not know sharding_types. So check its plan, and retry with columns only.
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
-            self.found = SHARDERS[algorithm](self.problem, self.model, seed=self.seed, budget=self.budget)
+            self.found = SHARDERS[algorithm](self.problem, model, seed=self.seed, budget=self.budget)
             if not (refused := self._refused(theirs)):
                 break
         else:

@@ -85,10 +85,26 @@ def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
         "op_shards": [1, 2],
         "op_bytes": [3200, 35200],
         "op_batch": [64, 256],
+        "batch": [256, 256],
         "devices": [2, 3],
         "exchange_bytes": [0, 12 * 252 * 4],
     }
     assert "devices" not in fit.measured_ranges(compute, [])
+
+
+def test_a_batch_was_measured_where_large_shards_ran_over_it_in_several_groups():
+    """Replicas of small tables run over a device's share of the batch. That tells nothing of large tables."""
+    small, large = Table("small", 100, 8, 2.0), Table("large", 1000, 8, 2.0)
+
+    def groups(table, batch, n):
+        request = ComputeRequest((Shard.whole(table),), batch)
+        return [ComputeSample(f"{table.name} {batch} {i}", SETTING, request, spread(1.0), spread(1.0), 0.0)
+                for i in range(n)]
+
+    whole = groups(large, 256, 1) + groups(small, 32, 20) + groups(large, 64, 7)
+    assert fit.measured_ranges(whole, [])["batch"] == [256, 256]
+    more = whole + groups(large, 128, 8) + groups(small, 64, 20)
+    assert fit.measured_ranges(more, [])["batch"] == [64, 256]
 
 
 def test_noise_averages_out():

@@ -1,6 +1,7 @@
 """What a search relies on: monotone, 0 for nothing, order-free, any number of devices, files that are what
 was saved."""
 
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -14,7 +15,7 @@ from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, repli
 from shardcore import files, schema
 from shardcore.cost import collective_model, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
-from shardcore.errors import ShardCoreError
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
@@ -323,6 +324,24 @@ def test_the_slack_of_a_range_and_its_two_ends():
         "device 1 exchanges 4096 bytes of pooled outputs (and 1 more); largest measured 2000 bytes",
         "device 1 receives 5120 bytes of ids (and 1 more); largest measured 3000 bytes",
         "all shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured"]
+
+
+def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured():
+    table = Table("t", 1000, 8, 2.0)
+    model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {"batch": [64, 256]}})
+    half = model.for_batch(128)
+    assert half.setting == dataclasses.replace(SETTING, batch=128)
+    shards = [Shard.whole(table)]
+    np.testing.assert_array_equal(half.encode(shards), model.encode(shards, 128))
+    assert half.for_batch(256).setting == SETTING and model.for_batch(64).setting.batch == 64
+    for batch in (63, 257):
+        with pytest.raises(SettingMismatch, match=rf"global batch {batch} was not measured; .*batch 256.* is "
+                           rf"good for 64 to 256: measure with --batch {batch}"):
+            model.for_batch(batch)
+    earlier = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {}})
+    assert earlier.for_batch(256).setting == SETTING
+    with pytest.raises(SettingMismatch, match="is good for 256: measure with --batch 128"):
+        earlier.for_batch(128)
 
 
 def test_meta_says_what_was_measured(model):

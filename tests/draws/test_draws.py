@@ -38,7 +38,7 @@ def as_in_version_1(plan):
 def test_draws_are_those_of_earlier_versions(tables):
     """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who
     measures."""
-    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20)
+    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0)
     groups = [
         dataset.compute_id(SETTING, compute_request(tables, i, SETTING, 3, config))
         for i in range(50)
@@ -73,13 +73,25 @@ def test_different_draws_are_counted_once_and_a_tiny_pool_ends():
 def test_a_tenth_of_groups_is_of_small_tables_at_a_local_batch(tables):
     large = [*tables[:5], dataclasses.replace(tables[0], name="large", rows=10**7)]
     requests = [
-        compute_request(large, i, SETTING, config=GroupConfig(planned=0.0)) for i in range(400)
+        compute_request(large, i, SETTING, config=GroupConfig(planned=0.0, smaller_batches=0.0))
+        for i in range(400)
     ]
     local = [r for r in requests if r.batch != 256]
     assert {r.batch for r in local} == {128, 64, 32} and 25 <= len(local) <= 60
     assert all(s.full_rows or s.table.name == "large" for r in local for s in r.shards)
     assert max(s.bytes for r in local for s in r.shards) <= REPLICATED_BYTES
     assert max(s.bytes for r in requests for s in r.shards) > REPLICATED_BYTES
+
+
+def test_a_fifth_of_other_groups_runs_over_smaller_batches(tables):
+    """Of all kinds, large tables and parts of plans among them."""
+    requests = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0)) for i in range(400)]
+    smaller = [r for r in requests if r.batch != 256]
+    assert {r.batch for r in smaller} == {128, 64, 32} and 60 <= len(smaller) <= 100
+    assert any(not s.full_rows for r in smaller for s in r.shards)
+    alike = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0, smaller_batches=0.0))
+             for i in range(400)]
+    assert [r.shards for r in alike] == [r.shards for r in requests]
 
 
 def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):

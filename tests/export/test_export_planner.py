@@ -17,6 +17,7 @@ from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.types import ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
+from shardcore.cost import neural  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
@@ -207,5 +208,15 @@ def test_planner_says_what_is_missing():
         planner({k: v for k, v in CONSTRAINTS.items() if k != "e"}).plan(MODULE)
     with pytest.raises(ShardCoreError, match="table 'a' has 2 pooling_factors for its 1 features"):
         planner({**CONSTRAINTS, "a": ParameterConstraints(pooling_factors=[1.0, 2.0])}).plan(MODULE)
-    with pytest.raises(ShardCoreError, match="a global batch of 32; .*, or measure with --batch 32"):
-        planner(topology=Topology((Device(10**9),) * 2)).plan(MODULE)
+    measured = neural.NeuralModel(MODEL.setting, {}, {"ranges": {}})
+    with pytest.raises(SettingMismatch, match="batch_size 16 on 2 devices: "
+                       "global batch 32 was not measured; .* measure with --batch 32"):
+        ShardCorePlanner(Topology((Device(10**9),) * 2), 16, CONSTRAINTS, model=measured).plan(MODULE)
+
+
+def test_a_planner_takes_any_batch_that_its_model_prices():
+    two = planner(topology=Topology((Device(10**9),) * 2))
+    two.plan(MODULE)
+    assert two.problem.global_batch == 32 and MODEL.setting.batch == 64
+    _, problem = plan_for(MODULE, FOUR, MODEL, LOOKUPS, "size_greedy", global_batch=32)
+    assert problem.global_batch == 32
