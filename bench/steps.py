@@ -2,7 +2,7 @@
 two processes.
 
     python -m bench.replays MODEL --problems 30 --out FOLDER
-    python -m bench.steps MODEL FOLDER --out STEPS
+    python -m bench.steps MODEL FOLDER --measurements DATA --out STEPS
 
 Each problem's plans of ALGORITHMS train a small DLRM (an EmbeddingBagCollection of the problem's tables, a
 dense part over its pooled outputs) by TorchRec's DistributedModelParallel and TrainPipelineSparseDist on gloo
@@ -18,7 +18,8 @@ round, and of a turn all steps but the first are timed:
 
 Before each dense part caches are overwritten as before a replayed step, and ranks meet, outside of what is
 timed. Plans train over one piece of memory, as replays do, for allocating it takes longer than the steps;
-what plans learn, bench.torchrec checks.
+what plans learn, bench.torchrec checks. Once a round the dataset's reference op runs on all ranks: steps are
+given at the machine's usual speed, as replays are.
 
 STEPS gets report.md with a plot, steps.csv, and a file for each problem: a rerun with the same arguments goes
 on after those done, and after --minutes the report is of these. Times of both are the median over the timed
@@ -55,9 +56,11 @@ from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import OPTIMIZERS, PRECISIONS
 from shardcore.measure import local_ranks, own_core
+from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import spread
 from shardcore.measurements import Spread
-from shardcore.samples import replays
+from shardcore.samples import dataset, replays
+from shardcore.samples.dataset import ReferenceOp
 from shardcore.tables import streams
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.workload import lower
@@ -67,6 +70,8 @@ DENSE, HIDDEN = 13, 256
 """Features of a sample beside the ids, and the width of the dense part's hidden layer."""
 BATCHES, TURN, LEARNING_RATE, EVICT_BYTES = 4, 3, 0.01, 64 << 20
 TIMEOUT_S = 240.0
+_REFERENCE_RUNS = 4
+"""Of the reference op, a round."""
 LARGE = 1 << 12
 """Elements of zeros that only tables have."""
 LOOKUP, POOLED, DENSE_PART, GRADIENT, UPDATED = range(5)
@@ -214,8 +219,8 @@ def _batch(problem: Problem, rank: int, seed: int) -> Any:
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None],
           given: Sequence[tuple[Problem, dict[str, Plan]]],
-          setting: Setting, rounds: int, elements: int) -> None:
-    """One process of the gang: of each problem in turn it says its marks, by plan."""
+          setting: Setting, rounds: int, elements: int, reference: ReferenceOp) -> None:
+    """One process of the gang: of each problem in turn it says its marks at the usual speed, by plan."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(given[0][0].topology)),
@@ -224,6 +229,8 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None],
     torch.manual_seed(rank)
     arena = torch.empty(elements, dtype=getattr(torch, PRECISIONS[setting.precision].torch)).fill_(0.01)
     cache = torch.zeros(EVICT_BYTES // 4)
+    bench = KernelBench(setting, "cpu", KernelConfig(max(s.bytes for s in reference[0].shards)))
+    beside = bench.prepare(reference[0])
     say(None)
     with local_ranks.exchanging():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=len(given[0][0].topology))
@@ -235,11 +242,16 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None],
                 trainers[name] = Trainer.of(plan, problem, setting, arena, batches, cache)
                 say(None)
             own_core.let_network_wait()
+            reference_ms = []
             for index in range(-1, rounds):
                 for i in np.random.default_rng([index + 1]).permutation(len(trainers)):
                     list(trainers.values())[i].turn()
+                for _ in range(_REFERENCE_RUNS):
+                    cache.add_(1)
+                    reference_ms.append(bench.once_ms(beside))
                 say(None)
-            say({name: np.stack(trainer.turns[1:]) for name, trainer in trainers.items()})
+            slowdown = float(np.median(reference_ms)) / reference[1]
+            say({name: np.stack(trainer.turns[1:]) / slowdown for name, trainer in trainers.items()})
             del trainers
             gc.collect()
 
@@ -273,13 +285,13 @@ def _trains(plan: Plan, problem: Problem) -> bool:
 
 
 def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, rounds: int,
-        minutes: float) -> list[Trained]:
+        minutes: float, reference: ReferenceOp) -> list[Trained]:
     """The steps of as many problems as the time allows beside those that `out` has. Raises as
     local_ranks.run."""
     found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
     waiting = [kept for kept in all_kept if kept.problem.name not in found]
     until = time.monotonic() + 60 * minutes
-    with closing(_trained(waiting if minutes > 0 else [], setting, rounds)) as trained:
+    with closing(_trained(waiting if minutes > 0 else [], setting, rounds, reference)) as trained:
         for kept, steps in trained:
             files.write_json(_path(out, kept), {**_asked(kept, rounds),
                                                 "plans": {n: asdict(s) for n, s in steps.items()}})
@@ -291,8 +303,8 @@ def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, roun
     return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
 
 
-def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting,
-             rounds: int) -> Iterator[tuple[replays.ReplaySet, dict[str, Steps]]]:
+def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting, rounds: int,
+             reference: ReferenceOp) -> Iterator[tuple[replays.ReplaySet, dict[str, Steps]]]:
     """The steps of one problem after the other, by plan."""
     if not waiting:
         return
@@ -303,7 +315,7 @@ def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting,
     ranks = len(waiting[0].problem.topology)
     marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
     done = 0
-    with closing(local_ranks.run("steps", _work, ranks, (given, setting, rounds, elements),
+    with closing(local_ranks.run("steps", _work, ranks, (given, setting, rounds, elements, reference),
                                  TIMEOUT_S)) as heard:
         for rank, said in heard:
             marks[rank] += [said] if said else []
@@ -471,6 +483,8 @@ def main() -> None:
     parser.add_argument("model", help="folder of the cost model")
     parser.add_argument("replays", type=Path, help="folder of bench.replays, of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
+    parser.add_argument("--measurements", type=Path, metavar="DIR", required=True,
+                        help="the dataset of MODEL: its reference op tells the machine's slowdown")
     parser.add_argument("--problems", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps "
                         "each (7)")
@@ -486,7 +500,11 @@ def main() -> None:
     if twice:
         raise ShardCoreError(f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of "
                              "bench.replays")
-    trained = run(kept, model.setting, args.out, args.rounds, args.minutes)
+    reference = dataset.reference_op(args.measurements, model.setting)
+    if reference is None:
+        raise ShardCoreError(f"folder {str(args.measurements)!r} has no reference op for ({model.setting}); "
+                             "give the dataset of MODEL")
+    trained = run(kept, model.setting, args.out, args.rounds, args.minutes, reference)
     if not trained:
         raise ShardCoreError(f"no problem was done in {args.minutes:g} minutes; give more --minutes")
     print(write(args.out, trained, model))
