@@ -60,7 +60,7 @@ from shardcore.measurements import Spread, StepSample
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
-from shardcore.types import Placement, Plan, Problem, Shard
+from shardcore.types import COLLECTIVES, Placement, Plan, Problem, Shard
 from shardcore.workload import lower
 from tasks import cache, params, served_model
 
@@ -221,8 +221,9 @@ def use_measurements(folder: Path, sound: Sound) -> None:
         if samples:
             _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
         for s in dataset.read_comm(where, setting):
-            _require(s.error or _is_cost([x.median_ms for x in s.backward], s.waiting_ms), "an exchange's "
-                     "time is none")
+            ways = COLLECTIVES[s.request.collective]
+            times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
+            _require(s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none")
     dataset.disturbed_ids(where, 0.02)
     dataset.merge_parts(where)
 

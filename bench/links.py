@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore import report
-from shardcore.cost import accuracy, collective_model, drift_correction
+from shardcore.cost import accuracy, collective_fit, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
@@ -56,10 +56,10 @@ NEIGHBOURS, FOLDS = 8, 5
 def measured_rows(comm: Sequence[CollectiveSample],
                   repeats: Sequence[Sequence[CollectiveSample]]) -> list[tuple[str, ...]]:
     """One row a collective and way."""
-    comm = [s for s in collective_model.priced(comm) if s.error is None]
+    comm = [s for s in collective_fit.priced(comm) if s.error is None]
     train, validation, test = ([s for s in comm if accuracy.split_of(s.id) == side]
                                for side in ("train", "validation", "test"))
-    rates = collective_model.fit(train, validation, lambda *_: None)
+    rates = collective_fit.fit(train, validation, lambda *_: None)
     as_all_to_all = {k: v for k, v in rates.items()
                      if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))}
     slowdown, folds = _slowdown(train, rates), _fold_errors(comm)
@@ -67,10 +67,10 @@ def measured_rows(comm: Sequence[CollectiveSample],
     for collective, ways in COLLECTIVES.items():
         held_out = [s for s in test if s.request.collective == collective]
         again = [g for g in repeats if g[0].request.collective == collective
-                 and len(collective_model.priced(g)) == len(g)]
+                 and len(collective_fit.priced(g)) == len(g)]
         for way in ways if held_out else ():
-            predicted, found = collective_model.predicted(rates, held_out, way)
-            proxy, _ = collective_model.predicted(as_all_to_all, held_out, way)
+            predicted, found = collective_fit.predicted(rates, held_out, way)
+            proxy, _ = collective_fit.predicted(as_all_to_all, held_out, way)
             usual = np.concatenate([[slowdown(s)] * len(s.request.widths) for s in held_out])
             spread = np.median([(x.q3_ms - x.q1_ms) / x.median_ms for s in held_out for x in getattr(s, way)])
             rows.append((collective, way, str(len(held_out)), f"{mape(predicted, found):.1f}",
@@ -85,13 +85,13 @@ def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]
     """Of each collective and way."""
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
-        rates = collective_model.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
+        rates = collective_fit.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
         for collective, ways in COLLECTIVES.items():
             for way, left_out in ((way, [s for s in comm[k::FOLDS] if s.request.collective == collective])
                                   for way in ways):
                 if left_out:
                     both.setdefault((collective, way),
-                                    []).append(collective_model.predicted(rates, left_out, way))
+                                    []).append(collective_fit.predicted(rates, left_out, way))
     return {kind: f"{mape(*map(np.concatenate, zip(*parts, strict=True))):.1f}"
             for kind, parts in both.items()}
 
@@ -102,7 +102,7 @@ def _slowdown(train: Sequence[CollectiveSample],
     sample."""
     def slower(sample: CollectiveSample) -> float:
         ratios = [math.log(b / a) for way in COLLECTIVES[sample.request.collective]
-                  for a, b in zip(*collective_model.predicted(rates, [sample], way), strict=True)]
+                  for a, b in zip(*collective_fit.predicted(rates, [sample], way), strict=True)]
         return float(np.mean(ratios))
 
     at, by = np.array([s.measured_at for s in train]), np.array([slower(s) for s in train])
@@ -254,10 +254,10 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
 def simulated_rows(cluster: Cluster, n: int, seed: int) -> list[tuple[str, ...]]:
     """One row a number of ranks and hosts, and one of all that training did not have."""
     known = simulated(cluster, KNOWN, n, seed)
-    rates = collective_model.fit(known, known, lambda *_: None)
+    rates = collective_fit.fit(known, known, lambda *_: None)
     tests = {shape: simulated(cluster, [shape], n // 2, seed + 1) for shape in (*KNOWN, *UNKNOWN)}
     rows = [(*map(str, shape), "trained on" if shape in KNOWN else "never trained on",
-             *(f"{error:.1f}" for error in collective_model.errors(rates, samples).values()))
+             *(f"{error:.1f}" for error in collective_fit.errors(rates, samples).values()))
             for shape, samples in tests.items()]
     means = [np.mean([float(row[k]) for row in rows if row[2] == "never trained on"])
              for k in range(3, len(rows[0]))]

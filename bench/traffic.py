@@ -3,7 +3,8 @@
     python -m bench.traffic --models 200 --out traffic.jsonl
 
 Each model is drawn: one to three collections, pooled, pooled with weights, or of sequences. Their tables have
-one to three features, and share some. Ids have 32 or 64 bits. The plan has all kinds of sharding.
+one to three features, and share some. Ids have 32 or 64 bits. Outputs and gradients travel in FP32, FP16 or
+BF16. (On CPU, TorchRec sends FP16 for BF16.) The plan has all kinds of sharding.
 DistributedModelParallel runs one step of it on 2 or 4 gloo processes. Every collective passes a
 TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are compared with a Workload
 that was made for the same ids, rank by rank, to the byte.
@@ -34,10 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcore import files, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.inputs import Lookups, input_bytes
-from shardcore.job import Job
+from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import CHANNELS, CROSS, HOST, IDS, WORLD, Channel, layout_of, run_of, shards_on
+from shardcore.outputs import payload_bytes
 from shardcore.topology import Device, Topology
-from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.types import CAST, OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
@@ -57,6 +59,7 @@ _SPECIAL: dict[str, Callable[[Table], bool]] = {
     "weights of lookups": lambda t: t.weighted, "sequences": lambda t: t.sequence,
     "tables of several features": lambda t: t.features > 1}
 """What tables of a model may have, in the report's words."""
+_SHORT = "payloads of 16 bits"
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,10 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
             features[tables[-1].name] = own
     given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
     plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
-    job = Job(id_bytes=id_bytes, length_bytes=length_bytes)
+    # Drawn apart, so that the models are those of earlier versions.
+    payloads = map(str, np.random.default_rng([seed, 1]).choice(list(PAYLOADS), 2, p=[0.5, 0.3, 0.2]))
+    job = Job(id_bytes=id_bytes, length_bytes=length_bytes,
+              **dict(zip(("forward_payload", "backward_payload"), payloads, strict=True)))
     return Drawn(replace(given, job=job), features, plan)
 
 
@@ -175,8 +181,15 @@ def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
             for name, n_bytes in (("forward {} in", there), ("forward {} out", back),
                                   ("backward {} in", back), ("backward {} out", there)):
                 mine[name.format(channel.words)] += int(n_bytes[rank])
-        found.append({name: b for name, b in mine.items() if b})
+        found.append({name: _on_its_way(name, b, model.problem.job) for name, b in mine.items() if b})
     return found
+
+
+def _on_its_way(name: str, n_bytes: int, job: Job) -> int:
+    """Bytes that travel of so many bytes in FP32."""
+    way = name.split()[0]
+    cast = way in ("forward", "backward") and any(f" {Channel(c).words}" in name for c in CAST)
+    return round(payload_bytes(n_bytes, getattr(job, f"{way}_payload"))) if cast else n_bytes
 
 
 def _is_whole(placement: Placement) -> bool:
@@ -300,6 +313,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
     topology = model.problem.topology
     n, local = len(topology), len(topology) // len(topology.hosts)
@@ -308,10 +322,13 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    codecs = get_qcomm_codecs_registry(QCommsConfig(
+        forward_precision=CommType(model.problem.job.forward_payload),
+        backward_precision=CommType(model.problem.job.backward_payload)), device=torch.device("cpu"))
     sharded = DistributedModelParallel(
         Model(model, "cpu"), device=torch.device("cpu"),
-        sharders=[EmbeddingBagCollectionSharder(fused_params=fused),
-                  EmbeddingCollectionSharder(fused_params=fused)],
+        sharders=[EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
+                  EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs)],
         plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"))
     batch = _batch(model, seed, rank)
     # The first step of DDP also exchanges what it needs to know of its parameters.
@@ -353,6 +370,10 @@ def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
     return found
 
 
+def _is_short(job: Job) -> bool:
+    return min(PAYLOADS[job.forward_payload], PAYLOADS[job.backward_payload]) < OUTPUT_BYTES
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.traffic", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -381,7 +402,8 @@ def main() -> None:
                                             for kind in sorted(kinds)),
                            ("several collections", [r for r in rows if r["collections"] > 1]),
                            *((what, [r for r in rows if any(map(has, drawn(r["seed"]).problem.tables))])
-                             for what, has in _SPECIAL.items())]]))
+                             for what, has in _SPECIAL.items()),
+                           (_SHORT, [r for r in rows if _is_short(drawn(r["seed"]).problem.job)])]]))
     for row in rows:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")

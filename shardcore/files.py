@@ -387,7 +387,9 @@ def model_digest(folder: str | Path) -> str:
 
 
 def setting_to_json(setting: Setting) -> dict[str, Any]:
-    return dataclasses.asdict(setting)
+    # Without payloads that are the default: most settings are older than they are.
+    return {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)
+            if not f.name.endswith("_payload") or getattr(setting, f.name) != f.default}
 
 
 def setting_from_json(data: Any, what: str) -> Setting:

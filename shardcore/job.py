@@ -16,6 +16,10 @@ sparse_dist: TrainPipelineSparseDist. It sends the next batch's ids once the for
 """
 
 
+PAYLOADS = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes of an element that travels. Outputs and gradients are FP32 at both ends."""
+
+
 @dataclass(frozen=True)
 class Job:
     """How the training job runs a step.
@@ -24,6 +28,7 @@ class Job:
     dense_forward_ms, dense_backward_ms: ms of the dense part on each device. Both are given, or neither.
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
+    forward_payload, backward_payload: as what outputs and gradients travel.
     """
 
     pipeline: str = "sparse_dist"
@@ -31,9 +36,11 @@ class Job:
     dense_backward_ms: float | None = None
     id_bytes: int = 8
     length_bytes: int = 4
+    forward_payload: str = "fp32"
+    backward_payload: str = "fp32"
 
     def __post_init__(self) -> None:
-        require_known(self, "job", pipeline=HIDES_IDS)
+        require_known(self, "job", pipeline=HIDES_IDS, forward_payload=PAYLOADS, backward_payload=PAYLOADS)
         require_within(self, "job", dense_forward_ms=(0, MOST_MS), dense_backward_ms=(0, MOST_MS))
         one = (self.dense_forward_ms is None) != (self.dense_backward_ms is None)
         require(not one, f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "

@@ -79,7 +79,7 @@ class CollectiveRequest:
     batch: B, the rows that travel.
     start_ms: [D] ms after the first rank that each enters the first exchange (forward, or the all-reduce).
     collective: one of types.COLLECTIVES, see below.
-    payload: "fp32", or "bf16" to which FP32 tensors are cast to travel.
+    payload: to which FP32 tensors are cast to travel, one of types.PAYLOADS.
     hosts: how many the ranks are spread over, evenly.
     busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
         exchange up to three times as fast.

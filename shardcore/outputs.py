@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardcore.job import PAYLOADS
 from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, Shard, Table
 
@@ -26,3 +29,8 @@ def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
 def output_bytes(shard: Shard, batch: int) -> int:
     """Bytes of its outputs for `batch` samples, or of their gradients."""
     return OUTPUT_BYTES * shard.width * output_rows(shard, batch)
+
+
+def payload_bytes(n_bytes: Any, payload: str) -> Any:
+    """Bytes that outputs or gradients take on their way, if they take `n_bytes` in FP32."""
+    return n_bytes * PAYLOADS[payload] / PAYLOADS["fp32"]

@@ -16,7 +16,7 @@ from typing import Any
 from shardcore import fused
 from shardcore.constraints import Constraints, devices_of_pins
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.job import Job
+from shardcore.job import PAYLOADS, Job
 from shardcore.limits import (
     MOST_BATCH,
     MOST_DIM,
@@ -46,8 +46,8 @@ OUTPUT_BYTES = 4
 COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
                "all_reduce": ("backward",), "all_to_all_ids": ("forward",)}
 """The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
-PAYLOADS = ("fp32", "bf16")
-"""What travels between ranks; pooled outputs and gradients are FP32 at both ends."""
+CAST = ("all_to_all", "reduce_scatter")
+"""The collectives whose payload a job may choose: those with a codec in TorchRec (fbgemm_qcomm_codec)."""
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
@@ -249,21 +249,27 @@ class Setting:
     batch: the global batch: samples that a model-parallel op processes in one step.
     precision: of the weights.
     optimizer: fused into the backward op.
+    forward_payload, backward_payload: what the collectives of CAST carry.
     """
 
     hardware: str
     batch: int
     precision: str = "fp32"
     optimizer: str = "exact_sgd"
+    forward_payload: str = "fp32"
+    backward_payload: str = "fp32"
 
     def __post_init__(self) -> None:
         require(is_path_name(self.hardware),
                 f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
         require_within(self, "setting", batch=(1, MOST_BATCH))
-        require_known(self, "setting", precision=PRECISION_BYTES, optimizer=OPTIMIZERS)
+        require_known(self, "setting", precision=PRECISION_BYTES, optimizer=OPTIMIZERS,
+                      forward_payload=PAYLOADS, backward_payload=PAYLOADS)
 
     def __str__(self) -> str:
-        return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}"
+        payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
+        short = (self.forward_payload, self.backward_payload) != ("fp32", "fp32")
+        return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}{payloads * short}"
 
 
 @dataclass(frozen=True)
@@ -360,7 +366,7 @@ class Problem:
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
         own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.precision,
-                      self.optimizer)
+                      self.optimizer, self.job.forward_payload, self.job.backward_payload)
         if own != setting:
             raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
                                   "measure and train one for the problem's setting, or change the problem")

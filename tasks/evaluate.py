@@ -170,8 +170,8 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
 
 def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
     """Why the cluster cannot replay problems for a model of `setting`. None: it can."""
-    asked = {k: v for k, v in dataclasses.asdict(setting).items() if k != "hardware"}
-    here = cluster_setting(SettingConfig(**asked))
+    here = cluster_setting(SettingConfig(batch=setting.batch, precision=setting.precision,
+                                         optimizer=setting.optimizer))
     if here != setting:
         return f"the model is for ({setting}), the cluster's devices are {here.hardware}"
     if devices < 2:

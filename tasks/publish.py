@@ -97,7 +97,7 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
         raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of "
                              "its own")
     names.append(problem.name)
-    model = publisher.model.for_batch(problem.global_batch)
+    model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
     return dataclasses.replace(publisher, model=model).publish(problem)
 

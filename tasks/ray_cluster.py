@@ -101,7 +101,8 @@ def _ending_with_it() -> Iterator[Callable[[], None]]:
     try:
         yield lambda: None if lost() else over.set()
     except BaseException:
-        if not (said := lost()):
+        # What was there when the run let Ray go did not end the run.
+        if over.is_set() or not (said := lost()):
             raise
         raise ShardCoreError(said) from None
     finally:

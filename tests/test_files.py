@@ -49,12 +49,13 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
 def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, tmp_path):
     first, *rest = problem.tables
     several = dataclasses.replace(first, features=3, weighted=True)
-    for job in (Job("none"), Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4)):
+    for job in (Job("none"),
+                Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4, forward_payload="fp16")):
         other = dataclasses.replace(problem, tables=(several, *rest), job=job)
         files.write_problem(tmp_path / "j.json", other)
         assert files.read_problem(tmp_path / "j.json") == other
     assert json.loads((tmp_path / "j.json").read_text())["job"] == {
-        "dense_forward_ms": 1.5, "dense_backward_ms": 3.0, "id_bytes": 4}
+        "dense_forward_ms": 1.5, "dense_backward_ms": 3.0, "id_bytes": 4, "forward_payload": "fp16"}
     # What is as by default is not written: plans of earlier versions know their problem.
     before = json.loads(problem_path.read_text())
     assert "job" not in before and not any({"features", "weighted"} & set(t) for t in before["tables"])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from shardcore.cli.options import amount, command, natural, positive
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
-from shardcore.job import HIDES_IDS, Job
+from shardcore.job import HIDES_IDS, PAYLOADS, Job
 from shardcore.limits import MOST_DEVICES, require_within
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting
@@ -84,7 +84,7 @@ def plan(args: argparse.Namespace) -> None:
     args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
     problem = files.read_problem(args.problem)
-    model = neural.load(args.model).for_batch(problem.global_batch)
+    model = neural.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
@@ -181,7 +181,7 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.workload import lower
 
     problem = files.read_problem(args.problem)
-    model = neural.load(args.model).for_batch(problem.global_batch)
+    model = neural.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     found = files.read_plan(args.plan, problem)
     workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
@@ -311,6 +311,8 @@ def _add_problem(commands: argparse._SubParsersAction) -> None:
     for way in ("forward", "backward"):
         p.add_argument(f"--dense-{way}-ms", type=float, metavar="MS",
                        help="of the dense part on a device; give both or neither")
+        p.add_argument(f"--{way}-payload", choices=list(PAYLOADS), default="fp32",
+                       help=f"what {'outputs' if way == 'forward' else 'gradients'} travel as")
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
 
 
@@ -320,7 +322,8 @@ def problem(args: argparse.Namespace) -> None:
     from shardcore.tables.public import public_pool
 
     require_within(args, "problem", devices=(1, MOST_DEVICES))
-    job = Job(args.pipeline, args.dense_forward_ms, args.dense_backward_ms)
+    job = Job(args.pipeline, args.dense_forward_ms, args.dense_backward_ms,
+              forward_payload=args.forward_payload, backward_payload=args.backward_payload)
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:

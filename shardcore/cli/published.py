@@ -71,7 +71,7 @@ def drift(args: argparse.Namespace) -> None:
 
     plan, problem = store.load_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
-    model = neural.load(args.model).for_batch(now.global_batch)
+    model = neural.load(args.model).for_problem(now)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)

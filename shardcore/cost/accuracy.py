@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardcore.cost import collective_model, features, nets
+from shardcore.cost import collective_fit, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.measurements import CollectiveSample, ComputeSample
@@ -60,12 +60,12 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample],
 
     compute_*: errors of forward + backward of fused ops.
     compute_coverage_*: percent of measurements inside the interval of that nominal coverage.
-    Exchanges: see collective_model.errors.
+    Exchanges: see collective_fit.errors.
 
     A kind without samples has no metrics.
     """
     compute, comm = ([s for s in samples if s.error is None]
-                     for samples in (compute, collective_model.priced(comm)))
+                     for samples in (compute, collective_fit.priced(comm)))
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         sums = _sums(model, compute)
@@ -80,4 +80,4 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample],
                     "compute_kendall_tau": kendall_tau(total, measured)}
         for percent in COVERAGES:
             metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
-    return metrics | collective_model.errors(model.weights, comm)
+    return metrics | collective_fit.errors(model.weights, comm)

@@ -14,9 +14,10 @@ from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, Channel
+from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, lookups, unique_rows
 from shardcore.topology import Topology
-from shardcore.types import PRECISION_BYTES, Setting, Shard
+from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
 
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
@@ -56,9 +57,12 @@ class AnalyticModel:
                 raise ShardCoreError(f"analytic model has {field.name} {value}; "
                                      "bandwidths need to be positive, costs 0 or more")
 
-    def for_batch(self, batch: int) -> AnalyticModel:
-        """The model of problems with another global batch. Its formulas hold for any."""
-        return replace(self, setting=replace(self.setting, batch=batch))
+    def for_problem(self, problem: Problem) -> AnalyticModel:
+        """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
+        job = problem.job
+        return replace(self, setting=replace(self.setting, batch=problem.global_batch,
+                                             forward_payload=job.forward_payload,
+                                             backward_payload=job.backward_payload))
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.
@@ -123,15 +127,16 @@ class AnalyticModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
-        input_ms = forward
+        input_ms, there, back = forward, self.setting.forward_payload, self.setting.backward_payload
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
-            ms = self._transfer_ms(channel, sent_bytes, topology)
             if channel == IDS:
-                input_ms = ms
-                continue
-            # An all-reduce runs backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
-            both_ways = channel.collective != "all_reduce"
-            forward, backward = forward + both_ways * ms, backward + (ms if both_ways else 2 * ms)
+                input_ms = self._transfer_ms(channel, sent_bytes, topology)
+            elif channel.collective == "all_reduce":
+                # Backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
+                backward = backward + 2 * self._transfer_ms(channel, sent_bytes, topology)
+            else:
+                forward = forward + self._transfer_ms(channel, payload_bytes(sent_bytes, there), topology)
+                backward = backward + self._transfer_ms(channel, payload_bytes(sent_bytes, back), topology)
         ready = compute_ms + backward
         return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms)
 

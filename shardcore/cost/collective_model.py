@@ -16,7 +16,8 @@ It serves links that nobody could measure.
 In a training step a collective takes longer than alone. Replays give that factor (step_factors.py).
 Prices include it. Accuracy is that of the law without it.
 
-Only FP32 payloads are priced. A Workload carries no payload precision, so BF16 measurements are left out.
+Bytes are those of FP32 outputs, whatever travels. So each payload has rates of its own, casts included. A
+payload that was not measured has the rates of FP32, with as many bytes fewer.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
@@ -27,12 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.cost.metrics import mape
-from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
-from shardcore.measurements import CollectiveSample
 from shardcore.topology import Topology
-from shardcore.types import COLLECTIVES, OUTPUT_BYTES
+from shardcore.types import CAST, COLLECTIVES, PAYLOADS
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -58,13 +56,13 @@ uplink_bytes: the most of any host. Its devices may share an uplink.
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
 LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 10)
 
+FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
+"""Payloads by way."""
 ALL_TO_ALLS_OF_IDS = 3
 """TorchRec exchanges how much it will send, then lengths, then ids."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
-FEWEST_SAMPLES = 4
-"""A collective with fewer samples gets no rates."""
 BYTES_PER_MS_PER_GBPS = 1e6
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
@@ -155,10 +153,12 @@ def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
 
 
 def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np.ndarray, topology: Topology,
-                  skew_ms: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+                  skew_ms: np.ndarray | float = 0.0,
+                  payloads: Mapping[str, str] = FP32) -> tuple[np.ndarray, np.ndarray]:
     """[..., D] ms of a channel, forward and backward.
 
     skew_ms: of the start of the forward exchange. No backward rate depends on it.
+    payloads: by way.
     0 where a group has nothing to run: no device owns bytes, or it has one device.
     """
     owned = np.asarray(owned_bytes, dtype=float)
@@ -166,7 +166,8 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     members, hosts = groups_of(channel, topology)
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
-    rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way), topology)
+    rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
+                                 topology, _share(channel, payloads[way]))
              for way in COLLECTIVES[channel.collective]}
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
@@ -202,9 +203,9 @@ def _name(channel: Channel) -> str:
     return channel.collective if channel.group == WORLD else f"{channel.collective}_{channel.group}"
 
 
-def weight(channel: Channel, way: str) -> str:
+def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
     """The name of a channel's rates among a model's weights."""
-    return f"exchange_{_name(channel)}_{way}"
+    return f"exchange_{_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
 
 
 def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel,
@@ -214,10 +215,31 @@ def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], cha
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
 
 
-def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> np.ndarray:
-    """[E] rates: the channel's own or a substitute (see _found). 0 where there is none."""
+def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32") -> np.ndarray:
+    """[E] rates: the channel's own or a substitute (see _found). 0 where there is none.
+
+    Of another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
+    """
+    if channel.collective in CAST and payload != "fp32":
+        own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
+        if known := [w[name] for name in own if name in w]:
+            return known[0]
+        fewer = rates_of(w, channel, way).copy()
+        fewer[LATENCY.stop:] *= _share(channel, payload)
+        return fewer
     found = _found(w, weight, channel, way)
     return np.zeros(len(EXCHANGE_TERMS)) if found is None else found
+
+
+def _share(channel: Channel, payload: str) -> float:
+    """Bytes that travel for a byte of FP32."""
+    return PAYLOADS[payload] / PAYLOADS["fp32"] if channel.collective in CAST else 1.0
+
+
+def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
+    """Whether the rates of a channel are those of its payload."""
+    return payload == "fp32" or channel.collective not in CAST or any(
+        weight(c, way, payload) in w for c in (channel, Channel(channel.collective)))
 
 
 def step_weight(channel: Channel, way: str) -> str:
@@ -248,18 +270,19 @@ def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
 
 
-def explicit_links(rates: np.ndarray, topology: Topology) -> np.ndarray:
+def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0) -> np.ndarray:
     """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
 
     Bandwidths are those of one device. The busiest device's bytes decide.
+    share: of the bytes, that travel.
     """
     rates = rates.copy()
     if topology.latency_ms is not None:
         rates[LATENCY] = (topology.latency_ms, 0, 0, 0)
     if topology.within_host_gbps:
-        rates[NEAR] = (0, 1 / (topology.within_host_gbps * BYTES_PER_MS_PER_GBPS))
+        rates[NEAR] = (0, share / (topology.within_host_gbps * BYTES_PER_MS_PER_GBPS))
     if topology.between_hosts_gbps:
-        rates[FAR] = (0, 1 / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0)
+        rates[FAR] = (0, share / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0)
     return rates
 
 
@@ -274,7 +297,7 @@ def _counted(hosts: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return hosts if rates[..., NEAR].any() else np.arange(len(hosts))
 
 
-def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
+def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
     """Whether an even division of a collective's bytes over devices is the cheapest.
 
     Forward the last device counts, backward the devices' mean weighted by speed.
@@ -282,115 +305,13 @@ def even_is_least(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
     Backward a device's own bytes may count. Then all devices have to be alike.
     """
     alike = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
-    return topology.equal_hosts and (alike or not own_bytes_count(w, topology))
+    return topology.equal_hosts and (alike or not own_bytes_count(w, topology, payload))
 
 
-def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology) -> bool:
-    """Whether backward time depends on a device's own bytes, besides the busiest device's."""
-    return any(explicit_links(rates_of(w, c, "backward"), topology)[[NEAR.start, FAR.start]].any()
+def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
+    """Whether backward time depends on a device's own bytes, besides the busiest device's.
+
+    payload: of gradients.
+    """
+    return any(explicit_links(rates_of(w, c, "backward", payload), topology)[[NEAR.start, FAR.start]].any()
                for c in CHANNELS)
-
-
-# --- fit ----------------------------------------------------------------------------------------------------
-
-
-def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
-        note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
-    """[E] rates of each measured collective and direction, named by `weight`."""
-    rates = {}
-    for collective, ways in COLLECTIVES.items():
-        known, unseen = ([s for s in side if s.request.collective == collective]
-                         for side in (train_side, validation))
-        for way in ways if len(known) >= FEWEST_SAMPLES else ():
-            (terms, measured), (unseen_terms, unseen_measured) = (observed(known, way),
-                                                                  observed(unseen or known, way))
-            # Without validation samples, training samples stand in for the report.
-            rates[weight(Channel(collective), way)] = law = _fit_rates(terms, measured)
-            log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
-            note(f"{way}_comm" if collective == "all_to_all" else f"{collective}_{way}", 0,
-                 {"train_loss": float(np.abs(log_error).mean()),
-                  "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
-    return rates
-
-
-def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
-    """[E] rates of transfer_ms from terms [E, S].
-
-    The maximum is not linear. So guess for each sample which links are slower, and fit the linear law.
-    Repeat until the guess agrees with the fit.
-    """
-    far_decides = terms[FAR].any(0)
-    for _ in range(rounds):
-        decisive = terms.copy()
-        decisive[NEAR, far_decides], decisive[FAR, ~far_decides] = 0, 0
-        rates = _fit_shared(decisive, measured)
-        before, far_decides = far_decides, rates[FAR] @ terms[FAR] > rates[NEAR] @ terms[NEAR]
-        if (before == far_decides).all():
-            break
-    return rates
-
-
-def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """fit_law; terms that are always equal share their rate evenly."""
-    # Equal columns would make the least-squares problem singular.
-    different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
-    return (fit_law(different.T, measured) / times)[which.ravel()]
-
-
-def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
-    """The samples that the model prices: exchanges in FP32.
-
-    An exchange that ended before the last rank started has no transfer time, and is left out.
-    """
-    return [s for s in samples if s.request.payload == "fp32"
-            and (s.error or min(x.median_ms for way in COLLECTIVES[s.request.collective]
-                                for x in getattr(s, way)) > 0)]
-
-
-def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Terms [E, sum of D] and measured transfer ms [sum of D], over all samples' ranks."""
-    terms = [_sample_terms(s, way) for s in samples]
-    return np.concatenate(terms, axis=1), np.array([x.median_ms for s in samples for x in getattr(s, way)])
-
-
-def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
-    """[E, D] terms of one sample."""
-    r = sample.request
-    # Ranks are numbered host by host, and hosts are of one size.
-    hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
-    first = way == COLLECTIVES[r.collective][0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts,
-                           max(r.start_ms) - min(r.start_ms) if first else 0.0)
-    return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
-
-
-def owned_bytes(sample: CollectiveSample) -> np.ndarray:
-    """[D] bytes that each rank of a sample owns."""
-    return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
-
-
-# --- accuracy -----------------------------------------------------------------------------------------------
-
-
-def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample],
-              way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and measured transfer ms [sum of D]. All samples have to be of one collective."""
-    terms, measured = observed(samples, way)
-    return transfer_ms(terms, rates_of(w, Channel(samples[0].request.collective), way)), measured
-
-
-def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
-    """Mean absolute error of one rank's transfer, in percent, as flat metrics.
-
-    "<way>_comm_mape": of all-to-alls.
-    "<collective>_<way>_mape": of the others.
-
-    A kind without samples has no metrics.
-    """
-    found = {}
-    for collective, ways in COLLECTIVES.items():
-        of_kind = [s for s in samples if s.request.collective == collective]
-        for way in ways if of_kind else ():
-            name = f"{way}_comm_mape" if collective == "all_to_all" else f"{collective}_{way}_mape"
-            found[name] = mape(*predicted(w, of_kind, way))
-    return found

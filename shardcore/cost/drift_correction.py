@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.cost import collective_model, features
+from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
@@ -80,7 +80,7 @@ def as_in_a_step(comm: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     def chosen(collective: str) -> list[CollectiveSample]:
         mine = [s for s in comm if s.request.collective == collective]
         busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
-        timed = [s for s in collective_model.priced(busy) if s.error is None]
+        timed = [s for s in collective_fit.priced(busy) if s.error is None]
         return busy if not idle or len(timed) >= FEWEST_BUSY else idle
 
     kept = {s.id for c in COLLECTIVES for s in chosen(c)}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import collective_model, features, nets, neural, quantiles
+from shardcore.cost import collective_fit, features, nets, neural, quantiles
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -115,7 +115,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
     """
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
     compute = _usable(compute, setting, MIN_COMPUTE, "measured groups")
-    comm = collective_model.priced(comm)
+    comm = collective_fit.priced(comm)
     comm = _usable(comm, setting, MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
@@ -125,7 +125,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
 
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start),
-                   **collective_model.fit(*_sides(comm), note)}
+                   **collective_fit.fit(*_sides(comm), note)}
     ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
@@ -184,7 +184,7 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def measured_ranges(compute: Sequence[ComputeSample],
                     comm: Sequence[CollectiveSample]) -> dict[str, list[float]]:
-    """The smallest and largest value of each of neural.QUANTITIES among samples, and of the global batch."""
+    """The smallest and largest value of each of neural.QUANTITIES among samples."""
     values: dict[str, list[float]] = {name: [] for name in neural.QUANTITIES}
     for sample in compute:
         for name, found in neural.op_quantities(sample.request.shards, sample.request.batch).items():
@@ -192,7 +192,7 @@ def measured_ranges(compute: Sequence[ComputeSample],
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
         name = "exchange_id_bytes" if sample.request.collective == IDS.collective else "exchange_bytes"
-        values[name] += collective_model.owned_bytes(sample).tolist()
+        values[name] += collective_fit.owned_bytes(sample).tolist()
     values["batch"] = _global_batches(compute)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardcore.job import Job
 from shardcore.topology import Topology
-from shardcore.types import Setting, Shard, StepCost
+from shardcore.types import Problem, Setting, Shard, StepCost
 from shardcore.workload import Workload
 
 
@@ -28,8 +28,8 @@ class CostModel(Protocol):
 
     setting: Setting
 
-    def for_batch(self, batch: int) -> CostModel:
-        """The model of problems with another global batch.
+    def for_problem(self, problem: Problem) -> CostModel:
+        """The model at the batch of a problem, and with its job's payloads.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
@@ -150,8 +150,8 @@ class QuantileCostModel:
     def setting(self) -> Setting:
         return self.model.setting
 
-    def for_batch(self, batch: int) -> QuantileCostModel:
-        return QuantileCostModel(self.model.for_batch(batch), self.confidence)
+    def for_problem(self, problem: Problem) -> QuantileCostModel:
+        return QuantileCostModel(self.model.for_problem(problem), self.confidence)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         return self.model.encode(shards, batch)

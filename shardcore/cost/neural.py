@@ -22,7 +22,7 @@ from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import Topology
-from shardcore.types import COLLECTIVES, Setting, Shard
+from shardcore.types import COLLECTIVES, Problem, Setting, Shard
 from shardcore.workload import Workload
 
 _AT_ONCE = 1 << 16
@@ -35,7 +35,7 @@ class NeuralModel:
 
     weights: arrays by name.
     meta: JSON, with the entries below.
-    `ranges`: the smallest and largest measured value of each of QUANTITIES, and of the global batch.
+    `ranges`: the smallest and largest measured value of each of QUANTITIES.
     `samples`: how many it was trained on.
     `config`: how it was trained.
     `metrics`: accuracy on the validation split.
@@ -45,6 +45,16 @@ class NeuralModel:
     setting: Setting
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+
+    def for_problem(self, problem: Problem) -> NeuralModel:
+        """The model at the batch of a problem, and with its job's payloads. See model.CostModel."""
+        job = problem.job
+        return self.for_batch(problem.global_batch).for_payloads(job.forward_payload, job.backward_payload)
+
+    def for_payloads(self, forward: str, backward: str) -> NeuralModel:
+        """The model of jobs whose outputs and gradients travel so. See types.PAYLOADS."""
+        return dataclasses.replace(self, setting=dataclasses.replace(
+            self.setting, forward_payload=forward, backward_payload=backward))
 
     def for_batch(self, batch: int) -> NeuralModel:
         """The model of problems with another global batch.
@@ -128,11 +138,11 @@ class NeuralModel:
 
     def takes_all_alike(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
-        return not collective_model.own_bytes_count(self.weights, topology)
+        return not collective_model.own_bytes_count(self.weights, topology, self.setting.backward_payload)
 
     def even_is_least(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""
-        return collective_model.even_is_least(self.weights, topology)
+        return collective_model.even_is_least(self.weights, topology, self.setting.backward_payload)
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs [..., D] of the collectives, for any number of devices. compute_ms: [..., D].
@@ -164,9 +174,10 @@ class NeuralModel:
                     topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
         """Transfers [..., D] in ms of each channel, forward and backward. compute_ms: [..., D]."""
         skew_ms, found = np.ptp(compute_ms, axis=-1), {}
+        payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
             found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes,
-                                                            topology, skew_ms)
+                                                            topology, skew_ms, payloads)
             if "forward" in COLLECTIVES[channel.collective]:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
@@ -270,6 +281,7 @@ QUANTITIES = {
     "op_shards": Quantity("runs {} shards in one op", "most"),
     "op_bytes": Quantity("holds {} in one op", show=gib),
     "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
+    "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
     "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
     "exchange_bytes": Quantity("exchanges {} of pooled outputs", show=gib),
     "exchange_id_bytes": Quantity("receives {} of ids", show=gib),
@@ -356,6 +368,11 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels) or "all"
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
+    payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
+    for channel, way in ((c, way) for c in used for way in COLLECTIVES[c.collective]):
+        if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
+            yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
+                   "bytes, not measured")
     sequences = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.sequence]
     if sequences:
         yield (f"table {sequences[0]!r} is a sequence: its lookups are priced as pooled ones with an output "

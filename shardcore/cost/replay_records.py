@@ -22,8 +22,9 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
     """
     rows = []
     for one in replayed:
+        own = model.for_problem(one.problem)
         steps = {name: lower(plan, one.problem, fits=False) for name, plan in one.plans.items()}
-        predicted = {name: _total_ms(price(step, model), ids) for name, step in steps.items()}
+        predicted = {name: _total_ms(price(step, own), ids) for name, step in steps.items()}
         # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
         rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
@@ -40,8 +41,8 @@ def _total_ms(cost: StepCost, ids: bool) -> float:
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are types.PARTS."""
-    pairs = [(price(lower(plan, one.problem, fits=False), model), one.costs[name].at_usual_speed())
-             for one in replayed for name, plan in one.plans.items()]
+    pairs = [(price(lower(plan, one.problem, fits=False), model.for_problem(one.problem)),
+              one.costs[name].at_usual_speed()) for one in replayed for name, plan in one.plans.items()]
     predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0)
                        for i in (0, 1))
     return {name: float(t / p) for name, p, t in zip(PARTS, predicted, took, strict=True) if p > 0}

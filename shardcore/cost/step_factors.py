@@ -39,7 +39,8 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     meta["steps"]: the number of steps used. The model itself is returned where none is usable.
     Replays run on one host. They say nothing of collectives measured between hosts only.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)]
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)
+             and w.job.forward_payload == w.job.backward_payload == "fp32"]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     # Without old factors, or new ones would be relative to them.

@@ -6,9 +6,10 @@ import numpy as np
 
 from shardcore.draws.problems import DIMS
 from shardcore.measurements import CollectiveRequest
+from shardcore.types import CAST, PAYLOADS
 
 _PLAIN = 0.5
-"""Share of draws that are all-to-alls in FP32 at the full batch."""
+"""Share of draws that are all-to-alls at the full batch."""
 BUSY_MS = 20.0
 """How long ranks compute before a collective. Steps of plans take about as long."""
 _VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
@@ -17,7 +18,7 @@ data-parallel tables."""
 _IDS = 0.1
 """Share of all draws that are exchanges of ids instead."""
 _FP32 = 0.75
-"""Share of the other draws in FP32, which the cost model prices."""
+"""Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
 
 def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0,
@@ -29,9 +30,9 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     probability p, otherwise to the least loaded one. A uniform p varies the balance. Every eighth draw leaves
     some ranks without tables.
 
-    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls in FP32 at the full
-    batch, as plans of whole and column-wise tables have. The others vary in collective, payload and batch.
-    Some draws then become exchanges of ids.
+    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch,
+    as plans of whole and column-wise tables have. The others vary in collective and batch. Some draws then
+    get another payload, and some become exchanges of ids.
     """
     rng = np.random.default_rng([2, seed, index, ranks])
     p, widths = rng.random(), [0] * ranks
@@ -47,10 +48,13 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     collective, payload = "all_to_all", "fp32"
     if rng.random() >= _PLAIN:
         collective = str(rng.choice(list(_VARIED), p=list(_VARIED.values())))
-        payload = "fp32" if rng.random() < _FP32 else "bf16"
+        rng.random()  # earlier versions drew a payload here
         for _ in range(rng.integers(4)):
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
-    # Drawn apart, so that the other draws are those of versions without ids.
+    # Drawn apart, so that the other draws are those of earlier versions.
+    apart = np.random.default_rng([6, seed, index, ranks])
+    if collective in CAST and apart.random() >= _FP32:
+        payload = str(apart.choice([p for p in PAYLOADS if p != "fp32"]))
     if np.random.default_rng([5, seed, index, ranks]).random() < _IDS:
         collective, payload = "all_to_all_ids", "fp32"
     if collective == "all_reduce":

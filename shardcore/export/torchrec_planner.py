@@ -85,10 +85,11 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
              algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
              constraints: Constraints | None = None,
-             global_batch: int | None = None) -> tuple[Plan, Problem]:
+             global_batch: int | None = None, job: Job | None = None) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves.
 
     global_batch: samples of a step over all devices. None: the cost model's.
+    job: how a step runs around the embeddings. None: the default.
 
     The optimizer is that of the cost model. Raises as `problem_for` and all sharders do, and for an
     unknown algorithm.
@@ -96,9 +97,8 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
     _require_model(model)
     algorithm = known(algorithm)
     batch = global_batch or model.setting.batch
-    model = model.for_batch(batch)
-    problem = problem_for(module, topology, batch, lookups, model.setting.optimizer, constraints)
-    return SHARDERS[algorithm](problem, model, seed=seed, budget=budget), problem
+    problem = problem_for(module, topology, batch, lookups, model.setting.optimizer, constraints, job=job)
+    return SHARDERS[algorithm](problem, model.for_problem(problem), seed=seed, budget=budget), problem
 
 
 class ShardCorePlanner:
@@ -111,6 +111,7 @@ class ShardCorePlanner:
     algorithm, seed, budget: of the search.
     lookups: as in `problem_for`, instead of pooling_factors.
     reserved: share of HBM kept free of embeddings.
+    job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default.
 
     A table whose sharding_types never cut it stays whole. A plan that breaks other sharding_types is searched
     again with columns only, then refused. The first compute kernel that is not dense is used.
@@ -122,7 +123,7 @@ class ShardCorePlanner:
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
                  constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel,
                  algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
-                 lookups: Lookups | None = None, reserved: float = RESERVED) -> None:
+                 lookups: Lookups | None = None, reserved: float = RESERVED, job: Job | None = None) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
         _require_model(model)
@@ -133,7 +134,7 @@ class ShardCorePlanner:
         self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
         self.batch_size, self.constraints, self.lookups = (batch_size or BATCH_SIZE, dict(constraints or {}),
                                                            lookups)
-        self.model, self.algorithm, self.seed, self.budget = model, algorithm, seed, budget
+        self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
         self.problem: Problem | None = None
         self.found: Plan | None = None
         self.unpriced: list[str] = []
@@ -145,14 +146,13 @@ class ShardCorePlanner:
         whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t))
                       and set(asked) <= WHOLE_TYPES)
         batch = self.batch_size * len(self.topology)
+        self.problem = problem_for(module, self.topology, batch, lookups, self.model.setting.optimizer,
+                                   Constraints(unsplit=whole), job=self.job)
         try:
-            model = self.model.for_batch(batch)
+            model = self.model.for_problem(self.problem)
         except SettingMismatch as error:
             raise SettingMismatch(f"batch_size {self.batch_size} on {len(self.topology)} devices: "
                                   f"{error}") from None
-        optimizer = model.setting.optimizer
-        self.problem = problem_for(module, self.topology, batch, lookups, optimizer,
-                                   Constraints(unsplit=whole))
         # The search does not know sharding_types. So check its plan, and retry with columns only.
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
             self.found = SHARDERS[algorithm](self.problem, model, seed=self.seed, budget=self.budget)

@@ -4,8 +4,9 @@ Each rank runs one Rank; all are given the same requests (measurements.Collectiv
 collectives). An exchange's waiting lasts until the last rank starts, its transfer from there to a rank's own
 end.
 
-BF16 payloads are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and decoded
-after the collective, inside the timed part, for a step pays for both. Gloo sums BF16 (seen with torch 2.13).
+Payloads of 16 bits are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and
+decoded after the collective, inside the timed part, for a step pays for both. Gloo sums FP16 and BF16 (seen
+with torch 2.13).
 
 In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, the
 caches hold other things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
@@ -26,7 +27,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.errors import ShardCoreError
+from shardcore.fused import PRECISIONS
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
@@ -302,30 +304,29 @@ Collective = Callable[[torch.Tensor, torch.Tensor], Any]
 """Called with the tensor to fill and the one to send."""
 
 
-@dataclass(eq=False)
+def carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective) -> torch.Tensor:
+    """`into`, FP32, filled by a collective from FP32 `source`, with casts to the payload and back."""
+    dtype = getattr(torch, PRECISIONS[payload].torch)
+    if source.dtype == dtype:
+        collective(into, source)
+        return into
+    sent = source.to(dtype)
+    arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
+    collective(arrived, sent)
+    return into.copy_(arrived)
+
+
+@dataclass(frozen=True, eq=False)
 class Transfer:
-    """One collective, over and over: from FP32 `source` to FP32 `into`, flat, cast on the way where the
-    payload is "bf16"."""
+    """One collective, over and over, from FP32 `source` to FP32 `into`, both flat."""
 
     collective: Collective
     source: torch.Tensor
     into: torch.Tensor
     payload: str = "fp32"
-    _sent: torch.Tensor = field(init=False)
-    _arrived: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._sent, self._arrived = self.source, self.into
-        if self.payload == "bf16":
-            self._sent = self.source.bfloat16()
-            self._arrived = self._sent if self.into is self.source else self.into.bfloat16()
 
     def run(self) -> None:
-        if self.payload == "bf16":
-            self._sent.copy_(self.source)
-        self.collective(self._arrived, self._sent)
-        if self.payload == "bf16":
-            self.into.copy_(self._arrived)
+        carried(self.into, self.source, self.payload, self.collective)
 
 
 def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu"

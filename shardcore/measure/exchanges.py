@@ -10,6 +10,7 @@ Shapes: n ranks of a group, B global batch, W columns of an op.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from shardcore.layouts import CHANNELS, CROSS, HOST, LAYOUTS, WORLD, Channel
 from shardcore.measure import own_core
-from shardcore.measure.collectives import all_gather, reduce_scatter
+from shardcore.measure.collectives import all_gather, carried, reduce_scatter
 from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
@@ -90,20 +91,22 @@ class _AllToAll:
         columns = [n // (local * len(ranks)) for n in elements]
         self._none, self._entered, self._sent = (full((0,)), full((elements[ranks.index(rank)],)),
                                                  full((local * sum(columns),)))
-        self._arrived = torch.empty_like(self._sent)
+        self._arrived, self._job = torch.empty_like(self._sent), workload.job
         self._mine, self._theirs = ([local * columns[ranks.index(rank)]] * len(ranks),
                                     [local * width for width in columns])
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         entered = self._none if outputs is None else outputs.view(-1)
-        dist.all_to_all_single(self._arrived, entered, self._theirs, self._mine, group=self._group)
-        return self._arrived
+        send = partial(dist.all_to_all_single, output_split_sizes=self._theirs, input_split_sizes=self._mine,
+                       group=self._group)
+        return carried(self._arrived, entered, self._job.forward_payload, send)
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
         back = self._entered if into is None else into.view(-1)
-        dist.all_to_all_single(back, self._sent if gradients is None else gradients, self._mine, self._theirs,
-                               group=self._group)
-        return back
+        send = partial(dist.all_to_all_single, output_split_sizes=self._mine, input_split_sizes=self._theirs,
+                       group=self._group)
+        own = self._sent if gradients is None else gradients
+        return carried(back, own, self._job.backward_payload, send)
 
 
 class _ReduceScatter:
@@ -117,16 +120,16 @@ class _ReduceScatter:
         width = max(round(workload.traffic[CHANNELS.index(channel), r] / (batch * OUTPUT_BYTES))
                     for r in ranks)
         self._padded, self._sent = full((batch, width)), full((batch // len(ranks), width))
-        self._arrived = torch.empty_like(self._sent)
+        self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        reduce_scatter(self._arrived, self._as_wide(outputs), self._group)
-        return self._arrived
+        return carried(self._arrived, self._as_wide(outputs), self._job.forward_payload,
+                       partial(reduce_scatter, group=self._group))
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
         back, own = self._as_wide(into), self._sent
-        all_gather(back, own if gradients is None else gradients.view(own.shape), self._group)
-        return back
+        return carried(back, own if gradients is None else gradients.view(own.shape),
+                       self._job.backward_payload, partial(all_gather, group=self._group))
 
     def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
         return tensor if tensor is not None and tensor.shape == self._padded.shape else self._padded

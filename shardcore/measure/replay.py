@@ -145,7 +145,8 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     topology = workload.topology
     precision = next((s.table.precision for ops in workload.ops for op in ops for s in op.shards),
                      setting.precision)
-    own = Setting(topology.hardware or setting.hardware, workload.global_batch, precision, setting.optimizer)
+    own = replace(setting, hardware=topology.hardware or setting.hardware, batch=workload.global_batch,
+                  precision=precision)
     if own != setting:
         raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
                               "own hardware and batch")

@@ -328,7 +328,8 @@ def _in_steps(model: NeuralModel) -> str:
 
 def _ranges(model: NeuralModel) -> str:
     """The training ranges, in the words that warn of plans beyond them, and what no range covers."""
-    owners = {"shard": "a shard", "op": "a device", "devices": "a job", "exchange": "a device"}
+    owners = {"shard": "a shard", "op": "a device", "devices": "a job", "batch": "a job",
+              "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
         quantity = neural.QUANTITIES[name]

@@ -6,7 +6,7 @@ import math
 import pytest
 from laws import SETTING, by_hand, comm_samples, spread
 
-from shardcore.cost import accuracy, collective_model
+from shardcore.cost import accuracy, collective_fit
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.types import Shard, Table
 
@@ -74,7 +74,7 @@ def test_metrics_by_hand():
             "compute_coverage_95": 100,
         }
     )
-    comm = comm_samples(3, payload="bf16")
+    comm = comm_samples(3, collective="all_reduce", payload="bf16")
     assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
     assert accuracy.evaluate(by_hand(), [], comm_samples(3)) == {
-        "n_compute": 0, "n_comm": 3, **collective_model.errors(by_hand().weights, comm_samples(3))}
+        "n_compute": 0, "n_comm": 3, **collective_fit.errors(by_hand().weights, comm_samples(3))}

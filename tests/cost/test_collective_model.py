@@ -1,15 +1,14 @@
 """The communication model is recovered from exchanges, each collective's own, and goes beyond the ranks and
 hosts measured."""
 
-import dataclasses
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law, spread
+from laws import SETTING, comm_samples, exchange_law, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
-from shardcore.cost import accuracy, collective_model, fit, neural
+from shardcore.cost import collective_fit, collective_model, fit, neural
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.topology import Device, Topology
@@ -21,7 +20,7 @@ QUICK = fit.FitConfig(epochs=3)
 
 def fitted(*samples) -> neural.NeuralModel:
     return neural.NeuralModel(SETTING,
-                              collective_model.fit([x for s in samples for x in s], [], lambda *_: None),
+                              collective_fit.fit([x for s in samples for x in s], [], lambda *_: None),
                               {"ranges": {}})
 
 
@@ -116,7 +115,7 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
                  for way, ms in (("forward", 1.0), ("backward", 2.0))]
         sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
         for way in ways:
-            found, measured = collective_model.observed([sample] * 2, way)
+            found, measured = collective_fit.observed([sample] * 2, way)
             assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4
             assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
 
@@ -178,61 +177,11 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
 # --- fit
 
 
-def test_exchanges_of_two_ranks_alone_fit_too():
-    comm = comm_samples(60, ranks=(2,))
-    model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
-    assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert all((model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
-               for way in ("forward", "backward"))
-
-
-def test_only_exchanges_that_the_model_prices_count():
-    compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
-    slow = [dataclasses.replace(s, backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
-            for s in comm_samples(60, ranks=(2,), payload="bf16")]
-    none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
-    early = dataclasses.replace(comm[0], id="early", forward=none)
-    model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
-    assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
-    assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
-    assert not collective_model.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights,
-                                            ALL_TO_ALL)
-
-
-def test_each_collective_has_its_own_rates():
-    rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
-    model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
-    found = collective_model.errors(model.weights,
-                                    [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
-    assert len(found) == 5 and max(found.values()) < 0.5
-    owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
-    scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
-    forward, backward = ring_law("reduce_scatter", [640] * 6, 256)  # the others pad
-    assert scattered[0].forward_ms == pytest.approx(forward, rel=0.01)
-    assert scattered[0].backward_ms == pytest.approx(backward, rel=0.01)
-    reduced = [m.comm(sends(all_reduce=np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)]
-    assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
-    assert not reduced[0].forward_ms.any()
-    moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
-    assert (scattered[1].forward_ms
-            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01))
-    assert (reduced[1].backward_ms
-            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01))
-
-
-def test_too_few_exchanges_of_a_collective_are_none():
-    few = comm_samples(collective_model.FEWEST_SAMPLES - 1, collective="all_reduce")
-    model = fitted(comm_samples(), few)
-    assert (collective_model.is_measured(model.weights, ALL_TO_ALL)
-            and not collective_model.is_measured(model.weights, ALL_REDUCE))
-    assert collective_model.errors(model.weights, few)["all_reduce_backward_mape"] > 1
-
-
 def test_numbers_of_ranks_and_hosts_never_trained_on():
     cluster = links.Cluster()
     model = fitted(links.simulated(cluster, links.KNOWN, 30, seed=0))
     for shape in ((3, 1), (6, 3), (12, 1), (16, 4), (32, 4)):
-        found = collective_model.errors(model.weights, links.simulated(cluster, [shape], 3, seed=1))
+        found = collective_fit.errors(model.weights, links.simulated(cluster, [shape], 3, seed=1))
         assert len(found) == 5 and np.mean(list(found.values())) < 10, (shape, found)
 
 

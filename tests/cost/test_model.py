@@ -10,6 +10,7 @@ from shapes import column, replica
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
+from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -107,6 +108,20 @@ def test_ids_that_the_dense_part_does_not_hide_make_a_step_longer(any_model):
             assert found.total_ms == pytest.approx(embeddings_ms + left_ms + share * ids_ms)
             assert found.compute_ms == alone.compute_ms
     assert cost(id_bytes=4).input_ms[0] < ids_ms
+
+
+def test_a_model_is_for_the_payloads_of_its_problems_job(any_model):
+    given = dataclasses.replace(problem(1, 1), global_batch=any_model.setting.batch)
+    short = dataclasses.replace(given, job=Job(forward_payload="fp16", backward_payload="bf16"))
+    workload = lower(spread_plan(2), given)
+    model = any_model.for_problem(short)
+    assert (model.setting.forward_payload, model.setting.backward_payload) == ("fp16", "bf16")
+    long_ms, short_ms = (price(workload, m) for m in (any_model.for_problem(given), model))
+    assert max(short_ms.forward_comm_ms) < max(long_ms.forward_comm_ms)
+    assert max(short_ms.backward_comm_ms) < max(long_ms.backward_comm_ms)
+    assert short_ms.compute_ms == long_ms.compute_ms and short_ms.input_ms == long_ms.input_ms
+    with pytest.raises(SettingMismatch, match="payloads fp16 and bf16"):
+        short.require_setting(any_model.setting)
 
 
 def test_halving_columns_of_tables_of_many_lookups_over_two_hosts_raises_the_price(any_model):

@@ -8,7 +8,7 @@ import pytest
 from laws import SETTING, comm_samples, pool
 from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row
 
-from shardcore.cost import collective_model, neural, step_factors
+from shardcore.cost import collective_fit, collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.layouts import CHANNELS, IDS, Channel
@@ -27,7 +27,7 @@ ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective]}
 def model(model):
     """With rates of all collectives."""
     samples = [s for c in COLLECTIVES for s in comm_samples(collective=c)]
-    law = collective_model.fit(samples, [], lambda *_: None)
+    law = collective_fit.fit(samples, [], lambda *_: None)
     return dataclasses.replace(model, weights={**model.weights, **law})
 
 
@@ -75,7 +75,7 @@ def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slo
     for way in ("forward_comm_ms", "backward_comm_ms"):
         assert getattr(said, way) == pytest.approx(getattr(took, way), rel=1e-3)
     samples = comm_samples()
-    assert collective_model.errors(fitted.weights, samples) == collective_model.errors(model.weights, samples)
+    assert collective_fit.errors(fitted.weights, samples) == collective_fit.errors(model.weights, samples)
 
 
 def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_change_nothing(model):

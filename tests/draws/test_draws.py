@@ -50,7 +50,7 @@ def test_draws_are_those_of_earlier_versions(tables):
     ids = [i for i, r in enumerate(exchanges) if r.collective == "all_to_all_ids"]
     assert ids == [8, 10, 11, 16, 30, 34, 37]  # earlier versions drew something else for these
     others = [dataset.comm_id(SETTING, r) for i, r in enumerate(exchanges) if i not in ids]
-    assert files.digest(others) == "3ee95832406a9667"
+    assert files.digest(others) == "811b46c514f0c636"
     problem = draw_problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
     # With memory as it was counted then: only that may differ.
     as_then = sized(problem, ProblemConfig().slack, drawn_bytes)
@@ -117,14 +117,15 @@ def test_groups_cover_what_a_search_asks_about(tables):
 
 def test_exchanges_vary_in_kind_load_and_skew():
     requests = [comm_request(i, 4, 256) for i in range(400)]
-    plain = [r for r in requests if (r.collective, r.payload, r.batch) == ("all_to_all", "fp32", 256)]
+    plain = [r for r in requests if (r.collective, r.batch) == ("all_to_all", 256)]
     assert 0.45 < len(plain) / 400 < 0.55
-    of_rows = [r for r in requests if (r.collective, r.payload) == ("reduce_scatter", "fp32")]
+    of_rows = [r for r in requests if r.collective == "reduce_scatter"]
     assert 0.12 < len(of_rows) / 400 < 0.25
     assert 0.05 < sum(r.collective == "all_to_all_ids" for r in requests) / 400 < 0.15
     kinds = {(r.collective, r.payload) for r in requests}
-    assert kinds == {("all_to_all_ids", "fp32"), *itertools.product(
-        ("all_to_all", "reduce_scatter", "all_reduce"), ("fp32", "bf16"))}
+    assert kinds == {("all_to_all_ids", "fp32"), ("all_reduce", "fp32"), *itertools.product(
+        ("all_to_all", "reduce_scatter"), ("fp32", "fp16", "bf16"))}
+    assert 0.15 < sum(r.payload != "fp32" for r in requests) / 400 < 0.3
     assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)
     assert all(max(r.widths) <= 30 * 4 * 128 for r in requests)
     assert {r.hosts for r in requests} == {1} and comm_request(3, 4, 256, hosts=2).hosts == 2

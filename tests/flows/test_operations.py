@@ -291,7 +291,7 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
                                                                                 monkeypatch):
     good = files.read_problem(project.folder / "problems/one.json")
     bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)},
-           "other-batch": {"global_batch": 128}, "one": {}, "report.md": {}, "odd": {}}
+           "other-batch": {"global_batch": 1 << 20}, "one": {}, "report.md": {}, "odd": {}}
 
     def explained(plan, problem, *rest):
         if problem.name == "odd":
@@ -316,8 +316,9 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
                     r"report.md and the log say why also of z1, z2, z3 \.\.\.$", said), said
     assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
     report = (project.folder / "plans/report.md").read_text()
-    for reason in ("'too-big' does not fit", "batch 128", "is named 'one' too", "'report.md' has the name of "
-                   "the file beside", "ZeroDivisionError('of a defect in the code')"):
+    for reason in ("'too-big' does not fit", "batch 1048576", "is named 'one' too",
+                   "'report.md' has the name of the file beside",
+                   "ZeroDivisionError('of a defect in the code')"):
         assert reason in report
     assert "| one |" in report and "| two |" in report
     assert publish_claim.read(inside, name).published == champion  # every problem was gone through

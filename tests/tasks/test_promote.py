@@ -11,7 +11,7 @@ from prefect.logging import disable_run_logger
 from tracking import tracked
 
 from shardcore import files
-from shardcore.cost import collective_model, fit, neural
+from shardcore.cost import collective_fit, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
@@ -71,7 +71,7 @@ def measured_as_by(held_out, others):
                                            backward=spread((1 - share) * total)))
     for s in COMM:
         w = (held_out if split_of(s.id) == "test" else others).weights
-        ways = {way: tuple(spread(float(ms)) for ms in collective_model.predicted(w, [s], way)[0])
+        ways = {way: tuple(spread(float(ms)) for ms in collective_fit.predicted(w, [s], way)[0])
                 for way in ("forward", "backward")}
         comm.append(dataclasses.replace(s, **ways))
     return compute, comm

@@ -203,6 +203,24 @@ def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s)
     assert said and all(re.fullmatch(ours, line) for line in said), said
 
 
+FAILS = """
+import time
+from tasks import ray_cluster
+
+with ray_cluster.ray_cluster():
+    time.sleep(5 * ray_cluster._LOOK_EVERY_S)  # until its processes are known
+    raise ValueError("of the work")
+"""
+
+
+@pytest.mark.long
+def test_work_that_fails_is_not_taken_for_a_lost_ray():
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    flow = subprocess.run([sys.executable, "-c", FAILS], cwd=Path(__file__).parents[2], env=env, text=True,
+                          capture_output=True)
+    assert flow.stderr.endswith("ValueError: of the work\n")
+
+
 def test_the_token_of_a_local_ray_is_its_owner_s_only(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     everybody = os.umask(0)

@@ -1,0 +1,131 @@
+"""The communication model's rates: fitted to measured exchanges, and judged on others.
+
+Shapes: D devices, E exchange terms, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from shardcore.cost.collective_model import FAR, NEAR, exchange_terms, rates_of, transfer_ms, weight
+from shardcore.cost.metrics import mape
+from shardcore.cost.nnls import fit_law
+from shardcore.layouts import Channel
+from shardcore.measurements import CollectiveSample
+from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, PAYLOADS
+
+FEWEST_SAMPLES = 4
+"""A collective with fewer samples gets no rates."""
+_MEASURED = [(collective, payload, ways) for collective, ways in COLLECTIVES.items() for payload in PAYLOADS
+             if collective in CAST or payload == "fp32"]
+"""Collectives with their payloads and directions."""
+
+def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
+        note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
+    """[E] rates of each measured collective, payload and direction, named by `weight`."""
+    rates = {}
+    for collective, payload, ways in _MEASURED:
+        known, unseen = (_of(side, collective, payload) for side in (train_side, validation))
+        for way in ways if len(known) >= FEWEST_SAMPLES else ():
+            (terms, measured), (unseen_terms, unseen_measured) = (observed(known, way),
+                                                                  observed(unseen or known, way))
+            # Without validation samples, training samples stand in for the report.
+            rates[weight(Channel(collective), way, payload)] = law = _fit_rates(terms, measured)
+            log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
+            note(_metric(collective, way, payload), 0,
+                 {"train_loss": float(np.abs(log_error).mean()),
+                  "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
+    return rates
+
+
+def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
+    """[E] rates of transfer_ms from terms [E, S].
+
+    The maximum is not linear. So guess for each sample which links are slower, and fit the linear law.
+    Repeat until the guess agrees with the fit.
+    """
+    far_decides = terms[FAR].any(0)
+    for _ in range(rounds):
+        decisive = terms.copy()
+        decisive[NEAR, far_decides], decisive[FAR, ~far_decides] = 0, 0
+        rates = _fit_shared(decisive, measured)
+        before, far_decides = far_decides, rates[FAR] @ terms[FAR] > rates[NEAR] @ terms[NEAR]
+        if (before == far_decides).all():
+            break
+    return rates
+
+
+def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """fit_law; terms that are always equal share their rate evenly."""
+    # Equal columns would make the least-squares problem singular.
+    different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
+    return (fit_law(different.T, measured) / times)[which.ravel()]
+
+
+def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
+    """The samples that the model prices: those of payloads that jobs may choose.
+
+    An exchange that ended before the last rank started has no transfer time, and is left out.
+    """
+    return [s for s in samples if (s.request.collective in CAST or s.request.payload == "fp32")
+            and (s.error or min(x.median_ms for way in COLLECTIVES[s.request.collective]
+                                for x in getattr(s, way)) > 0)]
+
+
+def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
+    """Terms [E, sum of D] and measured transfer ms [sum of D], over all samples' ranks."""
+    terms = [_sample_terms(s, way) for s in samples]
+    return np.concatenate(terms, axis=1), np.array([x.median_ms for s in samples for x in getattr(s, way)])
+
+
+def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
+    """[E, D] terms of one sample."""
+    r = sample.request
+    # Ranks are numbered host by host, and hosts are of one size.
+    hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
+    first = way == COLLECTIVES[r.collective][0]  # only the first exchange is entered at start_ms
+    terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts,
+                           max(r.start_ms) - min(r.start_ms) if first else 0.0)
+    return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
+
+
+def owned_bytes(sample: CollectiveSample) -> np.ndarray:
+    """[D] bytes that each rank of a sample owns."""
+    return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
+
+
+# --- accuracy -----------------------------------------------------------------------------------------------
+
+
+def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample],
+              way: str) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted and measured transfer ms [sum of D]. All samples are of one collective and payload."""
+    terms, measured = observed(samples, way)
+    request = samples[0].request
+    return transfer_ms(terms, rates_of(w, Channel(request.collective), way, request.payload)), measured
+
+
+def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
+    """Mean absolute error of one rank's transfer, in percent, as flat metrics.
+
+    "<way>_comm_mape": of all-to-alls.
+    "<collective>_<way>_mape": of the others.
+    "..._<payload>_mape": of other payloads than FP32.
+
+    A kind without samples has no metrics.
+    """
+    return {f"{_metric(collective, way, payload)}_mape": mape(*predicted(w, of_kind, way))
+            for collective, payload, ways in _MEASURED
+            if (of_kind := _of(samples, collective, payload)) for way in ways}
+
+
+
+def _of(samples: Sequence[CollectiveSample], collective: str, payload: str) -> list[CollectiveSample]:
+    return [s for s in samples if (s.request.collective, s.request.payload) == (collective, payload)]
+
+
+def _metric(collective: str, way: str, payload: str) -> str:
+    name = f"{way}_comm" if collective == "all_to_all" else f"{collective}_{way}"
+    return name + (f"_{payload}" if payload != "fp32" else "")

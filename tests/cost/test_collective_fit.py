@@ -1,0 +1,113 @@
+"""The communication model's rates are recovered from exchanges, those of each collective and payload."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law
+from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
+from test_collective_model import QUICK, columns, fitted, on_hosts
+
+from shardcore.cost import accuracy, collective_fit, collective_model, fit
+
+
+def test_exchanges_of_two_ranks_alone_fit_too():
+    comm = comm_samples(60, ranks=(2,))
+    model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
+    assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
+    assert all((model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
+               for way in ("forward", "backward"))
+
+
+def test_only_exchanges_that_the_model_prices_count():
+    compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
+    # TorchRec has no codec for all-reduces.
+    slow = [dataclasses.replace(s, backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
+            for s in comm_samples(60, ranks=(2,), collective="all_reduce", payload="bf16")]
+    none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
+    early = dataclasses.replace(comm[0], id="early", forward=none)
+    model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
+    assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
+    assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
+    assert not collective_model.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights,
+                                            ALL_TO_ALL)
+
+
+def test_each_collective_has_its_own_rates():
+    rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
+    model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
+    found = collective_fit.errors(model.weights,
+                                    [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
+    assert len(found) == 5 and max(found.values()) < 0.5
+    owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
+    scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
+    forward, backward = ring_law("reduce_scatter", [640] * 6, 256)  # the others pad
+    assert scattered[0].forward_ms == pytest.approx(forward, rel=0.01)
+    assert scattered[0].backward_ms == pytest.approx(backward, rel=0.01)
+    reduced = [m.comm(sends(all_reduce=np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)]
+    assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
+    assert not reduced[0].forward_ms.any()
+    moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
+    assert (scattered[1].forward_ms
+            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01))
+    assert (reduced[1].backward_ms
+            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01))
+
+
+def test_too_few_exchanges_of_a_collective_are_none():
+    few = comm_samples(collective_fit.FEWEST_SAMPLES - 1, collective="all_reduce")
+    model = fitted(comm_samples(), few)
+    assert (collective_model.is_measured(model.weights, ALL_TO_ALL)
+            and not collective_model.is_measured(model.weights, ALL_REDUCE))
+    assert collective_fit.errors(model.weights, few)["all_reduce_backward_mape"] > 1
+
+
+def half(samples, payload):
+    """Samples in a payload of 16 bits, in half of the time."""
+    return [dataclasses.replace(s, request=dataclasses.replace(s.request, payload=payload), **{
+        way: tuple(dataclasses.replace(x, median_ms=x.median_ms / 2) for x in getattr(s, way))
+        for way in ("forward", "backward")}) for s in samples]
+
+
+def test_each_payload_has_its_own_rates():
+    model, widths = fitted(comm_samples(), half(comm_samples(), "fp16")), [64, 0, 256, 128]
+    found = collective_fit.errors(model.weights, [*comm_samples(), *half(comm_samples(), "fp16")])
+    assert sorted(found) == ["backward_comm_fp16_mape", "backward_comm_mape", "forward_comm_fp16_mape",
+                             "forward_comm_mape"]
+    assert max(found.values()) < 0.5
+    expected = exchange_law(widths, 256)
+    for forward, backward in (("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")):
+        cost = model.for_payloads(forward, backward).comm(columns(widths), np.zeros(4), on_hosts(4))
+        for ms, way, payload in zip((cost.forward_ms, cost.backward_ms), expected, (forward, backward),
+                                    strict=True):
+            assert ms == pytest.approx(way / (2 if payload == "fp16" else 1), rel=0.01)
+
+
+def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_bytes():
+    model, owned = fitted(comm_samples()), columns([64, 64, 64, 64])
+    fixed = 0.1 + 0.02 * 3
+    whole, short = (model.for_payloads(p, p).comm(owned, np.zeros(4), on_hosts(4)) for p in ("fp32", "bf16"))
+    assert short.forward_ms - fixed == pytest.approx((whole.forward_ms - fixed) / 2, rel=0.02)
+    assert collective_model.knows_payload(model.weights, ALL_TO_ALL, "forward", "fp32")
+    assert not collective_model.knows_payload(model.weights, ALL_TO_ALL, "forward", "bf16")
+    known = fitted(comm_samples(), half(comm_samples(), "bf16"))
+    assert collective_model.knows_payload(known.weights, ALL_TO_ALL, "forward", "bf16")
+    assert not collective_model.knows_payload(known.weights, REDUCE_SCATTER, "forward", "bf16")
+
+
+def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
+    model, owned = fitted(comm_samples()), columns([64, 64])
+    given = on_hosts(2, within_host_gbps=1.0, latency_ms=0.0)
+    whole, short = (model.for_payloads(p, p).comm(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
+    assert whole.forward_ms == pytest.approx(np.full(2, 64 * 256 * 4 / 2 / 1e6))
+    assert short.forward_ms == pytest.approx(whole.forward_ms / 2)
+    assert short.backward_ms == pytest.approx(whole.backward_ms / 2)
+
+
+def test_ids_and_gradients_of_replicas_have_no_payload():
+    model, owned, nothing = fitted(comm_samples()), np.full(2, 1e6), np.zeros(2)
+    for sent in (sends(all_reduce=owned), sends(all_to_all_ids=owned)):
+        whole, short = (model.for_payloads(p, p).comm(sent, nothing, on_hosts(2)) for p in ("fp32", "fp16"))
+        np.testing.assert_array_equal(whole.backward_ms, short.backward_ms)
+        np.testing.assert_array_equal(whole.input_ms, short.input_ms)
+    assert collective_model.knows_payload(model.weights, ALL_REDUCE, "backward", "fp16")
