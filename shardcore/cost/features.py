@@ -16,7 +16,10 @@ from shardcore.outputs import output_rows
 from shardcore.tables import access
 from shardcore.types import PRECISION_BYTES, Shard
 
-DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells")
+WIDTH_CLASSES = (32, 64, 128, 256)
+"""Columns at which FBGEMM's CUDA kernels change. They choose by the widest table of an op."""
+DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells",
+           *(f"wider_than_{w}" for w in WIDTH_CLASSES))
 """Amounts of work for one shard. They add up over the shards of an op.
 
 shards: 1, the table to set up.
@@ -26,6 +29,7 @@ lookups: ids read.
 lookup_cells: lookups × width, summed; backward, gradients applied.
 unique_rows: distinct rows touched.
 unique_cells: unique_rows × width, fetched from memory.
+wider_than_W: 1 if it is. Their sums tell the class of the op's widest shard, and stay sums in a search.
 """
 
 CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows",
@@ -57,7 +61,8 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         unique_share = (unique + 1) / (lookups + 1)
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
-        additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width)
+        additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width,
+                    *(width > w for w in WIDTH_CLASSES))
         conditions = (width, lines, lookups / bags + 0.1, unique_share, unique + 1,
                       unique * row_bytes + 1, height, height * row_bytes, np.full(len(shards), float(batch)))
         for k, of in enumerate((*additive, *map(_log, conditions))):

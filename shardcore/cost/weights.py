@@ -30,6 +30,16 @@ _MOST_LAYERS = 8
 """Of the network. With more, products of weights within _ANY may overflow."""
 
 
+def with_new_drivers(w: Mapping[str, np.ndarray], known: int) -> dict[str, np.ndarray]:
+    """The weights of a model that knew only the first `known` drivers. The others cost nothing."""
+    def longer(values: np.ndarray, fill: float) -> np.ndarray:
+        new = np.full((len(features.DRIVERS) - known, *values.shape[1:]), fill, values.dtype)
+        return np.concatenate([values, new]) if values.shape[:1] == (known,) else values
+
+    return {**w, **{name: longer(w[name], fill) for name, fill in
+                    (("rates", 0.0), ("contention.0.weight", 0.0), ("load_typical", 1.0)) if name in w}}
+
+
 def require(w: Mapping[str, np.ndarray]) -> None:
     """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)

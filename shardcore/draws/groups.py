@@ -20,7 +20,8 @@ REPLICATED_BYTES = 64 << 20
 _REFERENCE_SEED = 2**32 - 1
 """Reserved for the reference op."""
 _REFERENCE_SHARDS = 8
-
+_NARROW = 32
+"""The widest shard of a narrow group, in columns."""
 
 _MOST_SHARDS = 1 << 16
 """Shards of a group."""
@@ -35,6 +36,8 @@ class GroupConfig:
     max_shard_bytes: bytes of a shard's weights.
     any_width: share of widths from all multiples of 4, log-uniform. Other widths are powers of two.
     row_ranges: share of shards that are a row range.
+    one_sided: share of random groups of shards up to 32 columns only, or of wider ones only. Kernels choose
+        by the widest (see features.WIDTH_CLASSES).
     duplicates: share of shards that repeat a shard of the group.
     planned: share of groups that are a device's op in a plan.
     replicated: share of data-parallel groups, of small tables at a local batch.
@@ -47,6 +50,7 @@ class GroupConfig:
     max_shard_bytes: int = 1 << 30
     any_width: float = 0.25
     row_ranges: float = 0.1
+    one_sided: float = 0.2
     duplicates: float = 0.02
     planned: float = 0.3
     replicated: float = 0.1
@@ -56,7 +60,7 @@ class GroupConfig:
         share = (0, 1)
         require_within(self, "group config", max_shards=(1, _MOST_SHARDS), max_width=(MIN_WIDTH, MOST_DIM),
                        max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES), any_width=share, row_ranges=share,
-                       duplicates=share, planned=share, replicated=(0, 1 - self.planned),
+                       one_sided=share, duplicates=share, planned=share, replicated=(0, 1 - self.planned),
                        smaller_batches=share)
 
 
@@ -75,7 +79,9 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
                                      max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES))
         return ComputeRequest(_random_group(pool, rng, setting, config), batch)
     shards = kind < config.planned and _planned_group(pool, rng, setting, config)
-    shards = shards or _random_group(pool, rng, setting, config)
+    # Drawn apart: groups of both sides are those of earlier versions.
+    aside = np.random.default_rng([8, seed, index])
+    shards = shards or _random_group(pool, rng, setting, config, *_side(aside, config))
     smaller = int(rng.choice(DEVICES)) if rng.random() < config.smaller_batches else 1
     return ComputeRequest(shards, max(1, setting.batch // smaller))
 
@@ -107,8 +113,16 @@ def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Set
                  and s.width <= config.max_width)[: config.max_shards]
 
 
-def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
-                  config: GroupConfig) -> tuple[Shard, ...]:
+def _side(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
+    """The narrowest and the widest shard of a random group."""
+    whole = (MIN_WIDTH, config.max_width)
+    if rng.random() >= config.one_sided or config.max_width <= _NARROW:
+        return whole
+    return (MIN_WIDTH, _NARROW) if rng.random() < 0.5 else (_NARROW + MIN_WIDTH, config.max_width)
+
+
+def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig,
+                  narrowest: int = MIN_WIDTH, widest: int = MOST_DIM) -> tuple[Shard, ...]:
     """1 to max_shards shards of the pool's tables, with replacement, at random widths.
 
     Three quarters of the groups have at most 15.
@@ -122,11 +136,13 @@ def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Sett
             shards.append(shards[rng.integers(len(shards))])
         else:
             table = dataclasses.replace(pool[rng.integers(len(pool))], precision=setting.precision)
-            shards.append(_shard(table, rng, config))
+            shards.append(_shard(table, rng, config, narrowest, widest))
     return tuple(shards)
 
 
-def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard:
+def _shard(table: Table, rng: np.random.Generator, config: GroupConfig, narrowest: int = MIN_WIDTH,
+           most: int = MOST_DIM) -> Shard:
+    """A shard of a table, of `narrowest` to `most` columns. A large table may be narrower."""
     element_bytes = PRECISION_BYTES[table.precision]
     lo, hi = 0, table.rows
     if rng.random() < config.row_ranges and table.rows >= 64:
@@ -136,10 +152,12 @@ def _shard(table: Table, rng: np.random.Generator, config: GroupConfig) -> Shard
         lo = int(rng.integers(0, table.rows - hi + 1))
         hi += lo
     widest = config.max_shard_bytes // ((hi - lo) * element_bytes) // MIN_WIDTH * MIN_WIDTH
-    widest = max(MIN_WIDTH, min(config.max_width, widest))
+    widest = max(MIN_WIDTH, min(config.max_width, most, widest))
+    narrowest = min(narrowest, max(d for d in DIMS if d <= widest))
     if rng.random() < config.any_width:
-        width = min(widest, round((widest / MIN_WIDTH) ** rng.random()) * MIN_WIDTH)
+        units = narrowest / MIN_WIDTH * (widest / narrowest) ** rng.random()
+        width = min(widest, round(units) * MIN_WIDTH)
     else:
-        width = int(rng.choice([d for d in DIMS if d <= widest]))
+        width = int(rng.choice([d for d in DIMS if narrowest <= d <= widest]))
     hi = min(hi, lo + max(1, config.max_shard_bytes // (width * element_bytes)))
     return Shard(dataclasses.replace(table, dim=width), lo, hi, 0, width)

@@ -3,19 +3,22 @@
 import numpy as np
 import pytest
 
+from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, QuantileCostModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.types import Setting, Shard
 
+DRIVERS = len(features.DRIVERS)
 LEVELS = np.array([0.005, 0.5, 0.995])
 
 
 def neural(knots: int) -> NeuralModel:
     rng = np.random.default_rng(knots)
-    weights = {"launch": np.array([0.4, 0.1]), "load_typical": rng.uniform(1, 1e4, 7),
-               "rates": rng.uniform(0, 1e-5, (7, 2)),
-               "contention.0.weight": rng.uniform(0, 0.5, (7, 5)), "contention.0.bias": rng.normal(size=5),
+    weights = {"launch": np.array([0.4, 0.1]), "load_typical": rng.uniform(1, 1e4, DRIVERS),
+               "rates": rng.uniform(0, 1e-5, (DRIVERS, 2)),
+               "contention.0.weight": rng.uniform(0, 0.5, (DRIVERS, 5)),
+               "contention.0.bias": rng.normal(size=5),
                "contention.1.weight": rng.uniform(0, 0.3, (5, 2)), "condition_low": np.full(9, -9.0),
                "condition_high": np.full(9, 30.0), "condition_mean": np.zeros(9), "condition_sd": np.ones(9),
                "network.0.weight": 0.03 * rng.normal(size=(9, 2)), "network.0.bias": np.zeros(2),

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from shardcore.cost.features import CONDITIONS, DRIVERS, features
+from shardcore.cost.features import CONDITIONS, DRIVERS, WIDTH_CLASSES, features
 from shardcore.tables import access
 from shardcore.types import Reuse, Shard, Table, Zipf
 
@@ -16,11 +16,19 @@ def drivers(shard: Shard, batch: int = 256) -> dict[str, float]:
     return dict(zip(DRIVERS, features([shard], batch)[0][0], strict=True))
 
 
+@pytest.mark.parametrize(("width", "classes"), [(4, []), (32, []), (36, [32]), (64, [32]), (128, [32, 64]),
+                                               (256, [32, 64, 128]), (260, [32, 64, 128, 256])])
+def test_sums_tell_the_class_of_the_widest_shard(width, classes):
+    found = drivers(Shard.whole(dataclasses.replace(TABLE, dim=width)))
+    assert [w for w in WIDTH_CLASSES if found[f"wider_than_{w}"]] == classes
+
+
 def test_by_hand():
     uniform = Table("u", 10**6, 8, 2.0, Zipf(0.0))
     found = drivers(Shard.whole(uniform), 100)
     assert found.pop("unique_rows") == pytest.approx(200, rel=1e-3)
     assert found.pop("unique_cells") == pytest.approx(1600, rel=1e-3)
+    assert not any(found.pop(f"wider_than_{w}") for w in WIDTH_CLASSES)
     assert found == {"shards": 1, "bags": 100, "output_cells": 800, "lookups": 200, "lookup_cells": 1600}
     conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
     assert {name: np.exp(x) for name, x in conditions.items()} == pytest.approx(

@@ -202,6 +202,18 @@ def known():
     return fit.train(compute_samples(cache_law, 200), comm_samples(), SETTING, fit.FitConfig(epochs=30)).model
 
 
+def test_ops_that_are_slower_for_one_wide_shard_are_learned():
+    """As on GPUs, where the widest table of an op decides which kernel runs."""
+    def widest_law(shards, batch: int) -> tuple[float, float]:
+        slower = 1.5 if max(s.width for s in shards) > 32 else 1.0
+        return tuple(slower * ms for ms in linear_law(shards, batch))
+
+    samples = compute_samples(widest_law, 1600)
+    model = fit.train(samples, [], SETTING, fit.FitConfig(epochs=60, hidden=(16,))).model
+    # 2.0% without counts of wide shards, 1.0% with them.
+    assert accuracy.evaluate(model, accuracy.held_out(samples), [])["compute_mape"] < 1.5
+
+
 def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
     """Shards that cost less the more there are pull contention below 0, where an op would cost less for a
     shard more."""

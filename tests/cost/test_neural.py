@@ -13,7 +13,7 @@ from laws import SETTING, by_hand, pool
 from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row, sends
 
 from shardcore import files, schema
-from shardcore.cost import collective_model, neural
+from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS
@@ -45,8 +45,8 @@ def test_adding_a_shard_never_lowers_a_cost(model):
 
 def test_empty_group_costs_nothing(model):
     assert group_costs([[]], model).tolist() == [0.0]
-    assert model.head(np.zeros((3, 9))).tolist() == [0.0] * 3
-    assert model.forward_share(np.zeros((1, 9))).tolist() == [0.0]
+    assert model.head(np.zeros((3, model.encode([]).shape[1]))).tolist() == [0.0] * 3
+    assert model.forward_share(np.zeros((1, model.encode([]).shape[1]))).tolist() == [0.0]
 
 
 def test_order_does_not_matter(model):
@@ -293,6 +293,25 @@ def test_a_model_of_other_features_is_refused(model, tmp_path):
     body = {k: v for k, v in meta.items() if k != "schema"}
     files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \['lookups'\]; .*train again"):
+        neural.load(tmp_path)
+
+
+def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp_path):
+    known = features.DRIVERS.index("wider_than_32")
+    body = {k: v for k, v in model.meta.items() if k != "provenance"}
+    short = {name: values[:known] if name in ("rates", "load_typical", "contention.0.weight") else values
+             for name, values in model.weights.items()}
+    files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
+                                 **neural._NAMES, "drivers": list(features.DRIVERS[:known])}, short)
+    old = neural.load(tmp_path)
+    shards = [Shard.whole(Table("t", 1000, 32, 3.0)), Shard.whole(Table("u", 1000, 8, 9.0))]
+    assert (old.head(old.encode(shards).sum(0))
+            == pytest.approx(model.head(model.encode(shards).sum(0)), rel=0.2))
+    assert not old.weights["rates"][known:].any()
+
+    files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
+                                 **neural._NAMES, "drivers": []}, short)
+    with pytest.raises(ShardCoreError, match=r"was trained on drivers \[\]; "):
         neural.load(tmp_path)
 
 

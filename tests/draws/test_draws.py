@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 from shapes import entering
 
@@ -38,7 +39,7 @@ def as_in_version_1(plan):
 def test_draws_are_those_of_earlier_versions(tables):
     """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who
     measures."""
-    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0)
+    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0, one_sided=0.0)
     groups = [
         dataset.compute_id(SETTING, compute_request(tables, i, SETTING, 3, config))
         for i in range(50)
@@ -92,6 +93,23 @@ def test_a_fifth_of_other_groups_runs_over_smaller_batches(tables):
     alike = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0, smaller_batches=0.0))
              for i in range(400)]
     assert [r.shards for r in alike] == [r.shards for r in requests]
+
+
+def test_a_fifth_of_random_groups_has_narrow_shards_only_or_wide_ones_only(tables):
+    """Kernels on GPUs choose by the widest table of an op."""
+    config = GroupConfig(planned=0.0, replicated=0.0)
+    requests = [compute_request(tables, i, SETTING, config=config) for i in range(600)]
+    widths = [[s.width for s in r.shards] for r in requests if len(r.shards) >= 8]
+    assert 0.07 < np.mean([max(w) <= 32 for w in widths]) < 0.15
+    assert 0.05 < np.mean([min(w) > 32 for w in widths]) < 0.15
+    both = [[s.width for s in compute_request(tables, i, SETTING,
+                                              config=dataclasses.replace(config, one_sided=0.0)).shards]
+            for i in range(600)]
+    assert not any(min(w) > 32 for w in both if len(w) >= 8)
+
+    narrow = dataclasses.replace(config, max_width=16)
+    assert max(s.width for i in range(50)
+               for s in compute_request(tables, i, SETTING, config=narrow).shards) <= 16
 
 
 def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):

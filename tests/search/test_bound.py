@@ -39,7 +39,9 @@ def contended(seed: int) -> NeuralModel:
     k, c = len(features.DRIVERS), len(features.CONDITIONS)
     exchange = np.zeros(len(EXCHANGE_TERMS))
     exchange[[0, 3, 4, 5]] = 0.02, 0.05, 2e-6, 3e-6
-    weights = {"rates": rng.uniform(0, 1, (k, 2)) * np.array([[1e-3, 1e-5, 1e-6, 2e-5, 5e-6, 1e-4, 1e-5]]).T,
+    rates = np.zeros((k, 1))
+    rates[:7, 0] = 1e-3, 1e-5, 1e-6, 2e-5, 5e-6, 1e-4, 1e-5
+    weights = {"rates": rng.uniform(0, 1, (k, 2)) * rates,
                "launch": rng.uniform(0.001, 0.02, 2), "load_typical": rng.uniform(1, 1e4, k),
                "contention.0.weight": rng.uniform(0, 0.5, (k, 4)), "contention.0.bias": rng.normal(size=4),
                "contention.1.weight": rng.uniform(0, 0.3, (4, 2)), "condition_low": np.full(c, -9.0),
