@@ -3,8 +3,8 @@
     python -m bench.traffic --models 200 --out traffic.jsonl
 
 Each model is drawn: one to three collections, pooled, pooled with weights, or of sequences. Their tables have
-one to three features, and share some. Ids have 32 or 64 bits. Outputs and gradients travel in FP32, FP16 or
-BF16. (On CPU, TorchRec sends FP16 for BF16.) The plan has all kinds of sharding.
+one to three features, and share some. Weights are FP32 or FP16. Ids have 32 or 64 bits. Outputs and gradients
+travel in FP32, FP16 or BF16. (On CPU, TorchRec sends FP16 for BF16.) The plan has all kinds of sharding.
 DistributedModelParallel runs one step of it on 2 or 4 gloo processes. Every collective passes a
 TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are compared with a Workload
 that was made for the same ids, rank by rank, to the byte.
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore import files, report
 from shardcore.export.torchrec import to_torchrec
+from shardcore.fused import PRECISIONS
 from shardcore.inputs import Lookups, input_bytes
 from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import CHANNELS, CROSS, HOST, IDS, WORLD, Channel, layout_of, run_of, shards_on
@@ -59,7 +60,7 @@ _SPECIAL: dict[str, Callable[[Table], bool]] = {
     "weights of lookups": lambda t: t.weighted, "sequences": lambda t: t.sequence,
     "tables of several features": lambda t: t.features > 1}
 """What tables of a model may have, in the report's words."""
-_SHORT = "payloads of 16 bits"
+_SHORT, _MIXED = "payloads of 16 bits", "weights in FP32 and FP16"
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,12 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
     payloads = map(str, np.random.default_rng([seed, 1]).choice(list(PAYLOADS), 2, p=[0.5, 0.3, 0.2]))
     job = Job(id_bytes=id_bytes, length_bytes=length_bytes,
               **dict(zip(("forward_payload", "backward_payload"), payloads, strict=True)))
-    return Drawn(replace(given, job=job), features, plan)
+    half = np.random.default_rng([seed, 2]).random(len(tables)) < 0.3
+    mixed = {t.name: replace(t, precision="fp16") for t, short in zip(tables, half, strict=True) if short}
+    given = replace(given, job=job, tables=tuple(mixed.get(t.name, t) for t in tables))
+    return Drawn(given, features, Plan(tuple(
+        replace(p, shard=replace(p.shard, table=mixed.get(p.shard.table.name, p.shard.table)))
+        for p in plan.placements)))
 
 
 # --- what is expected --------------------------------------------------------------------------------------
@@ -273,17 +279,20 @@ class Model(nn.Module):
 
     def __init__(self, model: Drawn, device: str) -> None:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+        from torchrec.modules.embedding_configs import DataType
 
         super().__init__()
         for name, tables in model.collections.items():
             if tables[0].sequence:
                 setattr(self, name, EmbeddingCollection(device=torch.device(device), tables=[
                     EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                    data_type=DataType[PRECISIONS[t.precision].theirs],
                                     feature_names=model.features[t.name]) for t in tables]))
                 continue
             setattr(self, name, EmbeddingBagCollection(
                 device=torch.device(device), is_weighted=tables[0].weighted, tables=[
                     EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                                       data_type=DataType[PRECISIONS[t.precision].theirs],
                                        feature_names=model.features[t.name]) for t in tables]))
 
     def forward(self, batches):
@@ -403,7 +412,8 @@ def main() -> None:
                            ("several collections", [r for r in rows if r["collections"] > 1]),
                            *((what, [r for r in rows if any(map(has, drawn(r["seed"]).problem.tables))])
                              for what, has in _SPECIAL.items()),
-                           (_SHORT, [r for r in rows if _is_short(drawn(r["seed"]).problem.job)])]]))
+                           (_SHORT, [r for r in rows if _is_short(drawn(r["seed"]).problem.job)]),
+                           (_MIXED, [r for r in rows if "+" in drawn(r["seed"]).problem.precision])]]))
     for row in rows:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")

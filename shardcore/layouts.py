@@ -23,7 +23,7 @@ from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.topology import Topology
-from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
+from shardcore.types import Placement, Problem, Shard, Table
 
 WORLD, HOST, CROSS = "world", "host", "cross"
 """Scope of a collective's groups.
@@ -36,9 +36,9 @@ CROSS: one device of each host, by their order on it.
 Group = tuple[int, ...]
 """Devices that share one shard, in the order in which row ranges are dealt out."""
 Bytes = Callable[[Any, Any, Problem], Any]
-"""(cells, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
+"""(weights, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
 
-cells: of its weights. outputs: bytes of its outputs.
+weights, outputs: bytes of its weights, and of its outputs.
 """
 
 
@@ -133,12 +133,12 @@ def _each_host(topology: Topology) -> tuple[Group, ...]:
     return topology.on_hosts if topology.equal_hosts and 1 < len(topology.hosts) < len(topology) else ()
 
 
-def _outputs(cells: Any, outputs: Any, problem: Problem) -> Any:
+def _outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of the outputs of the global batch."""
     return outputs
 
 
-def _outputs_of_a_host(cells: Any, outputs: Any, problem: Problem) -> Any:
+def _outputs_of_a_host(weights: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of outputs after the devices of a host have summed theirs.
 
     The reduce-scatter leaves each device with its share of the batch.
@@ -146,9 +146,9 @@ def _outputs_of_a_host(cells: Any, outputs: Any, problem: Problem) -> Any:
     return outputs / len(problem.topology.on_hosts[0])
 
 
-def _gradients(cells: Any, outputs: Any, problem: Problem) -> Any:
-    """Bytes of a dense gradient of the shard."""
-    return OUTPUT_BYTES * cells
+def _gradients(weights: Any, outputs: Any, problem: Problem) -> Any:
+    """Bytes of a dense gradient of the shard. It has the type of the weights."""
+    return weights
 
 
 LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (

@@ -129,17 +129,18 @@ def resident_bytes(layout: Layout, shard: Shard, optimizer: str) -> tuple[int, i
     """Bytes of a shard's weights, and of its optimizer's state."""
     a_cell, a_row = STATE_BYTES[optimizer]
     if layout.dense_gradient and a_cell:
-        a_cell, a_row = 8, 0  # Adam and LAMB of torch and TorchRec have two full moments
+        # Adam and LAMB of torch and TorchRec have two full moments, of the type of the weights.
+        a_cell, a_row = 2 * PRECISION_BYTES[shard.table.precision], 0
     return shard.bytes, shard.rows * (shard.width * a_cell + a_row)
 
 
 def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
     """Bytes of each amount of a shard. The names are those in PHASES."""
     if layout.local_batch:
-        return {"dense": shard.rows * shard.width * OUTPUT_BYTES * layout.dense_gradient}
+        return {"dense": shard.bytes * layout.dense_gradient}
     lookups = problem.global_batch * shard.table.pooling * access_share(shard)
     outputs = output_bytes(shard, problem.global_batch)
-    found = {f"{channel.collective} {channel.group}": entering(shard.rows * shard.width, outputs, problem)
+    found = {f"{channel.collective} {channel.group}": entering(shard.bytes, outputs, problem)
              for channel, entering in layout.channels.items()}
     return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
 
@@ -231,16 +232,18 @@ class Lookups(NamedTuple):
     pooling: lookups a sample.
     sample_bytes: of ids and lengths of a sample.
     outputs: rows of outputs of the global batch.
+    weight_bytes: of a weight.
     """
 
     pooling: Any
     sample_bytes: Any
     outputs: Any
+    weight_bytes: Any
 
     @classmethod
     def of(cls, table: Table, problem: Problem) -> Lookups:
         return cls(table.pooling, sample_bytes(table, problem.job),
-                   table_output_rows(table, problem.global_batch))
+                   table_output_rows(table, problem.global_batch), PRECISION_BYTES[table.precision])
 
     @classmethod
     def of_all(cls, tables: Iterable[Table], problem: Problem) -> Lookups:
@@ -252,7 +255,7 @@ class Lookups(NamedTuple):
 def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Problem) -> Any:
     """Bytes of `width` of `dim` columns, with all rows. Numbers, or arrays of them."""
     a_cell, a_row = STATE_BYTES[problem.optimizer]
-    resident = rows * (width * (PRECISION_BYTES[problem.precision] + a_cell) + a_row)
+    resident = rows * (width * (lookups.weight_bytes + a_cell) + a_row)
     arrived = problem.global_batch * lookups.sample_bytes
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)

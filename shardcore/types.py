@@ -8,7 +8,7 @@ measurements.py. Messages of what is refused come from limits.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -241,13 +241,18 @@ class Plan:
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
+def precision_of(tables: Iterable[Table]) -> str:
+    """The precision of tables' weights. All names, sorted and joined by +, where tables differ."""
+    return "+".join(sorted({t.precision for t in tables}))
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a cost model is valid for.
 
     hardware: a device's name, such as "nvidia-h200".
     batch: the global batch: samples that a model-parallel op processes in one step.
-    precision: of the weights.
+    precision: of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
     forward_payload, backward_payload: what the collectives of CAST carry.
     """
@@ -263,8 +268,11 @@ class Setting:
         require(is_path_name(self.hardware),
                 f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
         require_within(self, "setting", batch=(1, MOST_BATCH))
-        require_known(self, "setting", precision=PRECISION_BYTES, optimizer=OPTIMIZERS,
-                      forward_payload=PAYLOADS, backward_payload=PAYLOADS)
+        for precision in self.precision.split("+"):
+            require(precision in PRECISION_BYTES, f"setting has precision {precision!r}; known are "
+                    f"{', '.join(PRECISION_BYTES)}")
+        require_known(self, "setting", optimizer=OPTIMIZERS, forward_payload=PAYLOADS,
+                      backward_payload=PAYLOADS)
 
     def __str__(self) -> str:
         payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
@@ -306,8 +314,6 @@ class Problem:
         names = Counter(t.name for t in self.tables)
         twice = sorted(name for name, n in names.items() if n > 1)
         require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
-        precisions = sorted({t.precision for t in self.tables})
-        require(len(precisions) == 1, f"{p} mixes weight precisions {precisions}; a setting has one")
         for verb, tables in (("forbids splitting", self.constraints.unsplit),
                              ("pins", dict(self.constraints.pinned)),
                              ("keeps together", self.bundle_of)):
@@ -319,9 +325,10 @@ class Problem:
     def local_batch(self) -> int:
         return self.global_batch // len(self.topology)
 
-    @property
+    @cached_property
     def precision(self) -> str:
-        return self.tables[0].precision
+        """Of the weights, as in Setting."""
+        return precision_of(self.tables)
 
     @cached_property
     def bundle_of(self) -> Mapping[str, tuple[str, ...]]:

@@ -107,7 +107,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel."""
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
-    of_channel = {c: sum(b(s.rows * s.width, o, problem) for s, o in zip(shards, outputs, strict=True))
+    of_channel = {c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
                   for c, b in layout.channels.items()}
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
@@ -125,7 +125,7 @@ def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
     traffic[CHANNELS.index(IDS)] = id_bytes
     for layout, n_bytes in outputs.items():
         for channel, entering in layout.channels.items():
-            # 0 cells: outputs do not depend on them.
+            # 0 bytes of weights: outputs do not depend on them.
             traffic[CHANNELS.index(channel)] += entering(0, n_bytes, problem)
     return traffic
 

@@ -53,13 +53,13 @@ def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
     ("data_parallel", {ALL_REDUCE: 5 * W * 4}),
 ])
 def test_what_a_device_with_5_rows_enters_into_each_channel(kind, channels):
-    found = {c: entering(5 * W, B * W * 4, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()}
+    found = {c: entering(5 * W * 4, B * W * 4, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()}
     assert found == channels
 
 
 def test_what_is_left_to_cross_hosts_follows_from_their_size():
     across = LAYOUTS["host_row"].channels[ACROSS]
-    assert [across(5 * W, B * W * 4, on(on_hosts(hosts))) for hosts in ("ab", "aabb",
+    assert [across(5 * W * 4, B * W * 4, on(on_hosts(hosts))) for hosts in ("ab", "aabb",
                                                             "aaaabbbb")] == [B * W * 4 / n for n in (1, 2, 4)]
 
 

@@ -52,7 +52,7 @@ def test_optimizer_state(optimizer, cell, row_bytes):
     half = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4)
     assert memory.resident_bytes(WHOLE_ROWS, half, optimizer) == (8000, 1000 * (4 * cell + row_bytes))
     copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
-    state = 1000 * (8 * 4) if cell else 1000 * row_bytes
+    state = 1000 * (2 * 2 * 4) if cell else 1000 * row_bytes
     assert memory.resident_bytes(copied, half, optimizer) == (8000, state)
 
 

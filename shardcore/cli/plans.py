@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
                         "(docs/log.md); leave it out, or search longer with --budget-s")
+_MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
+          "precision")
 _CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
                "than what the model expects")
 _EXPLAIN = ("say what bounds the plan, what other algorithms find, and what more memory or more devices "
@@ -48,7 +50,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 def _add_plan(commands: argparse._SubParsersAction) -> None:
     p = command(commands, plan, "Search a plan for a problem under a cost model.")
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--model", type=Path, required=True, action="append", help=_MODEL)
     p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning "
                    "afresh (annealing)")
     p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, "
@@ -75,7 +77,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import neural
+    from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.search import DEFAULT_SHARDER, SHARDERS, known
     from shardcore.search.budget import Budget
@@ -84,11 +86,11 @@ def plan(args: argparse.Namespace) -> None:
     args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
     problem = files.read_problem(args.problem)
-    model = neural.load(args.model).for_problem(problem)
+    model = mixed.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
-    provenance = {"model_digest": files.model_digest(args.model)}
+    provenance = {"model_digest": "+".join(map(files.model_digest, args.model))}
     if args.confidence:
         provenance["confidence"] = args.confidence
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
@@ -105,7 +107,7 @@ def plan(args: argparse.Namespace) -> None:
     if args.explain:
         _say_explained(found, problem, cautious, budget)
     # Warnings go to standard error, so that standard output stays readable by programs.
-    _say_extrapolated(neural.out_of_range(model, lower(found, problem)))
+    _say_extrapolated(mixed.out_of_range(model, lower(found, problem)))
 
 
 def _require_agreeing(args: argparse.Namespace) -> None:
@@ -167,7 +169,7 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
     p = command(commands, price, "Predict what one training step of a plan costs, per device.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--model", type=Path, required=True, action="append", help=_MODEL)
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}, instead of standard output's JSON")
     p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
@@ -175,17 +177,17 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
 
 def price(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import neural
+    from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.workload import lower
 
     problem = files.read_problem(args.problem)
-    model = neural.load(args.model).for_problem(problem)
+    model = mixed.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     found = files.read_plan(args.plan, problem)
     workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
-    cost, beyond = predicted(workload, cautious), neural.out_of_range(model, workload)
+    cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
     body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
             "memory_bytes": list(workload.memory_bytes), "extrapolated": beyond}
     if args.out:

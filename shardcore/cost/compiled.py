@@ -82,3 +82,24 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
         width = (p[6 + q + i] + (p[6 + q + i + 1] - p[6 + q + i]) * (log_ms - p[6 + i])
                  / (p[6 + i + 1] - p[6 + i]))
     return ms * math.exp(width * p[3])
+
+
+@_compile
+def several(sums: np.ndarray, p: np.ndarray) -> float:
+    """ms of ops of several precisions, one after another. See mixed.MixedModel.
+
+    sums: those of each precision, side by side.
+    p[0]: P, the number of precisions.
+    p[1:1 + P]: how many parameters each has.
+    Then the parameters of each, as `contended` takes them.
+    """
+    n = int(p[0])
+    width = len(sums) // n
+    ms, at = 0.0, 1 + n
+    for i in range(n):
+        end = at + int(p[1 + i])
+        own = sums[i * width:(i + 1) * width]
+        if own[0] > 0.0:
+            ms += contended(own, p[at:end])
+        at = end
+    return ms

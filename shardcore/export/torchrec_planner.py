@@ -161,7 +161,7 @@ class ShardCorePlanner:
         else:
             raise ShardCoreError(refused)
         made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs))
-        self.unpriced = unpriced(made, sharders or (), self.problem.optimizer)
+        self.unpriced = unpriced(made, sharders or (), self.problem.optimizer, self.problem.job)
         return made
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,

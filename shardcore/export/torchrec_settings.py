@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_json
 from shardcore.fused import OPTIMIZERS, named
+from shardcore.job import Job
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
@@ -52,13 +53,19 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
     return torchrec_json.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
+_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Payloads by torch's names."""
+
+
 def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
-             optimizer: str | None = None) -> list[str]:
+             optimizer: str | None = None, job: Job | None = None) -> list[str]:
     """What the price of a plan leaves out, a line each.
 
-    Tables are priced as fused ops in device memory, collectives as FP32. Sharders are checked for another
-    optimizer in fused_params. An optimizer that is set elsewhere goes unnoticed.
+    Tables are priced as fused ops in device memory, collectives with the job's payloads (None: FP32).
+    Sharders are checked for other payloads, and for another optimizer in fused_params. An optimizer that is
+    set elsewhere goes unnoticed.
     """
+    job = job or Job()
     said = []
     for path, module in plan.plan.items():
         for name, sharding in module.items():
@@ -74,9 +81,12 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
         if optimizer and own and named(own, OPTIMIZERS) != optimizer:
             said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under "
                         f"{optimizer}; its optimizer is {own}")
-        for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():
-            sent = [str(codec.quantized_dtype).removeprefix("torch.")
-                    for codec in (codecs.forward, codecs.backward)]
-            said.append(f"{op.lower()} of {type(sharder).__name__} is priced as float32; it sends {sent[0]} "
-                        f"forward, {sent[1]} backward")
+        # Without codecs all is sent in FP32.
+        sent = {op.lower(): tuple(str(codec.quantized_dtype).removeprefix("torch.")
+                                  for codec in (codecs.forward, codecs.backward))
+                for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items()
+                } or {"output": ("float32", "float32")}
+        priced = tuple(_TORCH[payload] for payload in (job.forward_payload, job.backward_payload))
+        said += [f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; "
+                 f"it sends {own[0]} forward, {own[1]} backward" for op, own in sent.items() if own != priced]
     return said

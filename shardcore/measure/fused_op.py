@@ -42,6 +42,9 @@ def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
 
 def require_trains(setting: Setting, device: str) -> None:
     """Raise ShardCoreError where FBGEMM does not train in a setting on a device; it names what would run."""
+    if setting.precision not in PRECISIONS:
+        raise ShardCoreError(f"an op has weights of one precision, not of {setting.precision}; measure each "
+                             f"apart: {', '.join(PRECISIONS)}")
     if not (why := _refusal(setting.optimizer, setting.precision, device)):
         return
     running = {optimizer: [p for p in PRECISIONS if not _refusal(optimizer, p, device)]

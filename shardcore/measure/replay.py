@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +39,12 @@ from shardcore.job import Job
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
-from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measure.kernels import KernelBench, KernelConfig, Run
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import ComputeRequest, StepSample
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import PARTS, PRECISION_BYTES, Setting
-from shardcore.workload import Workload
+from shardcore.types import PARTS, PRECISION_BYTES, Setting, Shard, precision_of
+from shardcore.workload import Op, Workload
 
 _GRADIENT = 1e-3
 """What dense parts send back: small, so that weights stay finite however often a step repeats."""
@@ -143,8 +144,8 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with
     `first`."""
     topology = workload.topology
-    precision = next((s.table.precision for ops in workload.ops for op in ops for s in op.shards),
-                     setting.precision)
+    tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
+    precision = precision_of(tables) or setting.precision
     own = replace(setting, hardware=topology.hardware or setting.hardware, batch=workload.global_batch,
                   precision=precision)
     if own != setting:
@@ -187,13 +188,11 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     """
     if device == "cpu":
         torch.set_num_threads(1)
-    room = min(config.arena_bytes, _arena_bytes(workloads, rank))
-    room = max(room, *(s.bytes for s in reference[0].shards)) if reference else room
-    bench = KernelBench(setting, device, KernelConfig(arena_bytes=room))
-    beside = bench.prepare(reference[0], config.seed) if reference else None
+    benches = _benches(workloads, rank, setting, config, device, reference)
+    beside = reference and benches[_precision(reference[0])].prepare(reference[0], config.seed)
     steps = []
     for workload in workloads:
-        steps.append(_Step(bench, workload, rank, config))
+        steps.append(_Step(benches, workload, rank, config, device))
         progress()
     caches = Caches(config.evict_bytes, device)
     with local_ranks.exchanging():
@@ -214,21 +213,27 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
             marks[i].append(steps[i].once(index % config.batches))
         if beside:
             caches.evict()
-            reference_ms.append(bench.once_ms(beside))
+            reference_ms.append(benches[_precision(reference[0])].once_ms(beside))
     member.close()
     return [np.array(m[config.warmups:]) for m in marks], np.array(reference_ms[config.warmups:])
 
 
 class _Step:
-    """One rank's step of a workload: its ops over each batch, and the exchanges with their buffers."""
+    """One rank's step of a workload: its ops over each batch, and the exchanges with their buffers.
 
-    def __init__(self, bench: KernelBench, workload: Workload, rank: int, config: ReplayConfig):
-        ops, self._device = workload.ops[rank], bench.device
+    The shards of a kind run as one op for each precision of their weights. Their outputs travel together.
+    """
+
+    def __init__(self, benches: Mapping[str, KernelBench], workload: Workload, rank: int,
+                 config: ReplayConfig, device: str):
         self._workload, self._rank, self._chains, self._ids = workload, rank, {}, None
-        self._batches = [{op.kind: bench.prepare(ComputeRequest(op.shards, op.batch), config.seed + k)
-                          for op in ops}
+        self._device = device
+        self._batches = [{op.kind: [benches[_precision(part)].prepare(part, config.seed + k)
+                                    for part in _by_precision(op)] for op in workload.ops[rank]}
                          for k in range(config.batches)]
-        self._gradients = {kind: self._full(run.gradient.shape) for kind, run in self._batches[0].items()}
+        self._gradients = {kind: self._full((runs[0].gradient.shape[0],
+                                             sum(run.gradient.shape[1] for run in runs)))
+                           for kind, runs in self._batches[0].items()}
         self._outputs = self._forward(self._batches[-1])
 
     def join(self, groups: exchanges.Groups) -> None:
@@ -262,8 +267,10 @@ class _Step:
                 exchanges.forward(chain, outputs.get(kind))
             return begin, informed, received, updated, pooled, self._now()
 
-    def _forward(self, runs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        return {kind: run.op(run.indices, run.offsets) for kind, run in runs.items()}
+    def _forward(self, runs: Mapping[str, Sequence[Run]]) -> dict[str, torch.Tensor]:
+        outputs = {kind: [run.op(run.indices, run.offsets) for run in of_kind]
+                   for kind, of_kind in runs.items()}
+        return {kind: own[0] if len(own) == 1 else torch.cat(own, 1) for kind, own in outputs.items()}
 
     def _full(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.full(tuple(shape), _GRADIENT, device=self._device)
@@ -274,12 +281,38 @@ class _Step:
         return time.perf_counter()
 
 
-def _arena_bytes(workloads: Sequence[Workload], rank: int) -> int:
-    """What the largest op of a rank takes in an arena, its tables one after the other at multiples of 16
-    elements."""
-    return max((sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision]
-                    for s in op.shards)
-                for w in workloads for op in w.ops[rank]), default=64)
+def _by_precision(op: Op) -> list[ComputeRequest]:
+    """The fused ops that run the shards of a kind."""
+    shards: dict[str, list[Shard]] = defaultdict(list)
+    for shard in op.shards:
+        shards[shard.table.precision].append(shard)
+    return [ComputeRequest(tuple(own), op.batch) for own in shards.values()]
+
+
+def _precision(request: ComputeRequest) -> str:
+    return request.shards[0].table.precision
+
+
+def _benches(workloads: Sequence[Workload], rank: int, setting: Setting, config: ReplayConfig, device: str,
+             reference: ReferenceOp | None) -> dict[str, KernelBench]:
+    """A bench for each precision, with room for a rank's largest op. Together at most config.arena_bytes."""
+    requests = [part for w in workloads for op in w.ops[rank] for part in _by_precision(op)]
+    precisions = setting.precision.split("+")
+    room = dict.fromkeys(precisions, 64)
+    for request in requests:
+        room[_precision(request)] = max(room[_precision(request)], _arena_bytes(request))
+    room = {p: min(config.arena_bytes // len(precisions), n_bytes) for p, n_bytes in room.items()}
+    if reference:
+        of = _precision(reference[0])
+        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
+    return {p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
+            for p, n_bytes in room.items()}
+
+
+def _arena_bytes(request: ComputeRequest) -> int:
+    """What an op takes in an arena, its tables one after the other at multiples of 16 elements."""
+    return sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision]
+               for s in request.shards)
 
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],

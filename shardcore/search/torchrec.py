@@ -185,10 +185,9 @@ class _Theirs:
 
         self.problem, self.given, self.names = problem, given, {f"t{i}": t for i, t in enumerate(tables)}
         self.sharders = [EmbeddingBagCollectionSharder()]
-        precision = DataType[PRECISIONS[problem.precision].theirs]
         self.module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
             EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n],
-                               data_type=precision)
+                               data_type=DataType[PRECISIONS[t.precision].theirs])
             for n, t in self.names.items()])
         devices, hosts = problem.topology.devices, problem.topology.hosts
         self.ranks = problem.topology.ranks

@@ -26,6 +26,7 @@ from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_settings import settings_of, unpriced  # noqa: E402
+from shardcore.job import Job
 from shardcore.search import Budget  # noqa: E402
 from shardcore.types import Placement, Plan, Setting, Shard
 
@@ -138,11 +139,18 @@ def test_what_a_price_leaves_out_is_named():
     assert len(said) == 6
     assert said[0].startswith("table 'a' of module 'left' is priced as fused, in device memory; "
                               "it has kernel fused_uvm_caching, cache_params=")
-    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced as float32; "
-                       "it sends float16 forward, bfloat16 backward")
+    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with float32 "
+                       "forward, float32 backward; it sends float16 forward, bfloat16 backward")
+    of_plan = said[:3]
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    as_sent = Job(forward_payload="fp16", backward_payload="bf16")
+    assert unpriced(tiered(), [sharder], job=as_sent) == of_plan
+    assert len(unpriced(tiered(), [sharder], job=Job(forward_payload="fp16"))) == 6
+    assert unpriced(plain, [EmbeddingBagCollectionSharder()], job=as_sent) == [
+        "output of EmbeddingBagCollectionSharder is priced with float16 forward, bfloat16 backward; it sends "
+        "float32 forward, float32 backward"]
     adam, sgd = (EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer})
                  for optimizer in (EmbOptimType.ADAM, EmbOptimType.EXACT_SGD))
-    plain = to_torchrec(whole(), GIVEN, MODULE)
     assert unpriced(plain, [adam, sgd, EmbeddingBagCollectionSharder()], "exact_sgd") == [
         "tables of EmbeddingBagCollectionSharder are priced, and their state counted, as under exact_sgd; "
         "its optimizer is ADAM"]

@@ -77,16 +77,16 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
 
 
 def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
-    """ms of a layout's exchanges for what its groups of `size` devices share: per byte, or per cell.
+    """ms of a layout's exchanges per byte that its groups of `size` devices share.
 
     Keys are those of records.SearchProblem, without "shared_".
     """
     n = len(problem.topology)
     if layout.dense_gradient:
-        # An all-reduce is linear in its cells: two points give its rate and its fixed cost.
-        low, high = spread_ms(problem, model, layout, np.array([2.0**20, 2.0**22])).max(1)
-        rate = max(0.0, high - low) / (2.0**22 - 2.0**20)
-        return {"total": rate, "once": max(0.0, low - rate * 2.0**20)}
+        # An all-reduce is linear in its bytes: two points give its rate and its fixed cost.
+        low, high = spread_ms(problem, model, layout, np.array([2.0**22, 2.0**24])).max(1)
+        rate = max(0.0, high - low) / (2.0**24 - 2.0**22)
+        return {"total": rate, "once": max(0.0, low - rate * 2.0**22)}
     of = exchange_rates(problem, model, layout)
     most = max(map(len, problem.topology.on_hosts))
     if size == n:
@@ -96,9 +96,9 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
             "total": of["total"] * size, "once": of["once"]}
 
 
-def spread_ms(problem: Problem, model: CostModel, layout: Layout, cells: np.ndarray) -> np.ndarray:
-    """[N, D] ms of exchanging gradients of cells [N], in a kind that is on all devices."""
-    traffic = np.zeros((len(CHANNELS), len(cells), len(problem.topology)))
+def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.ndarray) -> np.ndarray:
+    """[N, D] ms of exchanging gradients of bytes [N], in a kind that is on all devices."""
+    traffic = np.zeros((len(CHANNELS), len(n_bytes), len(problem.topology)))
     for channel, entering in layout.channels.items():
-        traffic[CHANNELS.index(channel)] += entering(cells, 0, problem)[:, None]
+        traffic[CHANNELS.index(channel)] += entering(n_bytes, 0, problem)[:, None]
     return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)

@@ -369,7 +369,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
         if not layout.local_batch:
             found["shared_ids"][y] = [received_bytes(shard, problem) for shard in shards]
-        found["shared_size"][y] = [shard.rows * shard.width if layout.dense_gradient
+        found["shared_size"][y] = [shard.bytes if layout.dense_gradient
                                    else output_bytes(shard, problem.global_batch) for shard in shards]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate

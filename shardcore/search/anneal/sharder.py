@@ -178,13 +178,13 @@ class Search:
     def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
-        outputs = {layout: state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
-        traffic = traffic_of_outputs(outputs, self.problem, state.carried[:, -1])
+        carried = {layout: state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
+        traffic = traffic_of_outputs(carried, self.problem, state.carried[:, -1])
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
-                # Group sizes count cells of gradients, or bytes of outputs (see _shared).
-                cells, n_bytes = (size, 0) if layout.dense_gradient else (0, size)
-                traffic[CHANNELS.index(channel), devices] += entering(cells, n_bytes, self.problem)
+                # Group sizes are bytes of gradients, or of outputs (see _shared).
+                weights, outputs = (size, 0) if layout.dense_gradient else (0, size)
+                traffic[CHANNELS.index(channel), devices] += entering(weights, outputs, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))

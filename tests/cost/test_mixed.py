@@ -1,0 +1,135 @@
+"""Tables that differ in the precision of their weights: an op of each, priced by its own model."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from laws import by_hand, pool
+from shapes import column
+
+from shardcore import files
+from shardcore.cost import mixed, neural
+from shardcore.cost.mixed import MixedModel
+from shardcore.cost.model import QuantileCostModel, group_costs, price
+from shardcore.errors import SettingMismatch
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.explain import explain
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Shard
+from shardcore.workload import lower
+
+LONG = tuple(pool()[:6])
+SHORT = tuple(dataclasses.replace(t, name=f"h{t.name}", precision="fp16") for t in pool()[6:12])
+FOUR = Topology((Device(1 << 30),) * 4)
+
+
+def of_precision(model, precision, times=1.0):
+    weights = {**model.weights, **{name: times * model.weights[name] for name in ("rates", "launch")}}
+    return dataclasses.replace(model, weights=weights,
+                               setting=dataclasses.replace(model.setting, precision=precision))
+
+
+@pytest.fixture(scope="module")
+def both(model):
+    """FP16 takes half of the time of FP32."""
+    return MixedModel((of_precision(model, "fp16", 0.5), of_precision(model, "fp32")))
+
+
+def problem(*tables, topology=FOUR):
+    return Problem("p", tables, topology, 256)
+
+
+def whole(tables):
+    return [Shard.whole(t) for t in tables]
+
+
+def test_an_op_of_each_precision_runs_with_a_launch_of_its_own(both):
+    half, full = both.models
+    together = group_costs([whole(LONG + SHORT), whole(LONG), whole(SHORT), []], both)
+    assert together[1:3] == pytest.approx([group_costs([whole(LONG)], full)[0],
+                                           group_costs([whole(SHORT)], half)[0]])
+    assert together[0] == pytest.approx(together[1] + together[2]) and together[3] == 0
+
+
+def test_forward_and_a_quantile_are_those_of_the_ops(both):
+    half, full = both.models
+    sums = both.encode(whole(LONG + SHORT)).sum(0)
+    of_half, of_full = half.encode(whole(SHORT)).sum(0), full.encode(whole(LONG)).sum(0)
+    parts = ((half, of_half), (full, of_full))
+    assert both.forward_share(sums) * both.head(sums) == pytest.approx(
+        sum(model.forward_share(own) * model.head(own) for model, own in parts))
+    assert both.quantile(sums, 0.9) == pytest.approx(sum(model.quantile(own, 0.9) for model, own in parts))
+    only = both.encode(whole(LONG)).sum(0)
+    assert both.quantile(only, 0.9) == pytest.approx(full.quantile(of_full, 0.9))
+    assert both.is_above_head(0.9) and not both.is_above_head(0.05)
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_the_compiled_head_is_the_head(both, cautious):
+    model = QuantileCostModel(both, 0.9) if cautious else both
+    codes = np.cumsum(model.encode(whole(LONG[:2] + SHORT[:3])), axis=0)
+    codes = np.concatenate([np.zeros((1, codes.shape[1])), codes])
+    head, parameters = model.compiled()
+    assert [head(s, parameters) for s in codes] == pytest.approx(list(model.head(codes)), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["anneal_columns", "anneal", "neuroshard", "size_greedy"])
+def test_searches_place_tables_of_both(both, name):
+    given = problem(*LONG, *SHORT)
+    model = both.for_problem(given)
+    given.require_setting(model.setting)
+    plan = SHARDERS[name](given, model, seed=0, budget=Budget(evals=2000))
+    assert plan.provenance["predicted_ms"] == pytest.approx(price(lower(plan, given), model).total_ms)
+    one = Plan(tuple(column(t, 0) for t in given.tables))
+    assert plan.provenance["predicted_ms"] < price(lower(one, given), model).total_ms
+
+
+def test_no_bound_is_proved(both):
+    given = problem(*LONG, *SHORT)
+    plan = SHARDERS["anneal_columns"](given, both, seed=0, budget=Budget(evals=500))
+    assert both.lower is None and explain(plan, given, both, Budget(evals=100)).bound.proved_ms is None
+
+
+def test_a_problem_of_one_precision_has_that_ones_model(both):
+    assert both.for_problem(problem(*SHORT)).setting.precision == "fp16"
+    assert both.for_problem(problem(*LONG)).setting.precision == "fp32"
+    assert both.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
+    with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32"):
+        problem(*LONG, *SHORT).require_setting(both.models[1].setting)
+
+
+def test_what_is_beyond_the_measured_is_that_of_its_own_model(both):
+    half, full = both.models
+    ranges = {**half.meta["ranges"], "shard_rows": [1, 2]}
+    narrow = dataclasses.replace(half, meta={**half.meta, "ranges": ranges})
+    model = MixedModel((narrow, full))
+    given = problem(*LONG, *SHORT, topology=Topology((Device(1 << 30),)))
+    beyond = mixed.out_of_range(model, lower(Plan(tuple(column(t, 0) for t in given.tables)), given))
+    assert [s for s in beyond if "rows" in s and s.startswith("table 'ht")] and not [
+        s for s in beyond if "rows" in s and s.startswith("table 't")]
+
+
+def test_exchanges_are_priced_by_the_model_that_measured_them(both):
+    half, full = both.models
+    alone = {k: v for k, v in half.weights.items() if not k.startswith("exchange")}
+    model = MixedModel((dataclasses.replace(half, weights=alone), full))
+    given = problem(*LONG, *SHORT)
+    workload = lower(Plan(tuple(column(t, i % 4) for i, t in enumerate(given.tables))), given)
+    assert price(workload, model) == price(workload, both)
+    assert mixed.out_of_range(model, workload) == mixed.out_of_range(both, workload)
+
+
+def test_models_that_cannot_be_mixed_are_named(both, tmp_path):
+    half, full = both.models
+    with pytest.raises(SettingMismatch, match="models for fp32 and fp32 weights cannot be mixed"):
+        MixedModel((full, full))
+    adam = dataclasses.replace(full, setting=dataclasses.replace(full.setting, optimizer="adam"))
+    with pytest.raises(SettingMismatch, match=r"models for \(.*fp16, exact_sgd\) and \(.*fp32, adam\) cannot "
+                                              "be mixed; they need the same hardware and optimizer"):
+        MixedModel((half, adam))
+    for name, model in (("a", full), ("b", half)):
+        neural.save(model, tmp_path / name)
+    assert mixed.load([tmp_path / "a"]).setting == full.setting
+    assert mixed.load([tmp_path / "a", tmp_path / "b"]).setting.precision == "fp16+fp32"
+    assert files.model_digest(tmp_path / "a") != files.model_digest(tmp_path / "b")
+    assert by_hand().setting == full.setting
