@@ -40,11 +40,12 @@ def received_bytes(shard: Shard, problem: Problem) -> int:
 
 
 def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
-    """Bytes of a table's ids and lengths for one sample.
+    """Mean bytes of a table's ids and lengths for one sample.
 
     share: of its lookups. ranges: of its rows, each with lengths of its own.
     """
-    return lookup_bytes(table, job) * table.pooling * share + job.length_bytes * table.features * ranges
+    lengths = table.features * ranges / table.dedup
+    return lookup_bytes(table, job) * table.looked_up * share + job.length_bytes * lengths
 
 
 def lookup_bytes(table: Table, job: Job) -> int:
@@ -68,7 +69,7 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     n, job = len(problem.topology), problem.job
     sent, received = np.zeros((2, n))
     for device, shard in _inputs(plan):
-        lengths = shard.table.features * problem.local_batch
+        lengths = round(shard.table.features * problem.local_batch / shard.table.dedup)
         of_each = lookup_bytes(shard.table, job) * lookups(shard) + job.length_bytes * lengths
         sent += of_each
         received[device] += of_each.sum()

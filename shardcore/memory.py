@@ -138,7 +138,7 @@ def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, f
     """Bytes of each amount of a shard. The names are those in PHASES."""
     if layout.local_batch:
         return {"dense": shard.bytes * layout.dense_gradient}
-    lookups = problem.global_batch * shard.table.pooling * access_share(shard)
+    lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
     outputs = output_bytes(shard, problem.global_batch)
     found = {f"{channel.collective} {channel.group}": entering(shard.bytes, outputs, problem)
              for channel, entering in layout.channels.items()}
@@ -242,7 +242,7 @@ class Lookups(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, problem: Problem) -> Lookups:
-        return cls(table.pooling, sample_bytes(table, problem.job),
+        return cls(table.looked_up, sample_bytes(table, problem.job),
                    table_output_rows(table, problem.global_batch), PRECISION_BYTES[table.precision])
 
     @classmethod

@@ -12,18 +12,18 @@ from shardcore.types import OUTPUT_BYTES, Shard, Table
 def output_rows(shard: Shard, batch: int) -> int:
     """Rows of its outputs for `batch` samples.
 
-    Pooled: one for each sample and feature. A sequence: one for each lookup of the shard's rows, by the
-    table's statistics.
+    Pooled: one for each distinct value of a feature. A sequence: one for each lookup of the shard's rows, by
+    the table's statistics.
     """
     return table_output_rows(shard.table, batch, access_share(shard) if shard.table.sequence else 1.0)
 
 
 def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
     """As `output_rows`, of rows that get a share of the table's lookups. Faster than to create a Shard."""
-    if not table.sequence:
-        return batch * table.features
     # Whole rows, so that searches can add and subtract their bytes exactly. At least one: there is an op.
-    return max(1, round(batch * table.pooling * share))
+    if not table.sequence:
+        return max(1, round(batch * table.features / table.dedup))
+    return max(1, round(batch * table.looked_up * share))
 
 
 def output_bytes(shard: Shard, batch: int) -> int:

@@ -110,6 +110,9 @@ class Table:
     features: that look up in it. Each has a pooled output of its own.
     weighted: whether each lookup has a weight, which travels with its id.
     sequence: whether each lookup is an output of its own, as in an EmbeddingCollection. Else they are pooled.
+    dedup: samples of a device's batch for each distinct value of the table's features. Where features are
+        deduplicated (RecD, arXiv 2211.05239), a value travels and is looked up once, and its output is
+        copied by the device that asked. `pooling` and `access` are those of all samples.
     """
 
     name: str
@@ -122,6 +125,7 @@ class Table:
     features: int = 1
     weighted: bool = False
     sequence: bool = False
+    dedup: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
@@ -135,6 +139,9 @@ class Table:
         require(1 <= self.features <= MOST_FEATURES,
                 f"{t} has {self.features} features; it needs 1 to {MOST_FEATURES}")
         require_known(self, t, precision=PRECISION_BYTES)
+        object.__setattr__(self, "dedup", float(self.dedup))
+        require(1 <= self.dedup <= MOST_BATCH,
+                f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 or more")
         if isinstance(self.access, Reuse):
             require(self.pooling == 0 or sum(self.access.bins) > 0,
                     f"{t} has pooling {self.pooling} but an empty reuse histogram")
@@ -142,7 +149,7 @@ class Table:
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
-                     self.features, self.weighted, self.sequence))
+                     self.features, self.weighted, self.sequence, self.dedup))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash
@@ -153,6 +160,11 @@ class Table:
     @property
     def bytes(self) -> int:
         return self.rows * self.dim * PRECISION_BYTES[self.precision]
+
+    @property
+    def looked_up(self) -> float:
+        """Mean lookups per sample that are done: those of distinct values."""
+        return self.pooling / self.dedup
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,18 @@
 """Input distribution: which ids and lengths devices send each other before a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
+from shardcore import memory
 from shardcore.inputs import expected_bytes, input_bytes, received_bytes
 from shardcore.job import Job
 from shardcore.tables import streams
-from shardcore.types import Plan, Problem, Reuse, Shard, Table, Zipf
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Reuse, Shard, Table, Zipf
+from shardcore.workload import lower
 
 TABLE = Table("t", 1000, 64, 5.0)
 
@@ -84,3 +89,15 @@ def test_what_statistics_make_us_expect_is_near_what_drawn_batches_have(access):
 
     _, received = input_bytes(plan, given, lookups)
     assert expected_bytes(plan, given) == pytest.approx(received, rel=0.02)
+
+
+def test_values_of_deduplicated_tables_travel_once():
+    table = Table("t", 100, 8, 6.0, features=2)
+    once = replace(table, dedup=3.0)
+    plain, found = (Problem("p", (t,), Topology((Device(1 << 30),) * 2), 96) for t in (table, once))
+    assert 3 * received_bytes(Shard.whole(once), found) == received_bytes(Shard.whole(table), plain)
+    plans = [Plan((Placement("column", Shard.whole(t), (0,)),)) for t in (table, once)]
+    traffic = [lower(plan, given).traffic for plan, given in zip(plans, (plain, found), strict=True)]
+    assert (3 * traffic[1] == traffic[0]).all() and traffic[0].any()
+    used = [memory.used_bytes(plan, given)[0] for plan, given in zip(plans, (plain, found), strict=True)]
+    assert used[1] < used[0]

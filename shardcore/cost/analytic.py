@@ -15,7 +15,7 @@ from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, Channel
 from shardcore.outputs import payload_bytes
-from shardcore.tables.access import access_share, lookups, unique_rows
+from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import Topology
 from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
 
@@ -172,5 +172,5 @@ class AnalyticModel:
 
 def _drivers(shard: Shard, batch: int) -> tuple[float, float, float, float]:
     row_bytes = shard.width * PRECISION_BYTES[shard.table.precision]
-    n_lookups = lookups(shard.table, batch) * access_share(shard)
+    n_lookups = batch * shard.table.looked_up * access_share(shard)
     return 1.0, n_lookups, n_lookups * row_bytes, unique_rows(shard, batch) * row_bytes

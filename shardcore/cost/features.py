@@ -50,9 +50,9 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
-        width, height, element_bytes, pooling, bags = np.array(
-            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.pooling * access.access_share(s),
-              output_rows(s, batch)) for s in shards],
+        width, height, element_bytes, pooling, bags, dedup = np.array(
+            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.looked_up * access.access_share(s),
+              output_rows(s, batch), s.table.dedup) for s in shards],
             dtype=float).T
         # Lookups scale with the share that hits the shard's rows.
         unique, lookups, row_bytes = (access.unique_rows_of(shards, batch), pooling * batch,
@@ -64,7 +64,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width,
                     *(width > w for w in WIDTH_CLASSES))
         conditions = (width, lines, lookups / bags + 0.1, unique_share, unique + 1,
-                      unique * row_bytes + 1, height, height * row_bytes, np.full(len(shards), float(batch)))
+                      unique * row_bytes + 1, height, height * row_bytes, batch / dedup)
         for k, of in enumerate((*additive, *map(_log, conditions))):
             found[:, k] = of
     return found[:, : len(DRIVERS)], found[:, len(DRIVERS) :]

@@ -382,6 +382,10 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]
     if weighted:
         yield f"table {weighted[0]!r} has weights of lookups, which are priced to travel only, not measured"
+    copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.dedup > 1]
+    if copied:
+        yield (f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not "
+               "measured")
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
         yield (f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "

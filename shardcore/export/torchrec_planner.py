@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from shardcore.layouts import LAYOUTS, WHOLE_ROWS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
+from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Reuse, Table, Zipf
@@ -51,7 +53,8 @@ RESERVED = 0.15
 
 def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
                 optimizer: str = "exact_sgd", constraints: Constraints | None = None,
-                name: str = "model", job: Job | None = None) -> Problem:
+                name: str = "model", job: Job | None = None,
+                deduplicated: Sequence[Sequence[str]] = ()) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
@@ -60,6 +63,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
       model's data, a global batch or more in all: pooling and reuse are read from them. A path of FBGEMM's
       reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     job: how a step runs around the embeddings.
+    deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
+      on a device. Lookups have to be batches of data, not deduplicated.
 
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
     without a cost model.
@@ -68,7 +73,12 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
                              "nothing to place")
+    lookups = list(lookups) if deduplicated and isinstance(lookups, Iterator) else lookups
     statistics = _statistics(theirs, lookups, global_batch)
+    ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
+    factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
+    constraints = constraints or Constraints()
+    constraints = replace(constraints, together=(*constraints.together, *groups))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
@@ -76,10 +86,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                                  f"{', '.join(p.theirs for p in PRECISIONS.values())}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[key], features=len(t.config.feature_names),
-                         weighted=t.weighted, sequence=not t.pooled)
+                         weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0))
                    for key, t in theirs.items())
-    ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    return Problem(name, tables, ours, global_batch, optimizer, constraints or Constraints(), job or Job())
+    return Problem(name, tables, ours, global_batch, optimizer, constraints, job or Job())
 
 
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
@@ -310,6 +319,37 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
                              f"{global_batch}, or more")
     found = {name: np.concatenate(parts) for name, parts in ids.items()}
     return {name: (len(values) / samples, access.reuse_of(values, samples)) for name, values in found.items()}
+
+
+def _deduplicated(theirs: Mapping[str, ModelTable], lookups: Lookups, groups: Sequence[Sequence[str]],
+                  batch: int) -> tuple[dict[str, float], list[tuple[str, ...]]]:
+    """The dedup of the tables of some groups of features, and the tables of each group of several."""
+    if not groups:
+        return {}, []
+    if isinstance(lookups, (str, Path, Mapping)):
+        raise ShardCoreError(f"deduplicated has {list(groups[0])}; its factor is read from batches of data, "
+                             "so lookups need to be KeyedJaggedTensors")
+    group_of = {feature: tuple(group) for group in groups for feature in group}
+    tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, table in theirs.items():
+        found = {group_of.get(f) for f in table.config.feature_names}
+        if len(found) > 1:
+            raise ShardCoreError(f"table {name!r} has features {table.config.feature_names}; deduplicated "
+                                 "needs all of them in one group, or none")
+        if (group := found.pop()) is not None:
+            tables[group].append(name)
+    for group in map(tuple, groups):
+        if group not in tables:
+            raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
+    batches = lookups if isinstance(lookups, Iterable) else [lookups]
+    of: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    for jagged in batches:
+        for feature, values in jagged.to_dict().items():
+            of[feature].append((values.values().cpu().numpy(), values.lengths().cpu().numpy()))
+    joined = {f: tuple(map(np.concatenate, zip(*parts, strict=True))) for f, parts in of.items()}
+    factors = {group: dedup_of([joined[f] for f in group], batch) for group in tables}
+    return ({name: factors[group] for group, names in tables.items() for name in names},
+            [tuple(names) for names in tables.values() if len(names) > 1])
 
 
 def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:

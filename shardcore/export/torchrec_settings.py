@@ -87,6 +87,7 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
                 for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items()
                 } or {"output": ("float32", "float32")}
         priced = tuple(_TORCH[payload] for payload in (job.forward_payload, job.backward_payload))
-        said += [f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; "
-                 f"it sends {own[0]} forward, {own[1]} backward" for op, own in sent.items() if own != priced]
+        said += [f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} "
+                 f"backward; it sends {own[0]} forward, {own[1]} backward"
+                 for op, own in sent.items() if own != priced]
     return said

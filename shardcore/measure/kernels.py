@@ -234,6 +234,10 @@ class KernelBench:
         if sequence is not None:
             raise ShardCoreError(f"table {sequence!r} is a sequence; only lookups that are pooled can be run "
                                  "here so far")
+        copied = next((s.table.name for s in request.shards if s.table.dedup > 1), None)
+        if copied is not None:
+            raise ShardCoreError(f"table {copied!r} is deduplicated; only lookups of all samples can be run "
+                                 "here so far")
         width = sum(s.width * s.table.features for s in request.shards)
         ids = sum(access.lookups(s.table, request.batch) + request.batch * s.table.features
                   for s in request.shards)

@@ -156,6 +156,9 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if sequence is not None:
         raise ShardCoreError(f"table {sequence!r} is a sequence; a replay runs lookups that are pooled only, "
                              "so far")
+    copied = next((t.name for t in tables if t.dedup > 1), None)
+    if copied is not None:
+        raise ShardCoreError(f"table {copied!r} is deduplicated; a replay looks up all samples, so far")
     if workload.job != first.job:
         raise ShardCoreError(f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
                              "give plans of one problem")

@@ -23,6 +23,14 @@ def test_sums_tell_the_class_of_the_widest_shard(width, classes):
     assert [w for w in WIDTH_CLASSES if found[f"wider_than_{w}"]] == classes
 
 
+def test_a_deduplicated_table_is_one_of_fewer_samples_that_touch_as_many_rows():
+    wide = Table("t", 10**6, 64, 8.0, Zipf(0.0))
+    found = drivers(Shard.whole(dataclasses.replace(wide, dedup=4.0)), 1024)
+    fewer, all_of = drivers(Shard.whole(wide), 256), drivers(Shard.whole(wide), 1024)
+    touched = {name: all_of[name] for name in ("unique_rows", "unique_cells")}
+    assert found == pytest.approx({**fewer, **touched})
+
+
 def test_by_hand():
     uniform = Table("u", 10**6, 8, 2.0, Zipf(0.0))
     found = drivers(Shard.whole(uniform), 100)

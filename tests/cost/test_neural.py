@@ -307,7 +307,7 @@ def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp
     shards = [Shard.whole(Table("t", 1000, 32, 3.0)), Shard.whole(Table("u", 1000, 8, 9.0))]
     assert (old.head(old.encode(shards).sum(0))
             == pytest.approx(model.head(model.encode(shards).sum(0)), rel=0.2))
-    assert not old.weights["rates"][known:].any()
+    assert not old.weights["rates"][known:].any() and not old.weights["contention.0.weight"][known:].any()
 
     files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
                                  **neural._NAMES, "drivers": []}, short)

@@ -1,5 +1,6 @@
 """Planning from a TorchRec model: its tables as a problem, and the planner in the place of TorchRec's."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,12 +12,13 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.types import ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
+from shardcore.constraints import Constraints  # noqa: E402
 from shardcore.cost import neural  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.errors import SettingMismatch, ShardCoreError
@@ -76,6 +78,33 @@ def test_problem_from_data():
         EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
     with pytest.raises(ShardCoreError, match="feature 'nowhere' of table 't' is not in the data"):
         problem_for(other, FOUR, 64, batches)
+
+
+def test_deduplicated_features_have_the_factor_of_the_data_and_stay_together():
+    # Each sample twice: as two of a session.
+    batches = [training._batch(seed) for seed in range(8)]
+    twice = [KeyedJaggedTensor.from_jt_dict({
+        key: JaggedTensor.from_dense([row for row in jagged.to_dense() for _ in range(2)])
+        for key, jagged in batch.to_dict().items()}) for batch in batches]
+    plain = problem_for(MODULE, FOUR, 64, twice)
+    found = problem_for(MODULE, FOUR, 64, iter(twice), deduplicated=[["f1", "f2"], ["f3"]],
+                        constraints=Constraints(reserved_bytes=1))
+    dedup = {t.name: t.dedup for t in found.tables}
+    assert dedup["b"] == dedup["e"] >= 2 and dedup["d"] >= 2 and dedup["a"] == dedup["left.c"] == 1
+    assert [dataclasses.replace(t, dedup=1.0) for t in found.tables] == list(plain.tables)
+    # Only f3's group has a single table.
+    assert found.constraints == Constraints(reserved_bytes=1, together=(("b", "e"),))
+
+
+@pytest.mark.parametrize(("lookups", "groups", "said"), [
+    (LOOKUPS, [["f1"]], r"deduplicated has \['f1'\]; its factor is read from batches of data"),
+    ([training._batch(seed) for seed in range(16)], [["f1"]],
+     r"table 'b' has features \['f1', 'f2'\]; deduplicated needs all of them in one group, or none"),
+    ([training._batch(seed) for seed in range(16)], [["f9"]], r"deduplicated has \['f9'\]; no table has"),
+])
+def test_groups_that_no_data_or_table_has_are_refused(lookups, groups, said):
+    with pytest.raises(ShardCoreError, match=said):
+        problem_for(MODULE, FOUR, 64, lookups, deduplicated=groups)
 
 
 @pytest.mark.parametrize(("lookups", "said"), [

@@ -1,0 +1,35 @@
+"""Values that samples of a batch repeat, as those of one session do. RecD looks them up once.
+
+Features that are deduplicated together share an inverse index: of each sample, the number of its distinct
+value. A value of several features is that of all of them. Source: RecD, arXiv 2211.05239.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardcore.errors import ShardCoreError
+
+
+def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> float:
+    """Samples for each distinct value, in batches of `batch` samples one after another. See Table.dedup.
+
+    features: of each, its ids, sample after sample, and how many each sample has.
+    batch: of a device, where it deduplicates.
+    """
+    counts = {len(lengths) for _, lengths in features}
+    if len(counts) != 1 or 0 in counts:
+        raise ShardCoreError(f"features have {sorted(counts)} samples; they need the same number, 1 or more")
+    for ids, lengths in features:
+        if lengths.sum() != len(ids):
+            raise ShardCoreError(f"a feature has {len(ids)} ids, and lengths of {lengths.sum()} in all; they "
+                                 "need to agree")
+    samples, distinct = counts.pop(), 0
+    ends = [np.cumsum(lengths) for _, lengths in features]
+    for first in range(0, samples, batch):
+        distinct += len({tuple(ids[end[i] - lengths[i]:end[i]].tobytes()
+                               for (ids, lengths), end in zip(features, ends, strict=True))
+                         for i in range(first, min(first + batch, samples))})
+    return samples / distinct
