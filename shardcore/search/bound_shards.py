@@ -88,7 +88,7 @@ class BoundShards:
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
         self.copies = self.group_size[self.kind]
         first = [next(iter(layout.channels.values())) for layout in self.kinds]
-        carried = np.array([first[k](float(s.rows) * s.width, output_bytes(s, problem.global_batch), problem)
+        carried = np.array([first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
                             for s, k in zip(shards, self.kind, strict=True)], dtype=float)
         self.latency_ms, per_byte = self._exchanges()
         self.exchange_ms = self.copies * carried * per_byte[self.kind]
