@@ -49,10 +49,12 @@ LOSS = 0.03
 """What ours may take longer on a problem without being called a loss that matters."""
 
 
-def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16) -> list[Problem]:
+def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16,
+             job: Job | None = None) -> list[Problem]:
     pool = [dataclasses.replace(t, dim=max_dim) for t in generate_pool()]
     small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
-    return [draw_problem(small, i, model.setting, seed, ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
+    drawn = [draw_problem(small, i, model.setting, seed, ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
+    return [dataclasses.replace(p, job=job or p.job) for p in drawn]
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
@@ -140,12 +142,15 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
     parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
+    parser.add_argument("--dense-ms", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"),
+                        help="of a dense part, beside which ids travel; ranks sleep for it")
     parser.add_argument("--seed", type=int, default=31, help="of the problems (31)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
-    for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim)):
+    job = Job("sparse_dist", *args.dense_ms) if args.dense_ms else None
+    for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim, job)):
         kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting,
                                  config,
                                  lambda workloads: replay_all(workloads, model.setting, config, "cpu",
@@ -160,10 +165,11 @@ def main() -> None:
 
 def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel) -> str:
     noise = np.median([r.noise_ms / r.replayed_ms for r in replay_records.judge(kept, model)])
+    dense = f", a dense part of {sum(args.dense_ms):g} ms" if args.dense_ms else ""
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
     return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
-            f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}; a replay is "
-            f"known to ±{noise:.1%} (median, 95%).")
+            f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}{dense}; a "
+            f"replay is known to ±{noise:.1%} (median, 95%).")
 
 
 if __name__ == "__main__":
