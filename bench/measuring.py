@@ -21,7 +21,7 @@ import torch
 
 from shardcore import memory, report
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
-from shardcore.measure import hardware, kernels, timing
+from shardcore.measure import devices, hardware, kernels, timing
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
@@ -49,7 +49,7 @@ def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:
     ids = torch.from_numpy(np.concatenate([i for i, _ in parts])).to(device)
     ends = torch.from_numpy(offsets).to(device)
     gradient = torch.randn(request.batch, sum(s.width for s in request.shards), device=device)
-    clock, totals = timing.clock_for(device), []
+    clock, totals = devices.device_of(device), []
     for _ in range(15):
         begin = clock.mark()
         output = op(ids, ends)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from shardcore.measure.supervise import BenchSpec, DeviceBench, Ended, Refused
+from shardcore.measure.supervise import BenchSpec, Counts, DeviceBench, Ended, Refused
 from tasks import actors
 
 _PROBE_S = 5.0
@@ -46,7 +46,7 @@ class RayTransport:
 
 class RayWorker:
     def __init__(self, name: str, spec: BenchSpec, reference_ms: float | None):
-        self._name, self.ongoing, self.counts = name, None, (0.0, 0.0)
+        self._name, self.ongoing, self.counts = name, None, Counts()
         self._actor = DeviceWorker.options(name=name, num_gpus=int(spec.device == "cuda"), num_cpus=1).remote(
             spec, reference_ms)
 

@@ -26,7 +26,8 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
                 "where the last one ended.")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there "
                    "is one")
-    p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend")
+    p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and "
+                   "end included")
     p.add_argument("--samples", type=positive(int), metavar="N", help="stop after the first N different "
                    "draws; default: when the time is up")
     p.add_argument("--again", type=natural, default=0, metavar="N", help="measure the first N draws again "
@@ -34,12 +35,12 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
     p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the "
                    "calibrated pool")
-    p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
+    p.add_argument("--batch", type=positive(int), help="global batch; default: 2048 on cpu, 65536 on cuda")
     p.add_argument("--precision", choices=PRECISION_BYTES, default="fp32", help="of the weights")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory, the largest "
-                   "shard measured")
+    p.add_argument("--arena-gib", type=positive(float), help="weights in memory, the largest shard measured; "
+                   "default: 1 on cpu, on cuda half of the free memory with the optimizer's state")
     p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
     p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
     p.add_argument("--tolerance", type=positive(float), help="relative confidence interval to reach for a "

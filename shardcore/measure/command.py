@@ -20,40 +20,51 @@ from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.draws.steps import first_step_plans
 from shardcore.errors import ShardCoreError
+from shardcore.fused import OPTIMIZERS
 from shardcore.limits import WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels
+from shardcore.measure.devices import device_of
 from shardcore.measure.local_workers import LocalTransport
-from shardcore.measure.replay import of_samples, replay_all
+from shardcore.measure.replay import ReplayConfig, of_samples, replay_all
 from shardcore.measure.supervise import BenchSpec, Supervisor
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.samples import dataset, replays
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import Problem, Setting, Table
+from shardcore.types import PRECISION_BYTES, Problem, Setting, Table
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
 _CALIBRATE_S = 5.0
 """Seconds in which the reference op's ms are found, where a folder has none."""
 _PROGRESS_S = 5.0
+_LONGEST_END = 0.25
+"""The share of the time that may be kept for what still runs at the end."""
+_LATE_S = 5.0
+"""What is not there so long after the time is over is given up."""
+_STATES = 4
+"""Room for the optimizer's state of a row, in rows of the largest table. Tables beyond it share it."""
+_STATE_BYTES = 4
 _KEEP_EVERY_S = 5.0
 """Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""
 
 
 def measure(args: argparse.Namespace) -> None:
     """What `python -m shardcore measure` does, its arguments as parsed there."""
-    counts, ranks = (0, MOST_DRAWS), (1, MOST_RANKS)
+    began, counts, ranks = time.monotonic(), (0, MOST_DRAWS), (1, MOST_RANKS)
     require_within(args, "measure", exchanges=counts, steps=counts, ranks=ranks, hang_s=WAITS_S)
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
     hardware.require_device(device)
-    setting = Setting(args.hardware or hardware.hardware_name(device), args.batch, args.precision,
-                      args.optimizer)
+    setting = Setting(args.hardware or hardware.hardware_name(device),
+                      args.batch or device_of(device).batch, args.precision, args.optimizer)
+    arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, device)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError(f"{args.pool} holds no table with lookups")
-    config = kernels.KernelConfig(arena_bytes=int(args.arena_gib * 2**30), tolerance=args.tolerance,
-                                  max_repeats=args.max_repeats, interleave=args.interleave)
+    config = kernels.KernelConfig(arena_bytes=arena_bytes, tolerance=args.tolerance,
+                                  max_repeats=args.max_repeats, interleave=args.interleave,
+                                  state_rows=_STATES * max(t.rows for t in live))
     groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width,
                          max_shard_bytes=config.arena_bytes)
     if args.exchanges or args.steps:
@@ -62,7 +73,8 @@ def measure(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, "
                              f"here are {cores}")
     exchanges = _missing_exchanges(args, setting) if args.exchanges else []
-    steps = _missing_steps(args, live, setting) if args.steps else []
+    of_steps = of_samples(arena_bytes, args.hang_s)
+    steps = _missing_steps(args, live, setting, of_steps) if args.steps else []
     plans = sum(len(made) for _, made in steps)
     known = dataset.read_ids(args.out, "compute")
     known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
@@ -84,7 +96,7 @@ def measure(args: argparse.Namespace) -> None:
                       flush=True)
                 beside = [compute_request(live, i, setting, args.seed, groups)
                           for i in range(config.interleave)]
-                _measure_compute(args, bench, missing, beside, pool)
+                _measure_compute(args, bench, missing, beside, pool, began)
     else:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if exchanges and args.dry_run:
@@ -94,14 +106,23 @@ def measure(args: argparse.Namespace) -> None:
     if plans and args.dry_run:
         print(f"{plans} of the first {args.steps} steps are missing")
     elif plans:
-        _measure_steps(args, steps, setting, device)
+        _measure_steps(args, steps, setting, device, of_steps)
     if not args.dry_run:
         dataset.merge_parts(args.out)
 
 
+def _arena_bytes(setting: Setting, device: str) -> int:
+    """The default arena: what its weights may take beside their state."""
+    weights = PRECISION_BYTES[setting.precision]
+    state = sum(_STATE_BYTES for per in OPTIMIZERS[setting.optimizer].states if per == "cell")
+    return device_of(device).arena_bytes(weights / (weights + state))
+
+
 def _measure_compute(args: argparse.Namespace, bench: Supervisor, missing: Iterable[ComputeRequest],
-                     beside: Sequence[ComputeRequest], tables: Sequence[Table]) -> None:
+                     beside: Sequence[ComputeRequest], tables: Sequence[Table], started: float) -> None:
+    """Measure until the minutes since `started` are over, what runs then included."""
     done, failed, began, said = 0, 0, time.monotonic(), time.monotonic()
+    deadline = started + 60 * args.minutes
     if bench.reference_ms is None:
         print(f"the reference op takes {bench.calibrate(beside, _CALIBRATE_S):.3g} ms", flush=True)
 
@@ -120,11 +141,17 @@ def _measure_compute(args: argparse.Namespace, bench: Supervisor, missing: Itera
             print(f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
                   f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
                   f"{bench.kept_s / elapsed:.0%} in runs that entered a "
-                  f"median, {max(0.0, args.minutes - elapsed / 60):.1f} min left", flush=True)
+                  f"median, {max(0.0, (deadline - now) / 60):.1f} min left", flush=True)
 
-    in_time = itertools.takewhile(lambda _: time.monotonic() - began < args.minutes * 60, missing)
-    _keep(bench.samples(in_time), args.chunk, lambda samples: dataset.write_compute(args.out, samples, pool),
-          tell)
+    def has_time(_: ComputeRequest) -> bool:
+        """Whether a request can finish in time, by how long those so far took."""
+        now = time.monotonic()
+        each_s = (now - began) / done if done else 0.0
+        return now + min(args.interleave * each_s, _LONGEST_END * 60 * args.minutes) < deadline
+
+    samples = bench.samples(itertools.takewhile(has_time, missing))
+    in_time = itertools.takewhile(lambda _: time.monotonic() < deadline + _LATE_S, samples)
+    _keep(in_time, args.chunk, lambda some: dataset.write_compute(args.out, some, pool), tell)
     tell()
 
 
@@ -171,18 +198,16 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveReq
     _keep(samples, args.chunk, lambda some: dataset.write_comm(args.out, some), tell)
 
 
-def _missing_steps(args: argparse.Namespace, live: Sequence[Table],
-                   setting: Setting) -> list[tuple[Problem, list]]:
+def _missing_steps(args: argparse.Namespace, live: Sequence[Table], setting: Setting,
+                   config: ReplayConfig) -> list[tuple[Problem, list]]:
     """The plans to replay, by their problems."""
-    arena = of_samples(int(args.arena_gib * 2**30), args.hang_s).arena_bytes
-    drawn = first_step_plans(live, args.steps, setting, args.ranks, arena, args.seed)
+    drawn = first_step_plans(live, args.steps, setting, args.ranks, config.arena_bytes, args.seed)
     return replays.missing(args.out, drawn, setting)
 
 
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting,
-                   device: str) -> None:
-    config, reference = (of_samples(int(args.arena_gib * 2**30), args.hang_s),
-                         dataset.reference_op(args.out, setting))
+                   device: str, config: ReplayConfig) -> None:
+    reference = dataset.reference_op(args.out, setting)
     done, total, began = 0, sum(len(made) for _, made in missing), time.monotonic()
     for problem, made in missing:
         replays.append(args.out, problem, made, setting, config,

@@ -8,18 +8,19 @@ from pathlib import Path
 import torch
 
 from shardcore.errors import ShardCoreError
+from shardcore.measure.devices import device_of
 
 AUTO = "auto"
 
 
 def detect_device() -> str:
     """"cuda" where there is a GPU, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if device_of("cuda").is_there() else "cpu"
 
 
 def require_device(device: str) -> None:
     """Raise ShardCoreError where there is no such device."""
-    if device == "cuda" and not torch.cuda.is_available():
+    if not device_of(device).is_there():
         raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; "
                              "measure on 'cpu'")
 
@@ -29,7 +30,7 @@ def hardware_name(device: str) -> str:
     "cpu-amd-epyc-9654". Raises ShardCoreError where there is no such device."""
     require_device(device)
     if device == "cuda":
-        return _slug(torch.cuda.get_device_name())
+        return _slug(device_of(device).product())
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
@@ -50,8 +51,9 @@ def require_fbgemm(device: str) -> None:
     try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401 (loads the ops)
 
-        offsets = torch.tensor([0, 1], device=device)
-        torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=device))
+        place = device_of(device).place
+        offsets = torch.tensor([0, 1], device=place)
+        torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=place))
     except ImportError as error:
         raise ShardCoreError("FBGEMM is not installed: pip install 'shardcore[cpu]' (or [gpu] on a CUDA "
                              "machine); "

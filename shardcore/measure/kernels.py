@@ -23,12 +23,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import random
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,42 +36,50 @@ import torch
 from shardcore import memory
 from shardcore.errors import ShardCoreError
 from shardcore.fused import OPTIMIZERS, PRECISIONS
-from shardcore.limits import MOST_BYTES, MOST_REPEATS, require_within
-from shardcore.measure import fused_op, hardware, timing
+from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_ROWS, require_within
+from shardcore.measure import devices, fused_op, hardware, timing
+from shardcore.measure.index_streams import IndexStreams
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
-from shardcore.tables import access, streams
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard, Table
+from shardcore.tables import access
+from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
 
 _REFERENCE_RUNS = 48
 """Runs of the reference that make one sample of it."""
-_EVICT_BYTES = 64 << 20
-"""More than the caches of a device hold (an EPYC's L3 slice 32 MiB, an H200's L2 50 MB)."""
-_MOST_BATCH_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-"""Of a batch's ids and outputs: to draw ids takes a few times their memory."""
+_FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
+"""A device is kept busy for so many times as long as the last launches took, and at first for 20 ms."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """arena_bytes: weights shared by all ops, the largest shard that can be measured. tolerance: repeats stop
-    when the median of forward + backward is known to this fraction (95%), within min_repeats and max_repeats;
-    None: 2% on CPU, 1% on GPU. interleave: ops in turn."""
+    """How ops are measured.
+
+    arena_bytes: weights shared by all ops, the largest shard that can be measured.
+    tolerance: repeats stop when the median of forward + backward is known to this fraction (95%). None: the
+        device's.
+    min_repeats, max_repeats: of an op.
+    interleave: ops in turn.
+    state_rows: rows of an optimizer's state that there is room for. Tables beyond it share them. None: as
+        many as an arena of the narrowest rows has.
+    """
 
     arena_bytes: int = 1 << 30
     tolerance: float | None = None
     min_repeats: int = 6
     max_repeats: int = 24
     interleave: int = 16
+    state_rows: int | None = None
 
     def __post_init__(self) -> None:
-        require_within(self, "kernel config", arena_bytes=(1, MOST_BYTES), min_repeats=(1, MOST_REPEATS),
+        require_within(self, "kernel config", arena_bytes=(1, MOST_BYTES), state_rows=(1, MOST_ROWS),
+                       min_repeats=(1, MOST_REPEATS),
                        max_repeats=(self.min_repeats, MOST_REPEATS), interleave=(1, MOST_REPEATS))
         if not (self.tolerance is None or 0 < self.tolerance < 1):
             raise ShardCoreError(f"kernel config has tolerance {self.tolerance}; it needs a share within 0 "
                                  "and 1, such as 0.05")
 
     def tolerance_on(self, device: str) -> float:
-        return self.tolerance or (0.01 if device == "cuda" else 0.02)
+        return self.tolerance or devices.device_of(device).tolerance
 
 
 class KernelBench:
@@ -85,13 +93,11 @@ class KernelBench:
 
     def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
                  reference: ComputeRequest | None = None, reference_ms: float | None = None):
+        self._device = devices.device_of(device)
         hardware.require_fbgemm(device)
-        fused_op.require_trains(setting, device)
+        fused_op.require_trains(setting, self._device.place)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
-        self._clock = timing.clock_for(device)
-        self._streams: dict[tuple[Table, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        # A CUDA fault other than memory spoils the process for all that follows, so it is not one request's.
-        self._request_errors = (ShardCoreError, torch.OutOfMemoryError if device == "cuda" else RuntimeError)
+        self.streams = IndexStreams(self._device.place, self._device.stream_bytes())
         self.kernel_s = 0.0
         """Seconds inside timed kernels so far, warm-ups and the reference included."""
         self.kept_s = 0.0
@@ -99,16 +105,19 @@ class KernelBench:
         dtype = getattr(torch, PRECISIONS[setting.precision].torch)
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
         try:
-            self._arena = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.01, 0.01)
+            place = self._device.place
+            self._arena = torch.empty(elements, dtype=dtype, device=place).uniform_(-0.01, 0.01)
             # Of rows there are most where all are narrow.
-            self._states = [torch.zeros(elements if per == "cell" else max(1, elements // MIN_WIDTH),
-                                        device=device) for per in OPTIMIZERS[setting.optimizer].states]
+            rows = min(self.config.state_rows or MOST_ROWS, max(1, elements // MIN_WIDTH))
+            self._states = [torch.zeros(elements if per == "cell" else rows, device=place)
+                            for per in OPTIMIZERS[setting.optimizer].states]
         except RuntimeError as error:
             raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} with the state of "
                                  f"{setting.optimizer} does not fit {device}: "
                                  f"make it smaller ({' '.join(str(error).split())[:100]})") from None
-        self._gradient = torch.full((1,), 1e-3, device=device)
-        self._caches = timing.Caches(_EVICT_BYTES, device)
+        self._gradient = torch.full((1,), 1e-3, device=place)
+        self._caches = timing.Caches(self._device.evict_bytes(), place)
+        self._launch_ms = _FIRST_LAUNCH_MS
         self._numbers = itertools.count()
         self._active: list[Run] = []
         self._finished = 0
@@ -147,8 +156,8 @@ class KernelBench:
         while len(self._active) >= self.config.interleave:
             finished += self._round()
         try:
-            self._active.append(self.prepare(request))
-        except self._request_errors as error:
+            self._active.append(self._with_room(lambda: self.prepare(request)))
+        except self._device.request_errors as error:
             finished.append(self._failed(request, error))
         return finished
 
@@ -171,8 +180,8 @@ class KernelBench:
         runs, totals, until = [], [], time.monotonic() + seconds
         for request in requests:
             try:
-                runs.append(self.prepare(request))
-            except self._request_errors:
+                runs.append(self._with_room(lambda r=request: self.prepare(r)))
+            except self._device.request_errors:
                 continue
         while time.monotonic() < until or len(totals) < 10:
             for run in [*runs, self._reference]:
@@ -195,8 +204,8 @@ class KernelBench:
         if not crowded:
             self._caches.evict()
         try:
-            forward, backward = self._once(run)
-        except self._request_errors as error:
+            forward, backward = self._with_room(lambda: self._once(run))
+        except self._device.request_errors as error:
             if run is self._reference:
                 raise ShardCoreError(f"the reference op failed: {error}") from None
             self._active.remove(run)
@@ -205,6 +214,16 @@ class KernelBench:
             run.times_ms.append((forward, backward, self._log.add(run.number, forward + backward)))
         run.warm = True
         return None
+
+    def _with_room(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives. Out of memory, it is tried once more without the streams that are kept."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            self.streams.clear()
+        # Only here, where the error no longer holds what it was raised among.
+        self._device.release()
+        return work()
 
     def _settled(self) -> list[ComputeSample]:
         """Samples of the ops whose median is known well enough, or as well as is to be."""
@@ -241,13 +260,14 @@ class KernelBench:
         width = sum(s.width * s.table.features for s in request.shards)
         ids = sum(access.lookups(s.table, request.batch) + request.batch * s.table.features
                   for s in request.shards)
-        if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > _MOST_BATCH_BYTES:
+        most = self._device.batch_bytes()
+        if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > most:
             raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
-                                 f"outputs; on this machine it may have {_MOST_BATCH_BYTES / 2**30:.1f}: it "
+                                 f"outputs; on this machine it may have {most / 2**30:.1f}: it "
                                  "needs fewer samples, or lookups of each")
-        indices, offsets = self._lookups(request, seed)
+        indices, offsets = self.streams.lookups(request, seed)
         if self._gradient.numel() < request.batch * width:
-            self._gradient = torch.full((request.batch * width,), 1e-3, device=self.device)
+            self._gradient = torch.full((request.batch * width,), 1e-3, device=self._device.place)
         return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
                    self._gradient[: request.batch * width].view(request.batch, width))
 
@@ -257,36 +277,18 @@ class KernelBench:
 
     def _once(self, run: Run) -> tuple[float, float]:
         """Run forward and backward once; their ms."""
-        marks = [self._clock.mark()]
+        # Else the marks would time how Python launches, not what the device runs.
+        self._device.keep_busy(self._launch_ms)
+        began = time.perf_counter()
+        marks = [self._device.mark()]
         output = run.op(run.indices, run.offsets)
-        marks.append(self._clock.mark())
+        marks.append(self._device.mark())
         output.backward(run.gradient)
-        marks.append(self._clock.mark())
-        forward, backward = self._clock.elapsed_ms(marks)
+        marks.append(self._device.mark())
+        self._launch_ms = max(_LAUNCHES * 1e3 * (time.perf_counter() - began), 0.9 * self._launch_ms)
+        forward, backward = self._device.elapsed_ms(marks)
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
-
-    def _lookups(self, request: ComputeRequest, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices [L] and offsets [T × B + 1] of a request's T features, table after table."""
-        parts = [self._stream(s, request.batch, seed) for s in request.shards]
-        starts = np.cumsum([0] + [len(i) for i, _ in parts])
-        offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
-        end = torch.tensor([int(starts[-1])], device=self.device)
-        return torch.cat([i for i, _ in parts]), torch.cat([*offsets, end])
-
-    def _stream(self, shard: Shard, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # A table's stream does not depend on its dim.
-        key = (dataclasses.replace(shard.table, dim=MIN_WIDTH), batch, seed)
-        if key not in self._streams:
-            ids, offsets = streams.stream(shard.table, batch, seed)
-            self._streams[key] = (torch.from_numpy(ids).to(self.device),
-                                  torch.from_numpy(offsets).to(self.device))
-        ids, offsets = self._streams[key]
-        if shard.full_rows:
-            return ids, offsets
-        inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
-        kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
-        return ids[inside] - shard.row_lo, kept[offsets]
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
         """An op over the arena: built with one row a table, then given its true row counts and places in the
@@ -294,8 +296,8 @@ class KernelBench:
         # The number of the table of each feature: FBGEMM keeps what it knows of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
         op = fused_op.build([s.width for s in shards], self.setting.optimizer, self.setting.precision,
-                            self.device, of_feature)
-        memory_of = "dev" if self.device == "cuda" else "host"
+                            self._device.place, of_feature)
+        memory_of = self._device.memory_of
         rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
@@ -312,7 +314,7 @@ class KernelBench:
         return op
 
     def _int64(self, values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self.device)
+        return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self._device.place)
 
     def _sample(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
         """The sample of a run's timings, which are then forgotten."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from shardcore.measure.supervise import BenchSpec, DeviceBench, Ended, Refused
+from shardcore.measure.supervise import BenchSpec, Counts, DeviceBench, Ended, Refused
 
 _BEAT_S, _BEATS = 1.0, 4
 """Between two words of a process, at most; and how many it has at least before it counts as hung."""
@@ -46,7 +46,7 @@ class LocalWorker:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.said: tuple[str, Any] | None = None
-        self.counts = (0.0, 0.0)
+        self.counts = Counts()
         self._process = context.Process(target=_serve, name=f"measure-{spec.device}", daemon=True,
                                         args=(theirs, spec, reference_ms, beat_s))
         self._process.start()
@@ -91,7 +91,7 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
     def say(kind: str, value: object = None) -> None:
         try:
             with sending:
-                pipe.send((kind, value, bench.counts() if bench else (0.0, 0.0)))
+                pipe.send((kind, value, bench.counts() if bench else Counts()))
         except OSError:  # the parent is gone
             os._exit(1)
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -56,6 +56,19 @@ class BenchSpec:
     reference: ComputeRequest | None = None
 
 
+class Counts(NamedTuple):
+    """What a worker has done so far.
+
+    kernel_s: seconds inside timed kernels.
+    kept_s: seconds of them in runs that entered a median.
+    drawn: streams of ids, which take long to draw for large batches.
+    """
+
+    kernel_s: float = 0.0
+    kept_s: float = 0.0
+    drawn: int = 0
+
+
 class DeviceBench(KernelBench):
     """A worker's end of the calls."""
 
@@ -63,13 +76,12 @@ class DeviceBench(KernelBench):
         torch.set_num_threads(1)  # a device of a CPU is one core
         super().__init__(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
 
-    def call(self, method: str, *arguments: Any) -> tuple[Any, tuple[float, float]]:
+    def call(self, method: str, *arguments: Any) -> tuple[Any, Counts]:
         """What a method answers, and the counts after it."""
         return getattr(self, method)(*arguments), self.counts()
 
-    def counts(self) -> tuple[float, float]:
-        """Seconds inside timed kernels so far, and in runs that entered a median."""
-        return self.kernel_s, self.kept_s
+    def counts(self) -> Counts:
+        return Counts(self.kernel_s, self.kept_s, self.streams.drawn)
 
     def hardware(self) -> str:
         return hardware.hardware_name(self.device)
@@ -94,8 +106,8 @@ class DeviceBench(KernelBench):
 class Worker(Protocol):
     """A DeviceBench elsewhere, with one call at a time. answer raises Ended where it is gone."""
 
-    counts: tuple[float, float]
-    """DeviceBench.counts as last heard."""
+    counts: Counts
+    """As last heard."""
 
     # label: for people who watch calls
     def call(self, method: str, *arguments: Any, label: str = "") -> None: ...
@@ -143,8 +155,8 @@ class _Device:
     busy: bool = False
     chunk: list[ComputeRequest] = field(default_factory=list)
     due: float = 0.0
-    seen: tuple[float, float] | None = None
-    counted: tuple[float, float] = (0.0, 0.0)
+    seen: Counts | None = None
+    counted: Counts = Counts()
     kernel_s: float = 0.0
     alone: bool = False
     handed: dict[str, ComputeRequest] = field(default_factory=dict)
@@ -326,8 +338,8 @@ class Supervisor:
         return heard
 
     def _look(self, device: _Device) -> None:
-        """Raises Ended where a device starts for too long, or did no more kernels since it was last looked
-        at."""
+        """Raises Ended where a device starts for too long, or ran no kernel and drew no ids since it was last
+        looked at."""
         if (now := time.monotonic()) < device.due:
             return
         if device.starts:
@@ -340,8 +352,8 @@ class Supervisor:
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _count(self, device: _Device) -> None:
-        kernel_s, kept_s = (now - before
-                            for now, before in zip(device.worker.counts, device.counted, strict=True))
+        kernel_s, kept_s, _ = (now - before
+                               for now, before in zip(device.worker.counts, device.counted, strict=True))
         self.kernel_s, self.kept_s = self.kernel_s + kernel_s, self.kept_s + kept_s
         device.counted, device.kernel_s = device.worker.counts, device.kernel_s + kernel_s
 
@@ -367,7 +379,7 @@ class Supervisor:
             device.worker.end()
         if error and (isinstance(error, Refused) or device.starts == _STARTS):
             raise ShardCoreError(f"a measuring worker cannot start: {error}")
-        device.handed, device.counted, device.starts = {}, (0.0, 0.0), device.starts + 1
+        device.handed, device.counted, device.starts = {}, Counts(), device.starts + 1
         device.worker = self._transport.start(device.name, self.reference_ms)
         self._call(device, "hardware")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
@@ -112,30 +111,3 @@ class Caches:
 
     def evict(self) -> None:
         self._written.add_(1)
-
-
-class CpuClock:
-    """Marks points in time on this thread."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_ms(self, marks: Sequence[float]) -> list[float]:
-        return [(b - a) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
-
-
-class CudaClock:
-    """Marks points in the current CUDA stream; elapsed_ms waits for the last."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_ms(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        marks[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
-
-
-def clock_for(device: str) -> CpuClock | CudaClock:
-    return CudaClock() if device == "cuda" else CpuClock()

@@ -253,3 +253,22 @@ def test_what_was_added_stays_in_turn_until_finished(tables):
         rounds += 1
     assert rounds > 1
     assert bench.active == [] and sorted(s.id for s in finished) == sorted({s.id for s in finished})
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_op_that_finds_no_memory_is_tried_once_more_without_kept_streams(tables, monkeypatch, times):
+    bench = KernelBench(Setting("any", 64), config=CONFIG)
+    real, kept = bench.prepare, []
+
+    def prepare(request, seed=0):
+        kept.append(bench.streams.drawn)
+        if len(kept) <= times:
+            bench.streams.lookups(request, 7)
+            raise torch.OutOfMemoryError("out of memory")
+        return real(request, seed)
+
+    monkeypatch.setattr(bench, "prepare", prepare)
+    request = ComputeRequest((Shard.whole(tables[4]),), 64)
+    [sample] = bench.measure([request])
+    assert (sample.error is None) == (times == 1) and len(kept) == 2
+    assert times == 1 or sample.error == "out of memory"

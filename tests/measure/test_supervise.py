@@ -12,8 +12,9 @@ import pytest
 from shardcore.errors import ShardCoreError
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.local_workers import LocalTransport, LocalWorker
-from shardcore.measure.supervise import BenchSpec, Ended, Supervisor, chunk_size
-from shardcore.measurements import ComputeRequest
+from shardcore.measure.supervise import BenchSpec, Counts, Ended, Supervisor, chunk_size
+from shardcore.measurements import ComputeRequest, ComputeSample
+from shardcore.samples import dataset
 from shardcore.types import Setting, Shard, Table, Zipf
 
 SETTING = Setting("test", 256)
@@ -102,7 +103,7 @@ class Struck:
     """A transport whose workers end whenever they calibrate by so many requests; keeps by how many they were
     told to."""
 
-    spec, counts = BenchSpec(SETTING), (0.0, 0.0)
+    spec, counts = BenchSpec(SETTING), Counts()
 
     def __init__(self, fewest: int):
         self.fewest, self.told, self.ongoing = fewest, [], ()
@@ -128,6 +129,47 @@ class Struck:
 
     def end(self) -> None:
         pass
+
+
+class Draws:
+    """A transport whose worker takes long to answer. Meanwhile it draws ids, or nothing happens."""
+
+    spec = BenchSpec(SETTING)
+
+    def __init__(self, draws: bool):
+        self.draws, self.counts, self.waits, self.ongoing = draws, Counts(), 0, ()
+
+    def start(self, name, reference_ms):
+        return self
+
+    def wait(self, workers, timeout_s):
+        time.sleep(0.1)
+        self.waits += 1
+        self.counts = self.counts._replace(drawn=self.counts.drawn + self.draws)
+        return workers if self.ongoing[0] == "hardware" or self.waits > 10 else []
+
+    def call(self, *call, label="") -> None:
+        self.ongoing, self.waits = call, 0
+
+    def answer(self):
+        method, *arguments = self.ongoing
+        if method == "hardware":
+            return "it"
+        [request] = arguments[0]
+        return [ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, None, None, 0.0, "")], 1
+
+    def look(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_worker_that_draws_ids_does_not_hang(draws):
+    with Supervisor(Draws(draws), reference_ms=1.0, hang_s=0.3) as bench:
+        [sample] = bench.samples([HUGE])
+    assert sample.error == ("" if draws else "ended its worker: it hung: no op ended for 0.3 s")
 
 
 def test_calibrating_leaves_out_what_ends_the_process():

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from shardcore.measure import timing
+from shardcore.measure import devices, timing
 
 
 def test_a_median_is_known_better_with_more_and_steadier_repeats():
@@ -89,7 +89,5 @@ def test_runs_no_longer_kept_are_refused():
 
 
 def test_a_clock_gives_the_ms_between_marks():
-    assert timing.CpuClock().elapsed_ms([1.0, 1.5, 1.75]) == [500.0, 250.0]
-    assert isinstance(timing.clock_for("cpu"), timing.CpuClock) and isinstance(
-        timing.clock_for("cuda"), timing.CudaClock
-    )
+    assert devices.Cpu().elapsed_ms([1.0, 1.5, 1.75]) == [500.0, 250.0]
+    assert type(devices.device_of("cpu")) is devices.Cpu and type(devices.device_of("cuda")) is devices.Cuda

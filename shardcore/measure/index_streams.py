@@ -1,0 +1,72 @@
+"""Drawn ids of tables on a device, for the ops that are measured.
+
+Shapes: L lookups, T features, B batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+
+import numpy as np
+import torch
+
+from shardcore.measurements import ComputeRequest
+from shardcore.tables import streams
+from shardcore.types import MIN_WIDTH, Shard, Table
+
+Stream = tuple[torch.Tensor, torch.Tensor]
+"""Ids, and offsets of samples in them."""
+
+
+class IndexStreams:
+    """Streams that were drawn, as many of the last used as fit.
+
+    place: the torch device where they lie.
+    most_bytes: of all streams that are kept. The ids of an op under way are beside them.
+    drawn: streams drawn so far. It grows while a request is prepared, so it shows life.
+    """
+
+    def __init__(self, place: str, most_bytes: int) -> None:
+        self.place, self.most_bytes, self.drawn = place, most_bytes, 0
+        self._kept: OrderedDict[tuple[Table, int, int], Stream] = OrderedDict()
+        self._bytes = 0
+
+    def lookups(self, request: ComputeRequest, seed: int) -> Stream:
+        """Indices [L] and offsets [T × B + 1] of a request's T features, table after table."""
+        parts = [self._shard(s, request.batch, seed) for s in request.shards]
+        starts = np.cumsum([0] + [len(ids) for ids, _ in parts])
+        offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
+        end = torch.tensor([int(starts[-1])], device=self.place)
+        return torch.cat([ids for ids, _ in parts]), torch.cat([*offsets, end])
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+    def _shard(self, shard: Shard, batch: int, seed: int) -> Stream:
+        ids, offsets = self._table(shard.table, batch, seed)
+        if shard.full_rows:
+            return ids, offsets
+        inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
+        kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
+        return ids[inside] - shard.row_lo, kept[offsets]
+
+    def _table(self, table: Table, batch: int, seed: int) -> Stream:
+        # A table's stream does not depend on its dim.
+        key = (dataclasses.replace(table, dim=MIN_WIDTH), batch, seed)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        drawn = tuple(torch.from_numpy(part).to(self.place) for part in streams.stream(table, batch, seed))
+        self.drawn += 1
+        self._kept[key] = drawn
+        self._bytes += _bytes(drawn)
+        while self._bytes > self.most_bytes and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= _bytes(oldest)
+        return drawn
+
+
+def _bytes(stream: Stream) -> int:
+    return sum(part.numel() * part.element_size() for part in stream)

@@ -1,0 +1,49 @@
+"""Streams of ids that are kept: those last used, within a number of bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from shardcore.measure.index_streams import IndexStreams
+from shardcore.measurements import ComputeRequest
+from shardcore.tables import streams
+from shardcore.types import Shard, Table
+
+TABLES = [Table(f"t{i}", 1000, 8, 4.0) for i in range(4)]
+EACH = sum(part.nbytes for part in streams.stream(TABLES[0], 64, 0))
+
+
+def asked(*tables):
+    return ComputeRequest(tuple(Shard.whole(t) for t in tables), 64)
+
+
+def test_a_stream_is_drawn_once_for_all_dims_of_its_table():
+    kept = IndexStreams("cpu", 1 << 30)
+    first = kept.lookups(asked(TABLES[0]), 0)
+    again = kept.lookups(asked(dataclasses.replace(TABLES[0], dim=16)), 0)
+    assert kept.drawn == 1 and all(map(torch.equal, first, again))
+    kept.lookups(asked(TABLES[0]), 1)
+    assert kept.drawn == 2
+
+
+@pytest.mark.parametrize(("order", "drawn"), [((0, 1, 0, 1), 2), ((0, 1, 2, 0), 4), ((0, 1, 0, 2, 0), 3)])
+def test_the_last_used_are_kept(order, drawn):
+    kept = IndexStreams("cpu", 2 * EACH + EACH // 2)
+    for i in order:
+        kept.lookups(asked(TABLES[i]), 0)
+    assert kept.drawn == drawn
+
+
+def test_an_op_of_more_than_is_kept_has_all_its_ids():
+    few, all_of = IndexStreams("cpu", 1), IndexStreams("cpu", 1 << 30)
+    request = asked(*TABLES, *TABLES)
+    assert all(map(torch.equal, few.lookups(request, 0), all_of.lookups(request, 0)))
+
+
+def test_what_is_cleared_is_drawn_again():
+    kept = IndexStreams("cpu", 1 << 30)
+    for _ in range(2):
+        kept.lookups(asked(TABLES[0]), 0)
+        kept.clear()
+    assert kept.drawn == 2
