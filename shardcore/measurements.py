@@ -137,6 +137,7 @@ class ComputeSample:
     slowdown: how slow the machine was meanwhile: the clock showed slowdown times forward and backward.
     relative_ci: half the 95% interval of the median of forward + backward, relative to it.
     order: its place among what its process measured, from 0.
+    software: versions of what it depends on besides the hardware, and the arena. "": not known.
     """
 
     id: str
@@ -149,6 +150,7 @@ class ComputeSample:
     slowdown: float = 1.0
     relative_ci: float | None = None
     order: int = 0
+    software: str = ""
 
     def __post_init__(self) -> None:
         _require_sample(self, self.forward is not None and self.backward is not None)

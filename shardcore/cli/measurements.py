@@ -101,6 +101,10 @@ def train(args: argparse.Namespace) -> None:
                              "choose one with --hardware, --batch, --precision and --optimizer")
     known, start = (drift_correction.read(args.datasets, chosen[0]),
                     neural.load(args.start) if args.start else None)
+    software = sorted({s.software for s in known.compute if s.software})
+    if len(software) > 1:
+        print(f"samples were measured with different software: {'; '.join(software)}; if their timings "
+              "differ, train on those of one", file=sys.stderr)
     replayed = replays.steps(args.datasets, chosen[0])
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)

@@ -118,6 +118,8 @@ class KernelBench:
         self._gradient = torch.full((1,), 1e-3, device=place)
         self._caches = timing.Caches(self._device.evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
+        versions = {**self._device.versions(), "arena": memory.gib(self.config.arena_bytes)}
+        self._software = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         self._numbers = itertools.count()
         self._active: list[Run] = []
         self._finished = 0
@@ -332,7 +334,7 @@ class KernelBench:
         self._finished += 1
         return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, None, None,
                              time.time(), reason,
-                             order=self._finished - 1)
+                             order=self._finished - 1, software=self._software)
 
 
 @dataclass(eq=False)

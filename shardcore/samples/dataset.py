@@ -80,7 +80,7 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
     """Write compute samples as one part. pool: digest of their tables' pool, from write_pool."""
     rows = [{**_common(s, "compute"), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
              "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
-             "relative_ci": s.relative_ci, "order": s.order} for s in samples]
+             "relative_ci": s.relative_ci, "order": s.order, "software": s.software} for s in samples]
     return parts.write_part(folder, "compute", rows)
 
 
@@ -186,7 +186,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
         made = ComputeSample(
             row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
             _spread(row["backward"]), row["measured_at"], row["error"], row["slowdown"], row["relative_ci"],
-            row["order"])
+            row["order"], row["software"])
         _require_own_id(made.id, compute_id(made.setting, made.request))
         return made
 

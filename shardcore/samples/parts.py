@@ -54,7 +54,7 @@ _COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.
            ("measured_at", pa.float64()), ("error", pa.string()), ("batch", pa.int64())]
 COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD),
                      ("backward", _SPREAD), ("slowdown", pa.float64()), ("relative_ci", pa.float64()),
-                     ("order", pa.int64())])
+                     ("order", pa.int64()), ("software", pa.string())])
 """batch: samples that the op ran over. pool: digest of the pool file with its tables. A shard's table has the
 dim given here. Other columns are as in ComputeSample. Older parts call slowdown pace, and relative_ci
 known_to."""
@@ -63,9 +63,10 @@ COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
                   ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
                   ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64())])
-"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. Older parts have no busy_ms:
-it was 0."""
+"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
+_ADDED = {"compute": {"software": ""}, "comm": {"busy_ms": 0.0}}
+"""Columns that older parts lack, and what they were then."""
 
 Row = dict[str, Any]
 
@@ -202,8 +203,9 @@ def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -
     if "measurement_version" in table.schema.names:
         if MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist():
             return []
-    if schema is COMM and "busy_ms" not in table.schema.names:
-        table = table.append_column("busy_ms", pa.array([0.0] * len(table), pa.float64()))
+    for name, value in _ADDED[kind].items():
+        if name not in table.schema.names:
+            table = table.append_column(name, pa.array([value] * len(table), schema.field(name).type))
     table = table.rename_columns(list(map(renamed.field, table.schema.names)))
     in_file = pa.schema([f.with_name(renamed.field(f.name)) for f in in_file])
     _require_columns(table, in_file, schema, path)
@@ -217,7 +219,7 @@ def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, pat
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
         known = ", ".join(schema.names)
         raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {known}")
-    for field in schema:  # An older part has no busy_ms.
+    for field in schema:  # An older part lacks those of _ADDED.
         found = in_file.field(field.name).type if field.name in in_file.names else field.type
         if found != field.type:
             raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")

@@ -272,3 +272,10 @@ def test_an_op_that_finds_no_memory_is_tried_once_more_without_kept_streams(tabl
     [sample] = bench.measure([request])
     assert (sample.error is None) == (times == 1) and len(kept) == 2
     assert times == 1 or sample.error == "out of memory"
+
+
+def test_a_sample_says_with_what_it_was_measured(tables):
+    bench = KernelBench(Setting("any", 64), config=CONFIG)
+    [sample] = bench.measure([ComputeRequest((Shard.whole(tables[4]),), 64)])
+    assert f"torch {torch.__version__}" in sample.software and "fbgemm 1." in sample.software
+    assert sample.software.startswith("arena 8.0 MiB, ")

@@ -55,6 +55,7 @@ def test_an_op_starts_on_a_device_that_is_busy_and_ids_are_drawn_again_where_the
     assert sum(s.error is None for s in found) >= 12
     busy = [float(line.split()[1]) for line in (measuring.folder / "log").read_text().splitlines()]
     assert len(busy) > 12 * 6 and min(busy) > 0
+    assert {x.software for x in found} == {found[0].software} and "driver none" in found[0].software
     assert max(s.bytes for x in found for s in x.request.shards) <= 64 << 20  # the default arena
 
 
