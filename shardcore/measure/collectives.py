@@ -41,6 +41,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import local_ranks, own_core
+from shardcore.measure.devices import device_of
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measure.timing import spread
 from shardcore.measurements import CollectiveRequest, CollectiveSample
@@ -192,12 +193,13 @@ class Rank:
     def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu",
                  config: CollectiveConfig | None = None):
         self.rank, self.ranks, self.config = rank, ranks, config or CollectiveConfig()
-        self.device = torch.device(device)
-        timeout = timedelta(seconds=self.config.timeout_s)
+        self._on = device_of(device)
+        self.device = torch.device(self._on.place)
+        timeout = timedelta(seconds=self.config.timeout_s + self._on.gang_start_s)
         where = _address(init_method)
         found = {"store": _store(*where, rank, ranks, timeout)} if where else {"init_method": init_method}
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks,
-                                timeout=timeout, **found)
+        # Clocks and barriers are tensors on the CPU, so gloo carries them.
+        dist.init_process_group(self._on.backend, rank=rank, world_size=ranks, timeout=timeout, **found)
         host_of = _gather(host_id())
         ranks_on = Counter(host_of)
         self.hosts = len(ranks_on)
@@ -237,49 +239,46 @@ class Rank:
         due = time.perf_counter() + busy_ms / 1e3
         while time.perf_counter() < due:
             self._scratch.add_(1)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
+            self._on.synchronize()
 
     def _timed(self, transfer: Transfer | IdTransfer, start_ms: float, busy_ms: float) -> tuple[float, float]:
         """Start and end in s of rank 0's clock."""
         self._compute(busy_ms)
         with local_ranks.exchanging():
-            dist.barrier()
+            self._on.meet()
             due = time.perf_counter() + start_ms / 1e3
             # a rank that still computes occupies its device: spin, do not sleep
             while time.perf_counter() < due:
                 pass
-            start = time.perf_counter()
+            start = time.perf_counter() + self._offset_s
+            begin = self._on.mark()
             transfer.run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            return start + self._offset_s, time.perf_counter() + self._offset_s
+            [took_ms] = self._on.elapsed_ms([begin, self._on.mark()])
+            return start, start + took_ms / 1e3
 
     def _clock_offset_s(self) -> float:
         """To be added to this host's clock to have rank 0's: the best estimate of its ranks, and 0 on rank
         0's own host."""
         with local_ranks.exchanging():
-            round_trip_s, offset_s = estimate_clock_offset(self.device)
+            round_trip_s, offset_s = estimate_clock_offset()
             found = _gather((host_id(), round_trip_s, offset_s))
         return min((round_trip, offset) for host, round_trip, offset in found if host == host_id())[1]
 
 
-def estimate_clock_offset(device: torch.device | str = "cpu",
-                          clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
     """(round trip, offset) in s of this rank's clock to rank 0's; all ranks of the process group need to call
     it.
 
     Of some ping-pongs the fastest counts, and rank 0 is taken to have read its clock in the middle (Cristian
     1989), so the offset is wrong by half the round trip at most. Rank 0 has (0, 0).
     """
-    at = torch.zeros(1, dtype=torch.float64, device=device)
+    at = torch.zeros(1, dtype=torch.float64)
     rank, best = dist.get_rank(), (0.0, 0.0)
     for other in range(1, dist.get_world_size()):
         tries = []
         for _ in range(_PINGS if rank in (0, other) else 0):
             if rank == 0:
                 dist.recv(at, other)
-                at.item()  # NCCL has only queued it
                 dist.send(at.fill_(clock()), other)
             else:
                 sent = clock()

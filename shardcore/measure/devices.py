@@ -28,6 +28,8 @@ class Cpu:
     memory_of: FBGEMM's word for the memory of weights.
     request_errors: what a request alone may raise. Other errors spoil the process.
     batch: the default global batch.
+    backend: of torch.distributed.
+    gang_start_s: what the first collective may take longer than others.
     tolerance: the default of kernels.KernelConfig.
     """
 
@@ -36,6 +38,8 @@ class Cpu:
     request_errors: tuple[type[Exception], ...] = (ShardCoreError, RuntimeError)
     batch = 2048
     tolerance = 0.02
+    backend = "gloo"
+    gang_start_s = 0.0
 
     def is_there(self) -> bool:
         return True
@@ -50,6 +54,13 @@ class Cpu:
 
     def keep_busy(self, ms: float) -> None:
         """Give the device work for so long, so that what is launched next does not wait for its launch."""
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+
+    def meet(self) -> None:
+        """Wait for all ranks of the process group."""
+        torch.distributed.barrier()
 
     def release(self) -> None:
         """Give back memory that is not used."""
@@ -95,6 +106,8 @@ class Cuda(Cpu):
     request_errors = (ShardCoreError, torch.OutOfMemoryError)
     batch = 65_536
     tolerance = 0.01
+    backend = "cpu:gloo,cuda:nccl"
+    gang_start_s = 300.0  # NCCL connects at the first collective
 
     def is_there(self) -> bool:
         return torch.cuda.is_available()
@@ -115,6 +128,14 @@ class Cuda(Cpu):
     def keep_busy(self, ms: float) -> None:
         # Counted in cycles. At a lower clock than this it sleeps for longer, which does no harm.
         torch.cuda._sleep(int(ms * 2e6))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        self.synchronize()
+        # On the CPU, so that no kernel of NCCL waits on the GPU.
+        torch.distributed.all_reduce(torch.zeros(1))
 
     def release(self) -> None:
         torch.cuda.empty_cache()

@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import Job
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
+from shardcore.measure.devices import device_of
 from shardcore.measure.kernels import KernelBench, KernelConfig, Run
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import ComputeRequest, StepSample
@@ -197,7 +197,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     for workload in workloads:
         steps.append(_Step(benches, workload, rank, config, device))
         progress()
-    caches = Caches(config.evict_bytes, device)
+    caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
         member = Rank(rank, len(workloads[0].ops), init_method, device,
                       CollectiveConfig(timeout_s=config.timeout_s))
@@ -230,7 +230,7 @@ class _Step:
     def __init__(self, benches: Mapping[str, KernelBench], workload: Workload, rank: int,
                  config: ReplayConfig, device: str):
         self._workload, self._rank, self._chains, self._ids = workload, rank, {}, None
-        self._device = device
+        self._on, self._device = device_of(device), device_of(device).place
         self._batches = [{op.kind: [benches[_precision(part)].prepare(part, config.seed + k)
                                     for part in _by_precision(op)] for op in workload.ops[rank]}
                          for k in range(config.batches)]
@@ -247,28 +247,32 @@ class _Step:
     def once(self, batch: int) -> tuple[float, ...]:
         """One step from dense part to dense part, going on with batch number `batch`; the six marks of
         replay_rank."""
+        mark = self._on.mark
         with local_ranks.exchanging():
-            dist.barrier()
-            begin = informed = self._now()
+            self._on.meet()
+            began = time.perf_counter()
+            begin = informed = mark()
             if self._ids:
                 works = self._ids.start()
                 if self._workload.job.hides_ids_ms:  # even a sleep of 0 lets others run first
                     time.sleep(self._workload.job.hides_ids_ms / 1e3)
                 self._ids.finish(works)
-                informed = self._now()
+                informed = mark()
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._gradients.get(kind))
-            received = self._now()
+            received = mark()
         for kind, output in self._outputs.items():
             output.backward(self._gradients[kind])
-        updated = self._now()
+        updated = mark()
         self._outputs = self._forward(self._batches[batch])
-        pooled = self._now()
+        pooled = mark()
         with local_ranks.exchanging():
             outputs = {kind: output.detach() for kind, output in self._outputs.items()}
             for kind, chain in self._chains.items():
                 exchanges.forward(chain, outputs.get(kind))
-            return begin, informed, received, updated, pooled, self._now()
+            # Read only now: to wait for each mark would make the device idle between.
+            marks = [begin, informed, received, updated, pooled, mark()]
+            return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
 
     def _forward(self, runs: Mapping[str, Sequence[Run]]) -> dict[str, torch.Tensor]:
         outputs = {kind: [run.op(run.indices, run.offsets) for run in of_kind]
@@ -278,10 +282,6 @@ class _Step:
     def _full(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.full(tuple(shape), _GRADIENT, device=self._device)
 
-    def _now(self) -> float:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def _by_precision(op: Op) -> list[ComputeRequest]:
