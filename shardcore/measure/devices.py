@@ -84,6 +84,10 @@ class Cpu:
         """Memory for a batch's ids and outputs, at most. To draw ids takes a few times their memory."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
+    def used_share(self) -> float:
+        """Of its memory, by all processes."""
+        raise ShardCoreError("a CPU's memory is not watched")
+
     def versions(self) -> dict[str, str]:
         """What a timing depends on besides the hardware."""
         from importlib.metadata import PackageNotFoundError, version
@@ -152,6 +156,9 @@ class Cuda(Cpu):
 
     def batch_bytes(self) -> int:
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // 4
+
+    def used_share(self) -> float:
+        return _mib("memory.used") / _mib("memory.total")
 
     def versions(self) -> dict[str, str]:
         return {**super().versions(), "driver": _asked("driver_version"), "clocks": _asked("clocks.max.sm"),

@@ -58,6 +58,9 @@ class FakeCuda(Cuda):
         if self._once("hang"):
             time.sleep(3600)
 
+    def synchronize(self) -> None:
+        self._note("synchronize")
+
     def release(self) -> None:
         self._note("release")
 
@@ -72,6 +75,9 @@ class FakeCuda(Cuda):
 
     def batch_bytes(self) -> int:
         return 1 << 30
+
+    def used_share(self) -> float:
+        return 0.5
 
     def versions(self) -> dict[str, str]:
         return {**super(Cuda, self).versions(), "driver": "none", "clocks": "none", "cuda": "none"}

@@ -1,0 +1,234 @@
+"""Is measuring on this GPU fit for a dataset? One command, some minutes, a verdict on each question.
+
+    python -m bench.gpu_acceptance --out DIR --minutes 8
+
+It needs torch, FBGEMM, numpy and pyarrow only. DIR/data is the dataset, which grows as groups finish: a run
+that is cut short loses nothing, and a rerun goes on. DIR/verdicts.json has the figures. Exits 1 if a verdict
+is bad.
+
+- card: what runs here.
+- events: times by CUDA events against the profiler's kernel times, on 50 groups. At most 5% apart (median).
+- groups: at least 2,000 in the time given, under 1% failed, at least 80% of the time in kernels.
+- memory: at most 90% of the card at any time.
+- repeats: 64 groups measured again. At most 2% apart (median).
+- widths: narrow groups, wide ones and mixed ones, at least 5% each.
+- uvm: tables in host memory, with caches of 5, 10, 20 and 50% of their rows: ms and misses.
+- tests: those of the kernels, where pytest is installed.
+
+Not exercised on a GPU. `SHARDCORE_REHEARSAL` runs it with a stand-in (tests/measure/fake_cuda.py), which
+proves its paths, not its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardcore import files
+from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.errors import ShardCoreError
+from shardcore.measure import hardware
+from shardcore.measure.devices import device_of
+from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.samples import dataset
+from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.types import Setting
+
+ROOT = Path(__file__).parents[1]
+GROUPS, AGAIN, COMPARED = 2000, 64, 50
+NARROW = 32
+"""The widest table of a narrow group, in columns."""
+SHARES = (0.05, 0.1, 0.2, 0.5)
+"""Of a table's rows that its cache holds."""
+Verdict = tuple[bool, dict[str, Any]]
+
+
+def card(_: argparse.Namespace) -> Verdict:
+    device = device_of("cuda")
+    return True, {"name": hardware.hardware_name("cuda"), **device.versions()}
+
+
+def events(args: argparse.Namespace) -> Verdict:
+    """Event times over the profiler's times of the same groups, each the median of five runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    place, live = device_of("cuda").place, [t for t in generate_pool(PoolConfig()) if t.pooling > 0]
+    config = GroupConfig(max_shard_bytes=args.arena_bytes)
+    setting = Setting(hardware.hardware_name("cuda"), args.batch)
+    bench = KernelBench(setting, "cuda", KernelConfig(arena_bytes=args.arena_bytes))
+    ratios = []
+    for i in range(COMPARED):
+        try:
+            run = bench.prepare(compute_request(live, i, setting, config=config))
+        except (ShardCoreError, torch.OutOfMemoryError):
+            continue
+        by_events = np.median([bench.once_ms(run) for _ in range(8)][3:])
+        activity = ProfilerActivity.CUDA if place == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as found:
+            for _ in range(5):
+                run.op(run.indices, run.offsets).backward(run.gradient)
+            device_of("cuda").synchronize()
+        us = sum(event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
+                 for event in found.key_averages())
+        ratios.append(float(by_events / (us / 5e3)))
+    apart = float(np.median(np.abs(np.array(ratios) - 1))) if ratios else float("inf")
+    return apart <= 0.05, {"groups": len(ratios), "median_apart": apart,
+                           "median_ratio": float(np.median(ratios or [np.inf]))}
+
+
+def groups(args: argparse.Namespace) -> Verdict:
+    began, used = time.monotonic(), _Memory()
+    with used:
+        said = _measure(args, "--minutes", f"{args.minutes:g}")
+    found = _samples(args)
+    failed = sum(s.error is not None for s in found) / max(1, len(found))
+    in_kernels = [int(share) for share in re.findall(r"(\d+)% of the time in kernels", said)][-1:]
+    figures = {"groups": len(found), "failed": failed, "in_kernels": (in_kernels or [0])[0] / 100,
+               "seconds": time.monotonic() - began, "peak_memory": used.peak}
+    return len(found) >= args.groups and failed < 0.01 and figures["in_kernels"] >= 0.8, figures
+
+
+def memory(args: argparse.Namespace) -> Verdict:
+    peak = json.loads((args.out / "verdicts.json").read_text()).get("groups", {}).get("peak_memory")
+    return peak is not None and peak < 0.9, {"peak": peak}
+
+
+def repeats(args: argparse.Namespace) -> Verdict:
+    _measure(args, "--samples", str(args.again), "--again", str(args.again),
+             "--minutes", f"{max(0.5, args.minutes / 4):g}")
+    apart = [abs(a.total_ms / b.total_ms - 1) for a, b, *_ in dataset.read_repeats(args.out / "data")]
+    median = float(np.median(apart)) if apart else float("inf")
+    return median <= 0.02, {"groups": len(apart), "median_apart": median}
+
+
+def widths(args: argparse.Namespace) -> Verdict:
+    of = [[s.width for s in x.request.shards] for x in _samples(args) if len(x.request.shards) > 1]
+    kinds = {"narrow": sum(max(w) <= NARROW for w in of), "wide": sum(min(w) > NARROW for w in of)}
+    kinds["mixed"] = len(of) - sum(kinds.values())
+    return min(kinds.values()) >= 0.05 * max(1, len(of)), kinds
+
+
+def uvm(args: argparse.Namespace) -> Verdict:
+    """ms of a table in host memory whose cache holds a share of its rows, and the share of misses."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    device = device_of("cuda")
+    if device.place != "cuda":
+        return True, {"skipped": "a stand-in has no host memory of its own"}
+    rows, dim, pooling, found = 2_000_000, 128, 10, {}
+    ids = torch.from_numpy(np.random.default_rng(0).zipf(1.2, args.batch * pooling) % rows).cuda()
+    offsets = torch.arange(0, args.batch * pooling + 1, pooling, device="cuda")
+    for share in SHARES:
+        op = SplitTableBatchedEmbeddingBagsCodegen(
+            [(rows, dim, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)], cache_load_factor=share,
+            optimizer=EmbOptimType.EXACT_SGD, gather_uvm_cache_stats=True, device=torch.device("cuda"))
+        gradient, times = torch.ones(args.batch, dim, device="cuda"), []
+        for _ in range(10):
+            device.keep_busy(10.0)
+            marks = [device.mark()]
+            op(ids, offsets).backward(gradient)
+            times.append(sum(device.elapsed_ms([*marks, device.mark()])))
+        counts = op.get_uvm_cache_stats(use_local_cache=False).tolist()
+        # FBGEMM counts calls, requested ids, distinct ids, and distinct ids missed.
+        found[f"{share:.0%}"] = {"ms": float(np.median(times[3:])), "missed": counts[3] / max(1, counts[2])}
+    of_all = [x["ms"] for x in found.values()]
+    return of_all == sorted(of_all, reverse=True), found
+
+
+def tests(_: argparse.Namespace) -> Verdict:
+    if importlib.util.find_spec("pytest") is None:
+        return True, {"skipped": "pytest is not installed"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/measure/test_kernels.py"],
+                          cwd=ROOT, capture_output=True, text=True)
+    return done.returncode == 0, {"said": done.stdout.strip().splitlines()[-1:]}
+
+
+QUESTIONS: tuple[Callable[[argparse.Namespace], Verdict], ...] = (
+    card, events, groups, memory, repeats, widths, uvm, tests)
+
+
+class _Memory:
+    """The largest share of the card's memory in use, looked at twice a second. None where nothing tells."""
+
+    peak: float | None = None
+
+    def __enter__(self) -> None:
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.5):
+            try:
+                now = device_of("cuda").used_share()
+            except ShardCoreError:
+                return
+            self.peak = max(self.peak or 0.0, now)
+
+
+def _measure(args: argparse.Namespace, *more: str) -> str:
+    """What `python -m shardcore measure` prints. Raises ShardCoreError where it fails."""
+    command = [sys.executable, "-m", "shardcore", "measure", "--device", "cuda", "--batch", str(args.batch),
+               "--out", str(args.out / "data"), *more, *args.options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout:
+        print(f"  {line}", end="", flush=True)
+        lines.append(line)
+    if process.wait():
+        raise ShardCoreError(f"measuring ended with {process.returncode}: {''.join(lines[-1:]).strip()}")
+    return "".join(lines)
+
+
+def _samples(args: argparse.Namespace) -> list[Any]:
+    return dataset.read_compute(args.out / "data")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_acceptance", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for groups (8)")
+    parser.add_argument("--batch", type=int, default=device_of("cuda").batch, help="global batch (65536)")
+    parser.add_argument("--groups", type=int, default=GROUPS, help="that there have to be (2000)")
+    parser.add_argument("--again", type=int, default=AGAIN, help="groups to measure again (64)")
+    parser.add_argument("--arena-gib", type=float, default=8.0, help="where events are compared (8)")
+    parser.add_argument("--only", nargs="+", choices=[q.__name__ for q in QUESTIONS], metavar="QUESTION",
+                        default=[q.__name__ for q in QUESTIONS], help="default: all")
+    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="more for `shardcore measure`")
+    args = parser.parse_args()
+    args.out, args.arena_bytes = args.out.resolve(), int(args.arena_gib * 2**30)
+    args.out.mkdir(parents=True, exist_ok=True)
+    said, verdicts = args.out / "verdicts.json", {}
+    for question in (q for q in QUESTIONS if q.__name__ in args.only):
+        try:
+            good, figures = question(args)
+        except (ShardCoreError, RuntimeError) as error:
+            good, figures = False, {"error": " ".join(str(error).split())[:300]}
+        verdicts[question.__name__] = {"good": good, **figures}
+        files.write_json(said, verdicts)  # after each: the machine may be taken away
+        print(f"{'good' if good else 'BAD '}  {question.__name__}: {figures}", flush=True)
+    sys.exit(not all(v["good"] for v in verdicts.values()))
+
+
+if __name__ == "__main__":
+    main()

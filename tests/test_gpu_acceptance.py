@@ -1,0 +1,35 @@
+"""The acceptance run of a GPU, rehearsed: its paths with a stand-in for CUDA, not its figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardcore.samples import dataset
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.long
+def test_each_question_has_a_verdict_and_the_data_stay(tmp_path):
+    env = {**os.environ, "SHARDCORE_REHEARSAL": "fake_cuda:FakeCuda", "FAKE_CUDA": str(tmp_path),
+           "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'measure'}"}
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_acceptance", "--out", str(out), "--minutes", "0.5", "--batch", "64",
+         "--groups", "20", "--again", "8", "--arena-gib", "0.0625",
+         "--only", "card", "events", "groups", "memory", "repeats", "widths", "uvm",
+         "--", "--tolerance", "0.5", "--max-repeats", "6", "--max-shards", "6", "--interleave", "4"],
+        cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
+    verdicts = json.loads((out / "verdicts.json").read_text())
+    assert list(verdicts) == ["card", "events", "groups", "memory", "repeats", "widths", "uvm"], done.stdout
+    assert not any("error" in v for v in verdicts.values()), done.stdout
+    assert verdicts["card"]["good"] and verdicts["card"]["name"] == "nvidia-h100-80gb-hbm3-rehearsal"
+    assert verdicts["events"]["groups"] > 20 and verdicts["groups"]["groups"] >= 20
+    assert verdicts["memory"] == {"good": True, "peak": 0.5} and verdicts["repeats"]["groups"] >= 8
+    assert sum(verdicts["widths"][kind] for kind in ("narrow", "wide", "mixed")) > 10
+    assert done.returncode == (not all(v["good"] for v in verdicts.values()))
+    assert len(dataset.read_compute(out / "data")) >= 20
