@@ -26,7 +26,7 @@ from shardcore.cost import neural
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.inputs import received_bytes
-from shardcore.layouts import CHANNELS, IDS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
+from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
@@ -62,12 +62,11 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
     of_columns = model.encode([Shard(table, 0, table.rows, 0, w)
                                for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)])
     codes, sent, of_unit = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
-    ids = CHANNELS.index(IDS)
     for held in dealt(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
         id_bytes = np.where(held > 0, received_bytes(Shard.whole(table), problem), 0)
-        sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, id_bytes))
+        sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, {WHOLE_ROWS.ids: id_bytes}))
     for layout in layouts.ways(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))
@@ -75,7 +74,8 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
             for device, shard in shards_on(Placement(layout.name, Shard.whole(table), group)):
                 codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.batch(problem))[0]
                 sent[-1][:, device] = entering_bytes(layout, (shard,), problem)
-                sent[-1][ids, device] = 0 if layout.local_batch else received_bytes(shard, problem)
+                if layout.ids:
+                    sent[-1][CHANNELS.index(layout.ids), device] = received_bytes(shard, problem)
     return np.stack(codes), np.stack(sent)
 
 

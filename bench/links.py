@@ -44,9 +44,10 @@ from shardcore.cost import accuracy, collective_fit, collective_model, drift_cor
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
+from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.measurements import CollectiveRequest, CollectiveSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, OUTPUT_BYTES, Setting
+from shardcore.types import COLLECTIVES, OF_IDS, OUTPUT_BYTES, Setting
 
 # --- measured -----------------------------------------------------------------------------------------------
 
@@ -157,11 +158,13 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
         sizes = np.tile(owned[:, None] / n, (1, n))
         forward, backward = (_all_to_all_ms(cluster, sizes, host) + wake_ms,
                              _all_to_all_ms(cluster, sizes.T, host))
-    elif request.collective == "all_to_all_ids":
+    elif request.collective in OF_IDS:
         # How much will be sent, lengths, and ids. An eighth of the bytes are lengths.
         received = np.tile(owned[None] / n, (n, 1))
         three = (np.full((n, n), 16.0), received / 8, received * 7 / 8)
         forward, backward = sum(_all_to_all_ms(cluster, x, host) for x in three) + wake_ms, None
+        if request.collective == BUCKETIZED_IDS.collective:
+            forward = forward + owned.mean() / (cluster.reduce_gbps * 1e6)
     else:
         scatter, gather = (_ring_ms(cluster, owned.max() / n, host, adds) for adds in (True, False))
         both = request.collective == "all_reduce"
@@ -245,6 +248,8 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
         for index, collective in zip(range(n), itertools.cycle(collectives), strict=False):
             drawn = comm_request(index, ranks, BATCH, seed, hosts=hosts)
             widths = drawn.widths if collective != "all_reduce" else (max(drawn.widths),) * ranks
+            if collective == BUCKETIZED_IDS.collective:
+                widths = tuple(max(1, w) for w in widths)
             request = dataclasses.replace(drawn, widths=widths, batch=BATCH // int(rng.choice([1, 1, 4])),
                                           collective=collective, payload="fp32")
             found.append(simulate(cluster, request, rng))

@@ -5,22 +5,23 @@ TorchRec sends each shard its ids (KJTAllToAll), by one all-to-all over all devi
 collection:
 
 - A device that holds columns gets all ids of the table, once. A table on k devices sends its ids k times.
-- A device that holds a row range gets only the ids in it. They are put in buckets before.
+- A device that holds a row range gets only the ids in it. Each device puts its own in buckets before.
 - Each shard also gets a length for each sample and feature, even if it is 0: how many ids it has.
 - Weights of lookups travel with the ids, in FP32.
 - A kind that runs over a device's own samples needs nothing from others.
 
-Shapes: D devices.
+Shapes: I channels of ids (layouts.ID_CHANNELS), D devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
 from shardcore.job import Job
-from shardcore.layouts import layout_of, shards_on
+from shardcore.layouts import ID_CHANNELS, Channel, layout_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard, Table
 
@@ -30,13 +31,20 @@ Lookups = Callable[[Shard], np.ndarray]
 """shard -> [D] ids of its rows that the samples of each device look up in a step."""
 
 
-def received_bytes(shard: Shard, problem: Problem) -> int:
+class Step(Protocol):
+    """What bytes depend on: a Problem, or a Workload of one."""
+
+    global_batch: int
+    job: Job
+
+
+def received_bytes(shard: Shard, step: Step) -> int:
     """Bytes of ids and lengths that a device with this shard receives in a step, by the table's statistics.
 
     The shard's columns do not matter. Its own ids from itself are included.
     """
     # Whole bytes, so that searches can add and subtract them exactly.
-    return round(problem.global_batch * sample_bytes(shard.table, problem.job, access_share(shard)))
+    return round(step.global_batch * sample_bytes(shard.table, step.job, access_share(shard)))
 
 
 def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
@@ -54,21 +62,23 @@ def lookup_bytes(table: Table, job: Job) -> int:
 
 
 def expected_bytes(plan: Plan, problem: Problem) -> np.ndarray:
-    """[D] bytes that each device receives by the tables' statistics. All devices send the same."""
-    received = np.zeros(len(problem.topology))
-    for device, shard in _inputs(plan):
-        received[device] += received_bytes(shard, problem)
+    """[I, D] bytes that each device receives by the tables' statistics. All devices send the same."""
+    received = np.zeros((len(ID_CHANNELS), len(problem.topology)))
+    for channel, device, shard in _inputs(plan):
+        received[ID_CHANNELS.index(channel), device] += received_bytes(shard, problem)
     return received
 
 
 def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     """[2, D] bytes of ids and lengths that each device sends and receives, its own to itself included.
 
+    All channels together.
+
     lookups: those of a given batch.
     """
     n, job = len(problem.topology), problem.job
     sent, received = np.zeros((2, n))
-    for device, shard in _inputs(plan):
+    for _, device, shard in _inputs(plan):
         lengths = round(shard.table.features * problem.local_batch / shard.table.dedup)
         of_each = lookup_bytes(shard.table, job) * lookups(shard) + job.length_bytes * lengths
         sent += of_each
@@ -76,8 +86,8 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     return np.stack([sent, received])
 
 
-def _inputs(plan: Plan) -> Iterator[tuple[int, Shard]]:
-    """The devices that receive ids, and what for. Several columns of a table on a device are one shard."""
-    return ((device, shard) for (device, *_), shard in
-            {(device, shard.table, shard.row_lo, shard.row_hi): shard for placement in plan.placements
-             if not layout_of(placement.kind).local_batch for device, shard in shards_on(placement)}.items())
+def _inputs(plan: Plan) -> Iterator[tuple[Channel, int, Shard]]:
+    """Channel and device that ids go to, and the shard. Several columns of a table on a device are one."""
+    found = {(layout_of(placement.kind).ids, device, shard.table, shard.row_lo, shard.row_hi): shard
+             for placement in plan.placements for device, shard in shards_on(placement)}
+    return ((channel, device, shard) for (channel, device, *_), shard in found.items() if channel)

@@ -59,7 +59,7 @@ class Channel:
     @property
     def words(self) -> str:
         """The collective in words, for people."""
-        return (self.collective.replace("_", "-").replace("-ids", " of ids")
+        return (self.collective.replace("_ids_", " of ids, ").replace("_ids", " of ids").replace("_", "-")
                 + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group])
 
 
@@ -74,6 +74,7 @@ class Layout:
     cuts_columns: whether a shard may have only some of the columns.
     local_batch: whether its op runs over a device's share of the batch. Otherwise over the global batch.
     dense_gradient: whether a device keeps a gradient of the shard's size.
+    ids: the channel by which devices send each other the ids of its shards. None: each has its own samples'.
     channels: what its shards enter into each channel, in bytes.
     sequence_channels: the same for tables whose lookups are not pooled. None: TorchRec runs no such tables.
     torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
@@ -88,6 +89,7 @@ class Layout:
     cuts_columns: bool
     local_batch: bool
     dense_gradient: bool
+    ids: Channel | None
     channels: Mapping[Channel, Bytes]
     sequence_channels: Mapping[Channel, Bytes] | None
     torchrec: tuple[str, ...]
@@ -151,24 +153,29 @@ def _gradients(weights: Any, outputs: Any, problem: Problem) -> Any:
     return weights
 
 
+IDS = Channel("all_to_all_ids")
+"""Carries ids to devices that hold all rows (see inputs.py)."""
+BUCKETIZED_IDS = Channel("all_to_all_ids_bucketized")
+"""Carries ids to devices that hold row ranges, once each device has put its own in buckets."""
+
 LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
     Layout("column", "all rows on one device", _each_device,
-           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False,
+           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False, ids=IDS,
            channels={Channel("all_to_all"): _outputs}, sequence_channels={Channel("all_to_all"): _outputs},
            torchrec=("table_wise", "column_wise", "table_column_wise")),
     Layout("row", "rows divided over all devices", _all_devices,
-           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False,
+           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False, ids=BUCKETIZED_IDS,
            channels={Channel("reduce_scatter"): _outputs},
            # Each lookup is on one device only, so there is nothing to sum.
            sequence_channels={Channel("all_to_all"): _outputs},
            torchrec=("row_wise",)),
     Layout("host_row", "rows divided over one host", _each_host,
-           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False,
+           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False, ids=BUCKETIZED_IDS,
            channels={Channel("reduce_scatter", HOST): _outputs,
                      Channel("all_to_all", CROSS): _outputs_of_a_host}, sequence_channels=None,
            torchrec=("table_row_wise", "grid_shard")),
     Layout("data_parallel", "a replica on every device", _all_devices,
-           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True,
+           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True, ids=None,
            channels={Channel("all_reduce"): _gradients},
            sequence_channels={Channel("all_reduce"): _gradients},
            torchrec=("data_parallel",)),
@@ -178,15 +185,16 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
 RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
 """How tables of a kind run together, as one op on each device: those that are pooled, then sequences."""
 
-IDS = Channel("all_to_all_ids")
-"""Carries the ids of every kind whose op runs over the global batch (see inputs.py)."""
-
+ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
+"""The channels of input distribution."""
 CHANNELS: tuple[Channel, ...] = (*dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
-                                 IDS)
+                                 *ID_CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order.
 
-A device enters its outputs and gradients into a channel. Of IDS, it counts what a device receives.
+A device enters its outputs and gradients into a channel. Of ID_CHANNELS, it counts what a device receives.
 """
+ID_ROWS = [CHANNELS.index(c) for c in ID_CHANNELS]
+"""The rows of ID_CHANNELS in such arrays."""
 
 # Found by its properties, so that no code names a kind.
 WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)

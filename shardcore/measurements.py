@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_UNIX_S, SLOWDOWN_LIMIT, require, require_known
-from shardcore.types import COLLECTIVES, PARTS, PAYLOADS, Setting, Shard, StepCost
+from shardcore.types import COLLECTIVES, OF_IDS, PARTS, PAYLOADS, Setting, Shard, StepCost
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class CollectiveRequest:
       all_reduce      backward only: the sum of dense gradients [B, width], all widths being equal
       all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as it would own of
                       outputs, the same from each rank (measure/id_transfer.py)
+      all_to_all_ids_bucketized  the same, after each rank has put its ids in buckets, one for each rank
     """
 
     widths: tuple[int, ...]
@@ -110,8 +111,12 @@ class CollectiveRequest:
         require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
                 f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
                 "ranks, and one above 0")
-        require(self.collective != "all_to_all_ids" or self.payload == "fp32",
-                f"exchange all_to_all_ids has payload {self.payload!r}; ids are never cast, it needs 'fp32'")
+        require(self.collective not in OF_IDS or self.payload == "fp32",
+                f"exchange {self.collective} has payload {self.payload!r}; ids are never cast, "
+                "it needs 'fp32'")
+        require(self.collective != "all_to_all_ids_bucketized" or min(self.widths) > 0,
+                f"exchange all_to_all_ids_bucketized has widths {self.widths}; rows are divided over all "
+                "ranks, so each needs one above 0")
         require(self.collective != "all_reduce" or len(set(self.widths)) == 1,
                 f"exchange all_reduce has widths {self.widths}; the same gradient on all ranks has one width")
         require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % ranks == 0),

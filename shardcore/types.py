@@ -44,8 +44,11 @@ OUTPUT_BYTES = 4
 """
 
 COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
-               "all_reduce": ("backward",), "all_to_all_ids": ("forward",)}
+               "all_reduce": ("backward",), "all_to_all_ids": ("forward",),
+               "all_to_all_ids_bucketized": ("forward",)}
 """The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
+OF_IDS = ("all_to_all_ids", "all_to_all_ids_bucketized")
+"""The collectives that carry ids. Before the second, each device puts its ids in buckets, one a row range."""
 CAST = ("all_to_all", "reduce_scatter")
 """The collectives whose payload a job may choose: those with a codec in TorchRec (fbgemm_qcomm_codec)."""
 

@@ -22,8 +22,9 @@ from shardcore.inputs import expected_bytes
 from shardcore.job import Job
 from shardcore.layouts import (
     CHANNELS,
-    IDS,
+    ID_ROWS,
     RUNS,
+    Channel,
     Layout,
     device_names,
     layout_of,
@@ -55,7 +56,7 @@ class Workload:
     """One step of a plan.
 
     ops: (D tuples) of each device, in the order of LAYOUTS. Devices that run the same shards share an Op.
-    traffic: [C, D] bytes that enter each channel; of layouts.IDS, bytes that arrive.
+    traffic: [C, D] bytes that enter each channel; of layouts.ID_CHANNELS, bytes that arrive.
         All 0 along D means that its collective does not run.
     memory_bytes: (D) bytes held on each device.
     topology: the devices and links.
@@ -99,7 +100,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
             traffic[:, device] += entering
-    traffic[CHANNELS.index(IDS)] = expected_bytes(plan, problem)
+    traffic[ID_ROWS] = expected_bytes(plan, problem)
     return Workload(tuple(map(tuple, ops)), traffic, tuple(used), problem.topology, problem.global_batch,
                     problem.job)
 
@@ -113,16 +114,17 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
 
 
 def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
-                       id_bytes: np.ndarray | float = 0.0) -> np.ndarray:
+                       id_bytes: Mapping[Channel, np.ndarray] | None = None) -> np.ndarray:
     """[C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some kinds.
 
-    id_bytes: [..., D] bytes of ids and lengths that devices receive.
+    id_bytes: [..., D] bytes of ids and lengths that devices receive by each of layouts.ID_CHANNELS.
 
     Only for kinds whose channels carry outputs.
     """
     shape = next(iter(outputs.values())).shape
     traffic = np.zeros((len(CHANNELS), *shape))
-    traffic[CHANNELS.index(IDS)] = id_bytes
+    for channel, n_bytes in (id_bytes or {}).items():
+        traffic[CHANNELS.index(channel)] = n_bytes
     for layout, n_bytes in outputs.items():
         for channel, entering in layout.channels.items():
             # 0 bytes of weights: outputs do not depend on them.

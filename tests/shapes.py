@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.layouts import CHANNELS, IDS, WORLD, Channel
+from shardcore.layouts import CHANNELS, ID_CHANNELS, WORLD, Channel
 from shardcore.memory import every_plan_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Problem, Shard, Table
@@ -29,7 +29,7 @@ def sends(**entering) -> np.ndarray:
 def entering(found: np.ndarray) -> dict[str, list[float]]:
     """Of traffic [C, D] the channels of outputs and gradients that run, by name."""
     return {name: found[CHANNELS.index(c)].tolist() for name, c in CHANNEL.items()
-            if c != IDS and found[CHANNELS.index(c)].any()}
+            if c not in ID_CHANNELS and found[CHANNELS.index(c)].any()}
 
 
 def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:

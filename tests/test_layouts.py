@@ -88,10 +88,11 @@ def test_sequences_run_by_themselves_and_never_by_sums():
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
-    assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS)
+    assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS,
+                               layouts.BUCKETIZED_IDS)
     assert [c.words for c in layouts.CHANNELS] == [
         "all-to-all", "reduce-scatter", "reduce-scatter within a host", "all-to-all across hosts",
-        "all-reduce", "all-to-all of ids"]
+        "all-reduce", "all-to-all of ids", "all-to-all of ids, bucketized"]
 
 
 def test_kinds_that_are_always_on_all_devices():

@@ -13,7 +13,7 @@ import numpy as np
 from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, IDS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, Channel
 from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import Topology
@@ -129,8 +129,12 @@ class AnalyticModel:
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
         input_ms, there, back = forward, self.setting.forward_payload, self.setting.backward_payload
         for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
-            if channel == IDS:
-                input_ms = self._transfer_ms(channel, sent_bytes, topology)
+            if channel in ID_CHANNELS:
+                input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
+                if channel == BUCKETIZED_IDS:
+                    # Each device reads and writes the ids of its own samples, which are as many on all.
+                    own_bytes = sent_bytes.mean(-1, keepdims=True)
+                    input_ms = input_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
             elif channel.collective == "all_reduce":
                 # Backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
                 backward = backward + 2 * self._transfer_ms(channel, sent_bytes, topology)

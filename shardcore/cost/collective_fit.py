@@ -9,18 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.cost.collective_model import FAR, NEAR, exchange_terms, rates_of, transfer_ms, weight
+from shardcore.cost.collective_model import (
+    BUCKETIZE,
+    FAR,
+    NEAR,
+    bucketize_ms,
+    exchange_terms,
+    is_measured,
+    rates_of,
+    transfer_ms,
+    weight,
+)
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import Channel
+from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
 from shardcore.measurements import CollectiveSample
 from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, PAYLOADS
 
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
 _MEASURED = [(collective, payload, ways) for collective, ways in COLLECTIVES.items() for payload in PAYLOADS
-             if collective in CAST or payload == "fp32"]
-"""Collectives with their payloads and directions."""
+             if (collective in CAST or payload == "fp32") and collective != BUCKETIZED_IDS.collective]
+"""Collectives that have rates, with their payloads and directions."""
 
 def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
@@ -37,7 +47,18 @@ def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveS
             note(_metric(collective, way, payload), 0,
                  {"train_loss": float(np.abs(log_error).mean()),
                   "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
-    return rates
+    return rates | _fit_bucketizing(rates, _of(train_side, BUCKETIZED_IDS.collective, "fp32"))
+
+
+def _fit_bucketizing(rates: Mapping[str, np.ndarray],
+                     samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
+    """What exchanges of bucketized ids take beyond those of other ids. Nothing without both."""
+    if len(samples) < FEWEST_SAMPLES or not is_measured(rates, IDS):
+        return {}
+    terms, measured = observed(samples, "forward")
+    mean_bytes = np.concatenate([np.full(len(s.request.widths), owned_bytes(s).mean()) for s in samples])
+    own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
+    return {BUCKETIZE: fit_law(own, measured, known=transfer_ms(terms, rates_of(rates, IDS, "forward")))}
 
 
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
@@ -103,8 +124,12 @@ def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample],
               way: str) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [sum of D]. All samples are of one collective and payload."""
     terms, measured = observed(samples, way)
-    request = samples[0].request
-    return transfer_ms(terms, rates_of(w, Channel(request.collective), way, request.payload)), measured
+    request, said = samples[0].request, 0.0
+    channel = Channel(request.collective)
+    if channel == BUCKETIZED_IDS:
+        said = np.concatenate([bucketize_ms(w, owned_bytes(s)).repeat(len(s.request.widths))
+                               for s in samples])
+    return said + transfer_ms(terms, rates_of(w, channel, way, request.payload)), measured
 
 
 def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
@@ -117,7 +142,7 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     A kind without samples has no metrics.
     """
     return {f"{_metric(collective, way, payload)}_mape": mape(*predicted(w, of_kind, way))
-            for collective, payload, ways in _MEASURED
+            for collective, payload, ways in [*_MEASURED, (BUCKETIZED_IDS.collective, "fp32", ("forward",))]
             if (of_kind := _of(samples, collective, payload)) for way in ways}
 
 

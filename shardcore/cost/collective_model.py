@@ -19,6 +19,9 @@ Prices include it. Accuracy is that of the law without it.
 Bytes are those of FP32 outputs, whatever travels. So each payload has rates of its own, casts included. A
 payload that was not measured has the rates of FP32, with as many bytes fewer.
 
+Bucketized ids travel as other ids do. What it takes to put them in buckets is added: work of each device, on
+the ids of its own samples. It does not depend on links.
+
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
 
@@ -28,9 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
+from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, IDS, WORLD, Channel
 from shardcore.topology import Topology
-from shardcore.types import CAST, COLLECTIVES, PAYLOADS
+from shardcore.types import CAST, COLLECTIVES, OF_IDS, PAYLOADS
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -60,6 +63,8 @@ FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
 ALL_TO_ALLS_OF_IDS = 3
 """TorchRec exchanges how much it will send, then lengths, then ids."""
+BUCKETIZE = "bucketize_ids"
+"""The name of a weight [2]: of putting ids in buckets. ms once, and ms a byte of a device's own ids."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
@@ -86,10 +91,10 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
     times = 1
-    if channel.collective in ("all_to_all", "all_to_all_ids"):
+    if channel.collective in ("all_to_all", *OF_IDS):
         # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
         far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
-        times = ALL_TO_ALLS_OF_IDS if channel.collective == "all_to_all_ids" else 1
+        times = ALL_TO_ALLS_OF_IDS if channel.collective in OF_IDS else 1
     else:
         # A reduce-scatter pads inputs to the largest. An all-reduce is one, and then an all-gather.
         twice = channel.collective == "all_reduce"
@@ -179,7 +184,18 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     for ms, way in ((forward, "forward"), (backward, "backward")):
         if way in rates:
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
+    if channel == BUCKETIZED_IDS:
+        forward += in_step(w, channel, "forward") * bucketize_ms(w, owned)
     return forward, backward
+
+
+def bucketize_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray) -> np.ndarray:
+    """[..., 1] ms in which a device puts ids in buckets. 0 where that was not measured.
+
+    received_bytes: [..., D] of each device, afterwards. All devices have equally many ids before.
+    """
+    once, per_byte = w.get(BUCKETIZE, (0.0, 0.0))
+    return once + per_byte * received_bytes.mean(-1, keepdims=True)
 
 
 def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -210,8 +226,12 @@ def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
 
 def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel,
            way: str) -> np.ndarray | None:
-    """A channel's own weight. If absent, that of its collective over all devices, or of the all-to-all."""
-    tried = (channel, Channel(channel.collective), ALL_TO_ALL)
+    """A channel's own weight. If absent, that of its collective over all devices, or of the all-to-all.
+
+    Bucketized ids have no rates of their own: they travel as all ids do.
+    """
+    as_ids = (IDS,) if channel == BUCKETIZED_IDS else ()
+    tried = (channel, Channel(channel.collective), *as_ids, ALL_TO_ALL)
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
 
 
@@ -255,12 +275,14 @@ def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
     """In words: the channel whose rates a channel without measurements uses."""
-    own = Channel(channel.collective)
+    own = IDS if channel == BUCKETIZED_IDS else Channel(channel.collective)
     return f"the {(own if is_measured(w, own) else ALL_TO_ALL).words}"
 
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """Whether the channel has rates of its own in every direction."""
+    if channel == BUCKETIZED_IDS:
+        return BUCKETIZE in w and is_measured(w, IDS)
     return all(weight(channel, way) in w for way in COLLECTIVES[channel.collective])
 
 

@@ -26,10 +26,9 @@ from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import IDS
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.measurements import CollectiveSample, ComputeSample
-from shardcore.types import Setting
+from shardcore.types import OF_IDS, Setting
 
 Progress = Callable[[str, int, dict[str, float]], None]
 
@@ -191,7 +190,7 @@ def measured_ranges(compute: Sequence[ComputeSample],
             values[name] += found
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
-        name = "exchange_id_bytes" if sample.request.collective == IDS.collective else "exchange_bytes"
+        name = "exchange_id_bytes" if sample.request.collective in OF_IDS else "exchange_bytes"
         values[name] += collective_fit.owned_bytes(sample).tolist()
     values["batch"] = _global_batches(compute)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}

@@ -18,7 +18,7 @@ from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
+from shardcore.layouts import CHANNELS, ID_CHANNELS, LAYOUTS, Channel
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import Topology
@@ -162,7 +162,7 @@ class NeuralModel:
                                  "or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
         of_channel = self.collectives(traffic, compute_ms, topology)
-        input_ms, _ = of_channel.pop(IDS)
+        input_ms = sum(of_channel.pop(channel)[0] for channel in ID_CHANNELS)
         forward, backward = map(sum, zip(*of_channel.values(), strict=True))
         # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
@@ -319,7 +319,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
         for channel, sent in zip(CHANNELS, workload.traffic, strict=True):
-            found["exchange_id_bytes" if channel == IDS else "exchange_bytes"] += [(f"device {d}", b)
+            found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [(f"device {d}", b)
                                                                           for d, b in enumerate(sent)]
     sentences = [s for name, values in found.items()
                  for s in _beyond(name, values, model.meta["ranges"].get(name))]
@@ -367,7 +367,8 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield "devices share a host; links within hosts count as those measured between hosts"
     for channel in (c for c in used if c != collective_model.ALL_TO_ALL
                     and not collective_model.is_measured(model.weights, c)):
-        kinds = " and ".join(kind for kind, layout in LAYOUTS.items() if channel in layout.channels) or "all"
+        kinds = " and ".join(kind for kind, layout in LAYOUTS.items()
+                             if channel in (*layout.channels, layout.ids))
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}

@@ -10,15 +10,16 @@ import itertools
 import numpy as np
 
 
-def fit_law(terms: np.ndarray, measured: np.ndarray, rounds: int = 15) -> np.ndarray:
+def fit_law(terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0,
+            rounds: int = 15) -> np.ndarray:
     """[K] rates, none negative, that minimise the mean absolute relative error of terms [S, K] @ rates.
 
-    Iteratively reweighted least squares. measured: [S].
+    Iteratively reweighted least squares. measured: [S]. known: [S] of it, that the law need not explain.
     """
     weights = 1.0 / measured
     for _ in range(rounds):
-        rates = _non_negative_least_squares(terms * weights[:, None], measured * weights)
-        error = np.abs(terms @ rates / measured - 1)
+        rates = _non_negative_least_squares(terms * weights[:, None], (measured - known) * weights)
+        error = np.abs((known + terms @ rates) / measured - 1)
         # Weight 1 / |error| turns squares into absolute values. The floor of 2% keeps it finite.
         weights = 1.0 / (measured * np.sqrt(np.maximum(error, 0.02)))
     return rates

@@ -21,7 +21,7 @@ from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import CHANNELS, IDS, Channel
+from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
 from shardcore.topology import Topology
 from shardcore.types import COLLECTIVES, StepCost
 from shardcore.workload import Workload
@@ -75,9 +75,10 @@ def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c != IDS and way in COLLECTIVES[c.collective]])
+_PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNELS
+                                      and way in COLLECTIVES[c.collective]])
              for way in ("forward", "backward")},
-          "input_ms": ("forward", [IDS])}
+          "input_ms": ("forward", list(ID_CHANNELS))}
 """Parts of a StepCost, with the direction and the channels that they time."""
 _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS
+from shardcore.layouts import BUCKETIZED_IDS, CHANNELS
 from shardcore.types import CAST, COLLECTIVES, PAYLOADS
 
 _POSITIVE = (1e-30, 1e30)
@@ -59,8 +59,10 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     ran = [(channel, way) for channel in CHANNELS for way in COLLECTIVES[channel.collective]]
     # Collectives may be unmeasured, and factors exist only with replays.
     optional = {collective_model.weight(*x, payload): ((e,), _RATE)
-                for x in ran for payload in (PAYLOADS if x[0].collective in CAST else ("fp32",))}
+                for x in ran if x[0] != BUCKETIZED_IDS
+                for payload in (PAYLOADS if x[0].collective in CAST else ("fp32",))}
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
+    optional[collective_model.BUCKETIZE] = ((2,), _RATE)
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():

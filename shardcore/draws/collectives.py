@@ -17,6 +17,8 @@ _VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
 data-parallel tables."""
 _IDS = 0.1
 """Share of all draws that are exchanges of ids instead."""
+_BUCKETIZED = 0.07
+"""Share of all draws that are exchanges of bucketized ids instead. Ranks receive nearly as much each."""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -57,6 +59,9 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
         payload = str(apart.choice([p for p in PAYLOADS if p != "fp32"]))
     if np.random.default_rng([5, seed, index, ranks]).random() < _IDS:
         collective, payload = "all_to_all_ids", "fp32"
+    elif (own := np.random.default_rng([7, seed, index, ranks])).random() < _BUCKETIZED:
+        collective, payload = "all_to_all_ids_bucketized", "fp32"
+        widths = [max(1, round(max(widths) * part)) for part in own.uniform(0.5, 1, ranks)]
     if collective == "all_reduce":
         # An all-reduce sums the same tensor on every rank.
         widths = [max(widths)] * ranks

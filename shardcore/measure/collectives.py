@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
+from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.devices import device_of
@@ -46,7 +47,7 @@ from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measure.timing import spread
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
-from shardcore.types import Setting
+from shardcore.types import OF_IDS, Setting
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""
@@ -347,8 +348,9 @@ def transfers(request: CollectiveRequest, rank: int, device: torch.device | str 
                     lambda into, source: dist.all_to_all_single(into, source, mine, theirs))
     if request.collective == "reduce_scatter":
         return both(batch * width, local * width, reduce_scatter, all_gather)
-    if request.collective == "all_to_all_ids":
-        return IdTransfer(*features_and_ids(request), local, rank, device), None
+    if request.collective in OF_IDS:
+        groups = [range(ranks)] if request.collective == BUCKETIZED_IDS.collective else []
+        return IdTransfer(*features_and_ids(request), local, rank, device, groups=groups), None
     dense = _filled(batch * width, device)
     return None, Transfer(lambda into, source: dist.all_reduce(into), dense, dense, request.payload)
 

@@ -1,7 +1,8 @@
 """Input distribution among real processes, as TorchRec's KJTAllToAll runs it.
 
 It takes three all-to-alls: how much each rank will send, lengths, and ids. Lengths and ids arrive rank by
-rank. A permutation by FBGEMM then orders them by feature, as the lookups need them.
+rank. A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables are
+divided, FBGEMM first puts a rank's ids in buckets, one for each row range.
 
 Shapes: n ranks, F features of a rank, b samples of a rank.
 """
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardcore.inputs import received_bytes
 from shardcore.job import Job
-from shardcore.layouts import CHANNELS, IDS, layout_of
+from shardcore.layouts import BUCKETIZED_IDS, RUNS, run_of
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
@@ -22,35 +24,43 @@ from shardcore.workload import Workload
 _COLUMNS = 32
 """A drawn exchange has a feature for so many columns. An eighth of its bytes are then lengths."""
 _JOB = Job()
+_RANGE_ROWS = 1 << 20
+"""Rows of a range, in exchanges with buckets."""
 _TYPES = {4: torch.int32, 8: torch.int64}
 
 
 def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
     """[n] features of each rank, and [n] ids that it receives from each rank.
 
-    Together they take as many bytes as the outputs of the request's columns.
+    Together they take as many bytes as the outputs of the request's columns. A feature in buckets has lengths
+    on all ranks.
     """
     local = request.batch // len(request.widths)
     features = [-(-width // _COLUMNS) for width in request.widths]
+    if request.collective == BUCKETIZED_IDS.collective:
+        features = [min(features)] * len(features)
     ids = [max(0, OUTPUT_BYTES * width - _JOB.length_bytes * f) * local // _JOB.id_bytes
            for width, f in zip(request.widths, features, strict=True)]
     return features, ids
 
 
-def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu") -> IdTransfer | None:
-    """One rank's input distribution of a step. None where no ids travel."""
-    n, job = len(workload.ops), workload.job
-    received_bytes = workload.traffic[CHANNELS.index(IDS)]
-    if n == 1 or not received_bytes.any():
-        return None
-    # Several columns of a table on a device get their ids once.
-    features = [sum(table.features for table, _ in
-                    {(s.table, s.row_lo) for op in ops if not layout_of(op.kind).local_batch
-                     for s in op.shards}) for ops in workload.ops]
-    local = workload.global_batch // n
-    ids = [max(0, round((bytes_of / n - job.length_bytes * local * f) / job.id_bytes))
-           for bytes_of, f in zip(received_bytes, features, strict=True)]
-    return IdTransfer(features, ids, local, rank, device, job)
+def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu") -> list[IdTransfer]:
+    """One rank's input distributions of a step, one for each way to run tables (layouts.RUNS)."""
+    n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
+    found = []
+    for layout in RUNS if n > 1 else ():
+        # Several columns of a table on a device get their ids once.
+        shards = [{(s.table, s.row_lo): s for op in ops for s in op.shards
+                   if layout.ids and run_of(op.kind, s.table) is layout} for ops in workload.ops]
+        if not any(shards):
+            continue
+        features = [sum(s.table.features for s in of.values()) for of in shards]
+        n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
+        ids = [max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
+               for b, f in zip(n_bytes, features, strict=True)]
+        groups = layout.groups(workload.topology) if layout.divides_rows else ()
+        found.append(IdTransfer(features, ids, local, rank, device, job, groups))
+    return found
 
 
 class IdTransfer:
@@ -60,11 +70,14 @@ class IdTransfer:
     ids: [n] ids that a rank receives from each rank.
     local_batch: b.
     job: the types of ids and lengths.
+    groups: of ranks that divide rows. Each rank then puts its ids in buckets first. The ranks of a group have
+        the same features.
     """
 
     def __init__(self, features: Sequence[int], ids: Sequence[int], local_batch: int, rank: int,
-                 device: torch.device | str = "cpu", job: Job = _JOB) -> None:
-        import fbgemm_gpu  # noqa: F401 (it registers the permutation)
+                 device: torch.device | str = "cpu", job: Job = _JOB,
+                 groups: Sequence[Sequence[int]] = ()) -> None:
+        import fbgemm_gpu  # noqa: F401 (it registers the operators)
 
         n, id_type, length_type = len(features), _TYPES[job.id_bytes], _TYPES[job.length_bytes]
         self._lengths_to = [f * local_batch for f in features]
@@ -73,9 +86,16 @@ class IdTransfer:
         self._announced = torch.tensor([*zip(self._lengths_to, self._ids_to, strict=True)],
                                        device=device).flatten()
         self._expected = torch.empty_like(self._announced)
-        self._lengths = torch.cat([_lengths(f * local_batch, total) for f, total
-                                   in zip(features, ids, strict=True)]).to(device, length_type)
-        self._ids = torch.arange(sum(ids), device=device).to(id_type)
+        # Without groups, what goes to each rank. With them, the features of each group, not yet in buckets.
+        parts = ([(f, [total]) for f, total in zip(features, ids, strict=True)] if not groups else
+                 [(features[group[0]], [ids[r] for r in group]) for group in groups])
+        lengths = torch.cat([_lengths(f * local_batch, sum(of)) for f, of in parts])
+        self._lengths = lengths.to(device, length_type)
+        drawn = torch.cat([_in_ranges(of) for _, of in parts]) if groups else torch.arange(sum(ids))
+        self._ids = drawn.to(device, id_type)
+        self._buckets = len(groups[0]) if groups else 0
+        self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
+        self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
         self._arrived = (torch.empty(sum(self._lengths_from), dtype=length_type, device=device),
                          torch.empty(sum(self._ids_from), dtype=id_type, device=device))
         # Feature f of each rank, one after another.
@@ -89,13 +109,14 @@ class IdTransfer:
 
     def start(self) -> list[dist.Work]:
         """Send lengths and ids, once it is known how many will come. They travel from then on."""
+        lengths, ids = self._in_buckets() if self._buckets else (self._lengths, self._ids)
         dist.all_to_all_single(self._expected, self._announced)
         # Sizes of what arrives: the host waits for them.
         lengths_from, ids_from = zip(*self._expected.view(-1, 2).tolist(), strict=True)
-        lengths, ids = self._arrived
-        return [dist.all_to_all_single(lengths, self._lengths, list(lengths_from), self._lengths_to,
+        all_lengths, all_ids = self._arrived
+        return [dist.all_to_all_single(all_lengths, lengths, list(lengths_from), self._lengths_to,
                                        async_op=True),
-                dist.all_to_all_single(ids, self._ids, list(ids_from), self._ids_to, async_op=True)]
+                dist.all_to_all_single(all_ids, ids, list(ids_from), self._ids_to, async_op=True)]
 
     def finish(self, works: Sequence[dist.Work]) -> tuple[torch.Tensor, torch.Tensor]:
         """What `run` gives, once all has arrived."""
@@ -107,6 +128,33 @@ class IdTransfer:
         lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
             self._by_feature, lengths.view(len(self._by_feature), self._local_batch), ids, None, len(ids))
         return lengths, ids
+
+    def _in_buckets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and ids rank by rank, as TorchRec's bucketize_kjt_before_all2all makes them."""
+        lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            self._lengths, self._ids, False, False, self._ranges, self._buckets)
+        # Over one group, buckets are in the order of ranks. Over several, each has a bucket of a number.
+        if self._by_rank is not None:
+            lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                self._by_rank, lengths.view(-1, self._local_batch), ids, None, len(ids))
+            lengths = lengths.flatten()
+        return lengths, ids
+
+
+def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.Tensor:
+    """[F of all ranks] places of each rank's features in buckets, which are ordered by number and feature."""
+    of_group = [features[group[0]] for group in groups]
+    at = {rank: bucket * sum(of_group) + sum(of_group[:g])
+          for g, group in enumerate(groups) for bucket, rank in enumerate(group)}
+    return torch.tensor([at[rank] + f for rank in range(len(features)) for f in range(features[rank])],
+                        dtype=torch.int32)
+
+
+def _in_ranges(counts: Sequence[int]) -> torch.Tensor:
+    """So many ids of each row range, mixed as those of samples are."""
+    ranges = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+    ids = ranges * _RANGE_ROWS + torch.arange(len(ranges)) % _RANGE_ROWS
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
 
 
 def _lengths(n: int, total: int) -> torch.Tensor:

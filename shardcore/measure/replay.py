@@ -253,10 +253,11 @@ class _Step:
             began = time.perf_counter()
             begin = informed = mark()
             if self._ids:
-                works = self._ids.start()
+                works = [transfer.start() for transfer in self._ids]
                 if self._workload.job.hides_ids_ms:  # even a sleep of 0 lets others run first
                     time.sleep(self._workload.job.hides_ids_ms / 1e3)
-                self._ids.finish(works)
+                for transfer, work in zip(self._ids, works, strict=True):
+                    transfer.finish(work)
                 informed = mark()
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._gradients.get(kind))

@@ -275,6 +275,7 @@ _SPLIT_ROWS = (
     ("of its all-gather", "reduce_scatter_backward_mape", "{:.1f}%"),
     ("of its all-reduce", "all_reduce_backward_mape", "{:.1f}%"),
     ("of its exchange of ids", "all_to_all_ids_forward_mape", "{:.1f}%"),
+    ("of bucketized ids", "all_to_all_ids_bucketized_forward_mape", "{:.1f}%"),
 )
 """Rows of the card's table of splits: words, metric of accuracy.evaluate, format."""
 
@@ -348,7 +349,7 @@ def _proxies(model: NeuralModel) -> list[str]:
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
         *((f"the {c.words} of "
-           f"{' and '.join(k for k, of in LAYOUTS.items() if c in of.channels) or 'all'} shards, "
+           f"{' and '.join(k for k, of in LAYOUTS.items() if c in (*of.channels, of.ids))} shards, "
            f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
           for c in CHANNELS if c != collective_model.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),

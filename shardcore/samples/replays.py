@@ -29,9 +29,9 @@ from shardcore.types import PARTS, Plan, Problem, Setting
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 3
-STEP_VERSION = 4
+STEP_VERSION = 5
 """Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it. In 4, each
-rank has a core of its own."""
+rank has a core of its own. In 5, ids of divided rows are put in buckets."""
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 MOST_SLOWDOWN = 1.5
 """A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""

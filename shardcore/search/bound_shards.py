@@ -13,7 +13,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.inputs import received_bytes
-from shardcore.layouts import CHANNELS, IDS, LAYOUTS, WHOLE_ROWS, Layout, even_share
+from shardcore.layouts import CHANNELS, ID_CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
@@ -40,7 +40,7 @@ class BoundShards:
     size: [T, K] units of the whole table.
     whole: [T] the uncut shards.
     latency_ms: [K] of a kind's collectives of outputs and gradients, whatever they carry.
-    ids_ms: of the exchange of ids, whatever it carries. 0 where ids are not counted.
+    ids_ms: of each channel of ids, whatever it carries. Empty where ids are not counted.
     mixes: sets of kinds that plans may use.
     """
 
@@ -92,11 +92,10 @@ class BoundShards:
                             for s, k in zip(shards, self.kind, strict=True)], dtype=float)
         self.latency_ms, per_byte = self._exchanges()
         self.exchange_ms = self.copies * carried * per_byte[self.kind]
-        self._receives = np.array([not layout.local_batch for layout in self.kinds])
-        self.ids_ms, per_id_byte = self._ids() if ids else (0.0, 0.0)
-        if per_id_byte:
+        self.ids_ms, per_id_byte = self._ids() if ids else ({}, np.zeros(len(self.kinds)))
+        if per_id_byte.any():
             n_bytes = np.array([received_bytes(s, problem) for s in shards], dtype=float)
-            self.exchange_ms += self.copies * n_bytes * per_id_byte * self._receives[self.kind]
+            self.exchange_ms += self.copies * n_bytes * per_id_byte[self.kind]
         kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
         self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
 
@@ -129,20 +128,22 @@ class BoundShards:
         # A line through two points: its value at 0, and its slope.
         return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
 
-    def _ids(self) -> tuple[float, float]:
-        """ms of the exchange of ids at least, and ms per byte, with all devices receiving equally many."""
-        n = len(self.speed)
-        if n == 1:
-            return 0.0, 0.0
-        traffic = np.zeros((2, len(CHANNELS), n))
-        traffic[:, CHANNELS.index(IDS)] = [[_EVEN_BYTES], [2 * _EVEN_BYTES]]
-        once, twice = (float(self.model.comm(x, np.zeros(n), self.problem.topology).input_ms.max())
-                       for x in traffic)
-        return 2 * once - twice, (twice - once) / (n * _EVEN_BYTES)
+    def _ids(self) -> tuple[dict[Channel, float], np.ndarray]:
+        """ms of each channel of ids at least, and [K] ms per byte, if all devices receive equally many."""
+        n, least, per_byte = len(self.speed), {}, np.zeros(len(self.kinds))
+        for channel in ID_CHANNELS if n > 1 else ():
+            traffic = np.zeros((2, len(CHANNELS), n))
+            traffic[:, CHANNELS.index(channel)] = [[_EVEN_BYTES], [2 * _EVEN_BYTES]]
+            once, twice = (float(self.model.comm(x, np.zeros(n), self.problem.topology).input_ms.max())
+                           for x in traffic)
+            least[channel] = 2 * once - twice
+            per_byte[[layout.ids == channel for layout in self.kinds]] = (twice - once) / (n * _EVEN_BYTES)
+        return least, per_byte
 
     def latencies_ms(self, mix: list[int]) -> float:
         """ms of the collectives of plans with these kinds, whatever they carry."""
-        return float(self.latency_ms[mix].sum() + (self.ids_ms if self._receives[mix].any() else 0.0))
+        channels = {self.kinds[k].ids for k in mix}
+        return float(self.latency_ms[mix].sum() + sum(self.ids_ms.get(c, 0.0) for c in channels))
 
     def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
         """The least total price of shards of these kinds that make up all tables.

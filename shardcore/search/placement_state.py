@@ -28,7 +28,7 @@ class PlacementState:
     held: [..., S, D] units of each strip on each device.
     used: [..., D] bytes.
     outputs: [..., D, K] bytes of outputs of each kind.
-    id_bytes: [..., D] bytes of ids and lengths that devices receive.
+    id_bytes: [..., D, I] bytes of ids and lengths that devices receive by each of layouts.ID_CHANNELS.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
     free: [D] bytes that embeddings may use.
@@ -42,7 +42,7 @@ class PlacementState:
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
         self.outputs = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
-        self.id_bytes = np.zeros((*batch, n_devices), dtype=np.int64)
+        self.id_bytes = np.zeros((*batch, n_devices, cache.id_bytes.shape[1]), dtype=np.int64)
         self.priced = priced
         self.sums = np.zeros((*batch, n_devices, n_kinds, cache.codes.shape[1] if priced else 0))
         self.op_ms = np.zeros((*batch, n_devices, n_kinds))

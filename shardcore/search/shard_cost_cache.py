@@ -22,7 +22,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.inputs import received_bytes
-from shardcore.layouts import RUNS, WHOLE_ROWS
+from shardcore.layouts import ID_CHANNELS, RUNS, WHOLE_ROWS
 from shardcore.outputs import output_bytes
 from shardcore.search.free_memory import bundle_bytes
 from shardcore.search.shards import (
@@ -47,6 +47,7 @@ class ShardCostCache:
     `add` and `need` compute shards.
 
     kinds: [K] how strips run (layouts.RUNS). The first is that of whole rows of pooled tables.
+    ids_by: [K] number of the channel in layouts.ID_CHANNELS that brings ids.
     speed: [D] speed factors.
     allowed: [S, D] where a strip may be.
     freedom: [S] on how many devices it may be.
@@ -56,7 +57,7 @@ class ShardCostCache:
     codes: [R, F] encodings.
     bytes: [R] memory.
     outputs: [R] bytes of outputs.
-    id_bytes: [R] bytes of ids and lengths that its device receives.
+    id_bytes: [R, I] bytes of ids and lengths that its device receives by each of layouts.ID_CHANNELS.
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
 
@@ -72,6 +73,7 @@ class ShardCostCache:
         self.kinds = tuple(layout for layout in RUNS
                            if layout is WHOLE_ROWS or layout in of_strip)
         self.kind = np.array([self.kinds.index(layout) for layout in of_strip])
+        self.ids_by = np.array([ID_CHANNELS.index(layout.ids) for layout in self.kinds])
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
@@ -85,7 +87,8 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self._made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
+        self.bytes, self.outputs = (np.zeros(1, dtype=np.int64) for _ in range(2))
+        self.id_bytes = np.zeros((1, len(ID_CHANNELS)), dtype=np.int64)
 
     def __len__(self) -> int:
         """S."""
@@ -163,8 +166,10 @@ class ShardCostCache:
         batch = self.problem.global_batch
         outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
         self.outputs = np.concatenate([self.outputs, np.array(outputs, dtype=np.int64)])
-        ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
-        self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
+        ids = np.zeros((len(made), len(ID_CHANNELS)), dtype=np.int64)
+        for row, bundle, (s, _) in zip(ids, made, new, strict=True):
+            row[self.ids_by[self.kind[s]]] = sum(received_bytes(x, self.problem) for x in bundle)
+        self.id_bytes = np.concatenate([self.id_bytes, ids])
         for i, (s, u) in enumerate(new):
             self._numbers[s, u] = first + i
 
@@ -202,10 +207,11 @@ class ShardCostCache:
 
         compute_ms: [..., D] at each device's speed.
         outputs: [..., D, K] bytes of outputs.
-        id_bytes: [..., D] that devices receive.
+        id_bytes: [..., D, I] that devices receive.
         """
         of_run = {layout: outputs[..., k] for k, layout in enumerate(self.kinds)}
-        traffic = traffic_of_outputs(of_run, self.problem, id_bytes)
+        ids = {channel: id_bytes[..., i] for i, channel in enumerate(ID_CHANNELS)}
+        traffic = traffic_of_outputs(of_run, self.problem, ids)
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return step_ms(compute_ms, comm, self.problem.job)
 

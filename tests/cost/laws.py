@@ -83,6 +83,11 @@ def ring_law(collective: str, widths, batch: int) -> tuple[np.ndarray, np.ndarra
     return np.full(n, scatter), np.full(n, gather if collective == "reduce_scatter" else scatter + gather)
 
 
+def bucketize_law(widths, batch: int) -> float:
+    """ms to put ids in buckets: 0.3, and 4 GB/s of a rank's own bytes."""
+    return 0.3 + sum(widths) * batch * 4.0 / len(widths) / 4e6
+
+
 def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, collective: str = "all_to_all",
                  **request) -> list[CollectiveSample]:
     """request: further fields of the CommRequests."""
@@ -92,11 +97,15 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
         widths = tuple(int(w) * 4 for w in rng.integers(0, 200, d))
         if collective == "all_reduce":
             widths = (max(widths),) * d
+        if collective == "all_to_all_ids_bucketized":
+            widths = tuple(w + 4 for w in widths)
         if sum(widths):
             start_ms = (0.0,) * (d - 1) + (float(2 * (i % 8)),)
             asked = CollectiveRequest(widths, 252, start_ms, collective, **request)
             law = (exchange_law(widths, 252, max(start_ms)) if collective.startswith("all_to_all")
                    else ring_law(collective, widths, 252))
+            if collective == "all_to_all_ids_bucketized":
+                law = (law[0] + bucketize_law(widths, 252), law[1])
             forward, backward = (tuple(map(spread, ms)) if way in COLLECTIVES[collective] else None
                                  for way, ms in zip(("forward", "backward"), law, strict=True))
             samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked, forward,

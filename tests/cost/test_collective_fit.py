@@ -9,6 +9,8 @@ from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
+from shardcore.layouts import BUCKETIZED_IDS
+from shardcore.types import OF_IDS
 
 
 def test_exchanges_of_two_ranks_alone_fit_too():
@@ -102,6 +104,24 @@ def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
     assert whole.forward_ms == pytest.approx(np.full(2, 64 * 256 * 4 / 2 / 1e6))
     assert short.forward_ms == pytest.approx(whole.forward_ms / 2)
     assert short.backward_ms == pytest.approx(whole.backward_ms / 2)
+
+
+def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets():
+    ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
+    model = fitted([*comm_samples(), *ids, *bucketized])
+    once, per_byte = model.weights[collective_model.BUCKETIZE]
+    assert (once, per_byte) == (pytest.approx(0.3, rel=0.01), pytest.approx(1 / 4e6, rel=0.01))
+    assert collective_fit.errors(model.weights, bucketized)["all_to_all_ids_bucketized_forward_mape"] < 0.1
+    owned = np.array([1e6, 3e6])
+    for topology in (on_hosts(2), on_hosts(2, within_host_gbps=10.0, latency_ms=0.1)):
+        plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), topology).input_ms for c in OF_IDS)
+        assert divided == pytest.approx(plain + 0.3 + 2e6 / 4e6, rel=0.01)
+    assert collective_model.is_measured(model.weights, BUCKETIZED_IDS)
+    # Without such exchanges, or without those of other ids, nothing is known of buckets.
+    for some in (ids, bucketized):
+        less = fitted([*comm_samples(), *some])
+        assert not collective_model.is_measured(less.weights, BUCKETIZED_IDS)
+        assert collective_model.BUCKETIZE not in less.weights
 
 
 def test_ids_and_gradients_of_replicas_have_no_payload():

@@ -342,7 +342,7 @@ def test_the_slack_of_a_range_and_its_two_ends():
         "the topology has 2 devices; fewest measured 3",
         "device 1 exchanges 4096 bytes of pooled outputs (and 1 more); largest measured 2000 bytes",
         "device 1 receives 5120 bytes of ids (and 1 more); largest measured 3000 bytes",
-        "all shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured"]
+        "column shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured"]
 
 
 def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured():

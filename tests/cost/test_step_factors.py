@@ -11,7 +11,7 @@ from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_
 from shardcore.cost import collective_fit, collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import CHANNELS, IDS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
 from shardcore.topology import Device, Topology
 from shardcore.types import COLLECTIVES, Plan, Problem, StepCost
@@ -19,7 +19,7 @@ from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
 FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
-           (ALL_REDUCE, "backward"): 1.25, (IDS, "forward"): 1.6}
+           (ALL_REDUCE, "backward"): 1.25, (IDS, "forward"): 1.6, (BUCKETIZED_IDS, "forward"): 1.9}
 ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective]}
 
 
@@ -51,11 +51,11 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
     comm = {way: tuple(sum(slowdown * factors.get((c, way), 1.0) * both[i]
-                           for c, both in alone.items() if c != IDS))
+                           for c, both in alone.items() if c not in ID_CHANNELS))
             for i, way in enumerate(("forward", "backward"))}
     compute = (tuple(slowdown * ms for ms in part)
                for part in (said.forward_compute_ms, said.backward_compute_ms))
-    ids = tuple(slowdown * factors.get((IDS, "forward"), 1.0) * alone[IDS][0])
+    ids = tuple(sum(slowdown * factors.get((c, "forward"), 1.0) * alone[c][0] for c in ID_CHANNELS))
     return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms, input_ms=ids)
 
 
@@ -82,9 +82,10 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
     columns, rows = workloads("columns"), workloads("rows", n=step_factors.FEWEST_STEPS - 1)
     fitted = step_factors.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
     assert found_factors(fitted) == pytest.approx(
-        {(c, way): 1.6 if c == IDS else 1.4 if way == "forward" else 1.0 for c, way in found_factors(model)},
+        {(c, way): 1.6 if c in ID_CHANNELS else 1.4 if way == "forward" else 1.0
+         for c, way in found_factors(model)},
         rel=1e-3)
-    assert fitted.meta["steps"] == len([*columns, *rows])  # ids travel in all of them
+    assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
         assert step_factors.fit(model, few) is model
 

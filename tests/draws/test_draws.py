@@ -15,7 +15,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.samples import dataset
-from shardcore.types import Setting
+from shardcore.types import OF_IDS, Setting
 from shardcore.workload import lower
 
 SETTING = Setting("test", 256)
@@ -50,8 +50,10 @@ def test_draws_are_those_of_earlier_versions(tables):
     exchanges = [comm_request(i, 4, 256, 3) for i in range(50)]
     ids = [i for i, r in enumerate(exchanges) if r.collective == "all_to_all_ids"]
     assert ids == [8, 10, 11, 16, 30, 34, 37]  # earlier versions drew something else for these
-    others = [dataset.comm_id(SETTING, r) for i, r in enumerate(exchanges) if i not in ids]
-    assert files.digest(others) == "811b46c514f0c636"
+    bucketized = [i for i, r in enumerate(exchanges) if r.collective == "all_to_all_ids_bucketized"]
+    assert bucketized == [0, 36, 44]
+    others = [dataset.comm_id(SETTING, r) for i, r in enumerate(exchanges) if i not in (*ids, *bucketized)]
+    assert files.digest(others) == "ab18afbcf7f4a457"
     problem = draw_problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
     # With memory as it was counted then: only that may differ.
     as_then = sized(problem, ProblemConfig().slack, drawn_bytes)
@@ -140,8 +142,10 @@ def test_exchanges_vary_in_kind_load_and_skew():
     of_rows = [r for r in requests if r.collective == "reduce_scatter"]
     assert 0.12 < len(of_rows) / 400 < 0.25
     assert 0.05 < sum(r.collective == "all_to_all_ids" for r in requests) / 400 < 0.15
+    bucketized = [r.widths for r in requests if r.collective == "all_to_all_ids_bucketized"]
+    assert 0.03 < len(bucketized) / 400 < 0.12 and all(2.1 * min(w) >= max(w) for w in bucketized)
     kinds = {(r.collective, r.payload) for r in requests}
-    assert kinds == {("all_to_all_ids", "fp32"), ("all_reduce", "fp32"), *itertools.product(
+    assert kinds == {*((c, "fp32") for c in OF_IDS), ("all_reduce", "fp32"), *itertools.product(
         ("all_to_all", "reduce_scatter"), ("fp32", "fp16", "bf16"))}
     assert 0.15 < sum(r.payload != "fp32" for r in requests) / 400 < 0.3
     assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)

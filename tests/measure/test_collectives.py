@@ -13,7 +13,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.measure import collectives, local_ranks
 from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, Setting
+from shardcore.types import COLLECTIVES, OF_IDS, Setting
 
 SETTING = Setting("test", 48)
 CONFIG = collectives.CollectiveConfig(repeats=3, warmups=1, timeout_s=60)
@@ -33,7 +33,7 @@ def children():
 def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
     late = CollectiveRequest((8, 8), 96, (0.0, 50.0))
     each = [CollectiveRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")
-            if c != "all_to_all_ids" or p == "fp32"]
+            if c not in OF_IDS or p == "fp32"]
     requests, found = [late, *each, comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
         for sample in collectives.measure_all(

@@ -65,14 +65,56 @@ def test_a_replayed_step_sends_as_many_ids_as_its_workload_says():
     plan = Plan((column(A, 0, 0, 4), column(A, 0, 4, 8), column(A, 3, 8, 16), host_row(B, (2, 3)),
                  replica(C, where)))
     workload = lower(plan, problem)
-    transfer = id_transfer.of_workload(workload, 3)
-    assert transfer._lengths_to == [16, 0, 16, 32]
-    assert transfer._ids_to == [32, 0, 16, 48]
+    columns, divided = id_transfer.of_workload(workload, 3)
+    assert (columns._lengths_to, columns._ids_to) == ([16, 0, 0, 16], [32, 0, 0, 32])
+    assert (divided._lengths_to, divided._ids_to) == ([0, 0, 16, 16], [0, 0, 16, 16])
     many = Table("many", 100, 16, 6.0, features=3)
     of_three = lower(Plan((column(many, 1, 0, 8), column(many, 1, 8, 16))), Problem("p", (many,), where, 64))
-    assert id_transfer.of_workload(of_three, 0)._lengths_to == [0, 48, 0, 0]
-    assert id_transfer.of_workload(of_three, 0)._ids_to == [0, 96, 0, 0]
+    [one] = id_transfer.of_workload(of_three, 0)
+    assert (one._lengths_to, one._ids_to) == ([0, 48, 0, 0], [0, 96, 0, 0])
     both = lower(Plan((row(A, where), replica(B, where), replica(C, where))), problem)
-    assert id_transfer.of_workload(both, 0)._ids_to == [8] * 4
+    [one] = id_transfer.of_workload(both, 0)
+    assert one._ids_to == [8] * 4
     nothing = lower(Plan(tuple(replica(t, where) for t in (A, B, C))), problem)
-    assert id_transfer.of_workload(nothing, 0) is None
+    assert id_transfer.of_workload(nothing, 0) == []
+
+
+BUCKETS = {"one group": ([2, 2, 2], [9, 3, 5], [(0, 1, 2)]),
+           "two groups": ([2, 2, 1, 1], [9, 3, 5, 2], [(0, 1), (2, 3)])}
+
+
+def _bucketized(rank, init_method, say, features, ids, groups):
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=len(features))
+    transfer = id_transfer.IdTransfer(features, ids, LOCAL, rank, groups=groups)
+    given = transfer._lengths.tolist(), transfer._ids.tolist()
+    say((given, *(x.tolist() for x in transfer.run())))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("of", BUCKETS)
+def test_ids_in_buckets_arrive_at_the_rank_that_has_their_rows(of):
+    features, ids, groups = BUCKETS[of]
+    n, found = len(features), dict(local_ranks.run("test", _bucketized, len(features), BUCKETS[of], 60.0))
+    for group in groups:
+        for bucket, rank in enumerate(group):
+            (sent_lengths, sent), lengths, arrived = found[rank]
+            assert len(arrived) == n * ids[rank]
+            # All ranks send the same ids, feature by feature of the groups.
+            first = sum(features[g[0]] for g in groups[:groups.index(group)])
+            ends = np.cumsum([0, *sent_lengths])
+            expected = []
+            for f in range(first, first + features[rank]):
+                for _ in range(n):
+                    for b in range(LOCAL):
+                        bag = sent[ends[f * LOCAL + b]:ends[f * LOCAL + b + 1]]
+                        expected.append([i % 2**20 for i in bag if i // 2**20 == bucket])
+            assert [len(bag) for bag in expected] == [x for row in lengths for x in row]
+            assert [i for bag in expected for i in bag] == arrived
+
+
+def test_drawn_ids_in_buckets_have_lengths_on_all_ranks():
+    request = CollectiveRequest((256, 128, 200), 96, (0.0,) * 3, "all_to_all_ids_bucketized")
+    features, ids = id_transfer.features_and_ids(request)
+    assert features == [4] * 3
+    n_bytes = [3 * (4 * 32 * f + 8 * n) for f, n in zip(features, ids, strict=True)]
+    assert n_bytes == pytest.approx([96 * 4 * w for w in request.widths])

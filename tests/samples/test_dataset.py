@@ -40,7 +40,7 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     dataset.write_compute(tmp_path, samples[:4], pool)
     dataset.write_compute(tmp_path, samples[2:], pool)
     comm = [comm_sample(i) for i in range(120)]
-    assert len({(s.request.collective, s.request.payload) for s in comm}) == 8
+    assert len({(s.request.collective, s.request.payload) for s in comm}) == 9
     dataset.write_comm(tmp_path, comm)
     assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
     dataset.merge_parts(tmp_path)

@@ -11,6 +11,7 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
 from shardcore.errors import Infeasible
+from shardcore.layouts import ID_CHANNELS
 from shardcore.memory import every_plan_bytes, table_bytes, used_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget
@@ -47,7 +48,7 @@ class OwnLink(AnalyticModel):
     """Backward, each device waits for what it sends itself, at 1 GB/s; forward is free."""
 
     def comm(self, traffic, compute_ms, topology):
-        backward = traffic[:-1].sum(0) / 1e6
+        backward = traffic[:-len(ID_CHANNELS)].sum(0) / 1e6
         ready = compute_ms + backward
         return CommCost(0 * backward, backward, ready.max(-1, keepdims=True) - ready, 0 * backward)
 

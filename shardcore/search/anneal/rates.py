@@ -11,7 +11,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.inputs import received_bytes
-from shardcore.layouts import CHANNELS, WHOLE_ROWS, Layout
+from shardcore.layouts import CHANNELS, Channel, Layout
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.types import Problem, Shard
@@ -41,14 +41,18 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     return _fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
 
 
-def id_rates(problem: Problem, model: CostModel) -> dict[str, float]:
-    """As `exchange_rates`, per byte of ids that devices receive. `own` is 0: the longest transfer counts."""
+def id_rates(problem: Problem, model: CostModel, channel: Channel) -> dict[str, float]:
+    """As `exchange_rates`, per byte of ids that devices receive by a channel.
+
+    `own` is 0: the longest transfer counts.
+    """
     n = len(problem.topology)
     if n == 1:
         return dict.fromkeys(_TERMS, 0.0)
     of_all = sum(received_bytes(Shard.whole(t), problem) for t in problem.tables)
     id_bytes = _probes(max(of_all, 1.0) / n, n)
-    traffic = traffic_of_outputs({WHOLE_ROWS: np.zeros(id_bytes.shape)}, problem, id_bytes)
+    traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
+    traffic[CHANNELS.index(channel)] = id_bytes
     longest = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology).input_ms.max(1, keepdims=True)
     return {"own": 0.0, **_fitted(id_bytes, np.broadcast_to(longest, id_bytes.shape), problem.topology,
                                   _TERMS[1:])}

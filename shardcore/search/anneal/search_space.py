@@ -20,6 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.inputs import received_bytes
 from shardcore.layouts import (
+    ID_CHANNELS,
     RUNS,
     WHOLE_ROWS,
     Group,
@@ -252,11 +253,13 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     has = {t.sequence for t in problem.tables}
     groups = tuple((layout, group) for layout in RUNS if layout.sequence in has
                    for group in layout.groups(problem.topology) if len(group) > 1)
-    exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds), id_rates(problem, model)]
+    exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds),
+                *(id_rates(problem, model, channel) for channel in ID_CHANNELS)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), bytes=cache.bytes, outputs=cache.outputs, ids=cache.id_bytes,
+        added_ms=added(cache.codes, model), bytes=cache.bytes, outputs=cache.outputs,
+        ids=cache.id_bytes.sum(1), ids_by=cache.ids_by + len(cache.kinds),
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
@@ -335,6 +338,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     divided: names of tables that are always divided.
     """
     topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
+    n_kinds = len(cache.kinds)
     of = np.full((len(layouts), len(topology)), -1)
     for g, (layout, group) in enumerate(groups):
         of[layouts.index(layout), list(group)] = g
@@ -344,6 +348,8 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
              "may_share": np.zeros(shape, dtype=bool),
              "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
              "shared_bytes": np.zeros(shape, np.int64), "shared_ids": np.zeros(shape, np.int64),
+             "shared_ids_by": np.array([n_kinds + (ID_CHANNELS.index(layout.ids) if layout.ids else 0)
+                                        for layout in layouts], np.int64),
              "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
     if not wanted and not divided:
@@ -367,7 +373,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         found["may_share"][y] = free & divides & (sequence == layout.sequence)
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
-        if not layout.local_batch:
+        if layout.ids:
             found["shared_ids"][y] = [received_bytes(shard, problem) for shard in shards]
         found["shared_size"][y] = [shard.bytes if layout.dense_gradient
                                    else output_bytes(shard, problem.global_batch) for shard in shards]

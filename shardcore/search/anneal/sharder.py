@@ -24,7 +24,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import CHANNELS
+from shardcore.layouts import CHANNELS, ID_CHANNELS
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards
@@ -179,7 +179,8 @@ class Search:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
         carried = {layout: state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
-        traffic = traffic_of_outputs(carried, self.problem, state.carried[:, -1])
+        ids = dict(zip(ID_CHANNELS, state.carried.T[len(carried):], strict=True))
+        traffic = traffic_of_outputs(carried, self.problem, ids)
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
             for channel, entering in layout.channels.items():
                 # Group sizes are bytes of gradients, or of outputs (see _shared).

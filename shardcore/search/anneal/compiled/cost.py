@@ -98,14 +98,17 @@ def energy_of(fx, ref, norm, all_carried, group_size):
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
-    ids = len(all_carried) - 1
+    ids_ms = 0.0
     for x in range(len(all_carried)):
         if all_carried[x] > 0:
             ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * ref[1, x] * root(norm[1, x])
             if fx.host_busiest[x] > 0.0:
                 ms += fx.host_busiest[x] * ref[2, x] * root(norm[2, x])
-            cost += ms if x < ids else exposed_ids(fx, ms)
-    return cost
+            if x < len(fx.ids_by):
+                cost += ms
+            else:
+                ids_ms += ms
+    return cost + exposed_ids(fx, ids_ms)
 
 
 @inner
@@ -117,7 +120,7 @@ def cost_of(fx, st):
             worst = d
     st.number[WORST] = worst
     cost = st.load[worst] + shared_exchange(fx, st.group_size)
-    ids = len(st.all_carried) - 1
+    ids_ms = 0.0
     for x in range(len(st.all_carried)):
         if st.all_carried[x] > 0:
             # Where no cost depends on the busiest device, the search for it is skipped.
@@ -134,5 +137,8 @@ def cost_of(fx, st):
                 for h in range(len(st.hosts)):
                     most = max(most, st.hosts[h, x])
                 ms += fx.host_busiest[x] * most
-            cost += ms if x < ids else exposed_ids(fx, ms)
-    return cost
+            if x < len(fx.ids_by):
+                cost += ms
+            else:
+                ids_ms += ms
+    return cost + exposed_ids(fx, ids_ms)

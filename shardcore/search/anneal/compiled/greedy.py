@@ -19,10 +19,9 @@ def exchange(fx, st, d, k, more, more_ids):
     An upper estimate: greedy does not track the true maxima while it builds a plan.
     """
     ms = 0.0
-    ids = st.carried.shape[1] - 1
-    for x in range(ids + 1):
+    for x in range(st.carried.shape[1]):
         added = more if x == k else 0
-        if x == ids:
+        if x == fx.ids_by[k]:
             # What the dense part hides is not known yet: the total is still growing.
             added = more_ids
         ms += ((fx.own[x] + fx.busiest[x]) * (st.carried[d, x] + added)
@@ -79,7 +78,7 @@ def greedy(head, fx, st, shards):
         for f in range(st.sums.shape[2]):
             st.sums[best, k, f] += fx.codes[then, f] - fx.codes[was, f]
         st.ms[best, k] = best_ms
-        more, ids = fx.outputs[then] - fx.outputs[was], st.carried.shape[1] - 1
+        more, ids = fx.outputs[then] - fx.outputs[was], fx.ids_by[k]
         more_ids = fx.ids[then] - fx.ids[was]
         st.carried[best, k] += more
         st.hosts[fx.host[best], k] += more

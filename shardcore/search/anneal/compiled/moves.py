@@ -62,8 +62,9 @@ def propose(fx, st):
     if u < 0.5:
         a = st.number[WORST]
     elif u < 0.65:
-        # Mostly the one with most columns, else the one that carries most in another exchange.
-        x = 0 if u <= 0.6 else 1 + below(st, st.carried.shape[1] - 1)
+        # Mostly the one with most columns, else the one that carries most in another exchange of strips.
+        # Strips of the last kind use the last of these, as kinds and their exchanges of ids are in order.
+        x = 0 if u <= 0.6 else 1 + below(st, fx.ids_by[-1])
         a = st.number[WIDEST + x]
     else:
         a = below(st, n)
@@ -170,7 +171,7 @@ def try_edits(head, fx, st, a, b, n):
     # Cheap checks come first: no head is called for a move that is not allowed.
     st.trial_used[0], st.trial_used[1] = st.used[a], st.used[b]
     n_exchanges = st.carried.shape[1]
-    n_kinds = n_exchanges - 1
+    n_kinds = len(fx.ids_by)
     for x in range(n_exchanges):
         st.trial_carried[0, x], st.trial_carried[1, x] = st.carried[a, x], st.carried[b, x]
     # Bit n_kinds * slot + k: the fused op of kind k on that device changes.
@@ -181,7 +182,7 @@ def try_edits(head, fx, st, a, b, n):
         was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
         st.trial_used[slot] += fx.bytes[then] - fx.bytes[was]
         st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
-        st.trial_carried[slot, n_kinds] += fx.ids[then] - fx.ids[was]
+        st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
         touched |= 1 << (n_kinds * slot + k)
     # A device that is too full already may still lose bytes.
     if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (

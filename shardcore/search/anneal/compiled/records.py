@@ -4,7 +4,7 @@ An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
 P parameters, L log entries, K kinds of what single devices hold.
-X = K + 1 exchanges: one of outputs for each kind, and the last of ids.
+X exchanges: one of outputs for each kind, then those of ids.
 Y layouts of what groups of devices share, G groups.
 
 Strips and units are defined in search/shard_cost_cache.py.
@@ -31,6 +31,7 @@ class SearchProblem(NamedTuple):
     bytes: int64[::1]  # [R] memory of a shard
     outputs: int64[::1]  # [R] bytes of the shard's outputs
     ids: int64[::1]  # [R] bytes of ids that the shard's device receives
+    ids_by: int64[::1]  # [K] number of the exchange that brings them, K to X - 1
     kind: int64[::1]  # [S] number of how the strip runs, 0 to K - 1
     size: int64[::1]  # [S] units of the whole strip
     table: int64[::1]  # [S] number of the table
@@ -54,6 +55,7 @@ class SearchProblem(NamedTuple):
     shared_codes: float64[:, :, ::1]  # [Y, S, F] encoding of each device's shard
     shared_bytes: int64[:, ::1]  # [Y, S] memory on each device
     shared_ids: int64[:, ::1]  # [Y, S] bytes of ids that each device receives
+    shared_ids_by: int64[::1]  # [Y] number of the exchange that brings them
     shared_size: float64[:, ::1]  # [Y, S] what it exchanges; whole numbers, so that sums are exact
     shared_own: float64[::1]  # [Y] ms per size of the group itself
     shared_busiest: float64[::1]  # [Y] ms per size of the largest group
@@ -133,7 +135,7 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
     """A State with nothing placed."""
     (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
     n_exchanges, n_groups = len(problem.own), len(problem.group_layout)
-    n_kinds = n_exchanges - 1
+    n_kinds = len(problem.ids_by)
     shapes = {
         "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
         "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds),

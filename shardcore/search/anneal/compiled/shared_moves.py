@@ -93,7 +93,8 @@ def change_shared(head, fx, st, threshold):
     # What b holds, after the move, of strips that run as these do on one device.
     k = fx.kind[leaves if leaves >= 0 else comes]
     carried, more_on_b = st.trial_carried[0], 0
-    ids = len(carried) - 1
+    # What exchanges bring ids to b, and to the groups.
+    ids, shared_by = fx.ids_by[k], fx.shared_ids_by[y]
     for x in range(len(carried)):
         carried[x] = st.carried[b, x]
     for f in range(n_features):
@@ -124,19 +125,13 @@ def change_shared(head, fx, st, threshold):
     copy_norm(norm, st.norm)
     # Every device of a group changes. So the norms of loads and of ids are summed anew.
     norm[0, 0] = 0.0
-    norm[1, ids] = 0.0
-    norm[2, ids] = 0.0
-    st.trial_hosts[:] = 0
-    all_ids = 0
     for d in range(n):
         g, more = fx.group_of[y, d], more_on_b if d == b else 0
         shared_ms, own_ms = st.shared_ms[d], st.own_ms[d]
-        received = carried[ids] if d == b else st.carried[d, ids]
         if g >= 0 and (g == start or g == to):
             shared_ms += st.trial_group_ms[0 if g == start else 1] - st.group_ms[g]
             own_ms += fx.shared_own[y] * (st.trial_group_size[g] - st.group_size[g])
             more += (in_bytes if g == to else 0) - (out_bytes if g == start else 0)
-            received += (in_ids if g == to else 0) - (out_ids if g == start else 0)
         if more > 0 and st.used[d] + more > fx.free[d]:
             return False
         if d == b:
@@ -144,19 +139,28 @@ def change_shared(head, fx, st, threshold):
         else:
             load = load_of(fx, d, shared_ms, own_ms, total_of(st.ms[d]), st.carried[d])
         norm[0, 0] += power(load / ref[0, 0])
-        norm[1, ids] += power(received / ref[1, ids])
-        st.trial_hosts[fx.host[d]] += received
-        all_ids += received
-    for h in range(len(st.trial_hosts)):
-        norm[2, ids] += power(st.trial_hosts[h] / ref[2, ids])
+    for x in range(len(fx.ids_by), len(carried)):
+        norm[1, x] = 0.0
+        norm[2, x] = 0.0
+        st.trial_hosts[:] = 0
+        st.trial_all_carried[x] = 0
+        for d in range(n):
+            g = fx.group_of[y, d]
+            received = carried[x] if d == b else st.carried[d, x]
+            if x == shared_by and g >= 0 and (g == start or g == to):
+                received += (in_ids if g == to else 0) - (out_ids if g == start else 0)
+            norm[1, x] += power(received / ref[1, x])
+            st.trial_hosts[fx.host[d]] += received
+            st.trial_all_carried[x] += received
+        for h in range(len(st.trial_hosts)):
+            norm[2, x] += power(st.trial_hosts[h] / ref[2, x])
     # Outputs change on b only, and only those of kind k.
     norm[1, k] += power(carried[k] / ref[1, k]) - power(st.carried[b, k] / ref[1, k])
     h, wider = fx.host[b], carried[k] - st.carried[b, k]
     norm[2, k] += power((st.hosts[h, k] + wider) / ref[2, k]) - power(st.hosts[h, k] / ref[2, k])
-    for x in range(len(carried)):
+    for x in range(len(fx.ids_by)):
         st.trial_all_carried[x] = st.all_carried[x]
     st.trial_all_carried[k] += wider
-    st.trial_all_carried[ids] = all_ids
     if energy_of(fx, ref, norm, st.trial_all_carried, st.trial_group_size) >= threshold:
         return False
     if leaves >= 0:

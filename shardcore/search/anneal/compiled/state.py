@@ -121,7 +121,7 @@ def recompute(head, fx, st):
     This also removes rounding errors that many small updates gathered.
     """
     n_devices, n_exchanges = st.carried.shape
-    n_kinds = n_exchanges - 1
+    n_kinds = len(fx.ids_by)
     recompute_groups(head, fx, st)
     st.used[:] = 0
     st.carried[:] = 0
@@ -129,7 +129,7 @@ def recompute(head, fx, st):
         for d in range(n_devices):
             if fx.group_of[y, d] >= 0:
                 st.used[d] += st.group_bytes[fx.group_of[y, d]]
-                st.carried[d, n_kinds] += st.group_ids[fx.group_of[y, d]]
+                st.carried[d, fx.shared_ids_by[y]] += st.group_ids[fx.group_of[y, d]]
     st.hosts[:] = 0
     st.all_carried[:] = 0
     for d in range(n_devices):
@@ -140,7 +140,7 @@ def recompute(head, fx, st):
             shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
             st.used[d] += fx.bytes[shard]
             st.carried[d, k] += fx.outputs[shard]
-            st.carried[d, n_kinds] += fx.ids[shard]
+            st.carried[d, fx.ids_by[k]] += fx.ids[shard]
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] += fx.codes[shard, f]
         for k in range(n_kinds):
