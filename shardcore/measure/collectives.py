@@ -183,6 +183,15 @@ def _store(host: str, port: int, rank: int, ranks: int, timeout: timedelta) -> d
                          master_listen_fd=listening)
 
 
+def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: float) -> None:
+    """Make the process group of a gang, on the backend of its device."""
+    on = device_of(device)
+    timeout, where = timedelta(seconds=timeout_s + on.gang_start_s), _address(init_method)
+    found = {"store": _store(*where, rank, ranks, timeout)} if where else {"init_method": init_method}
+    # Clocks and barriers are tensors on the CPU, so gloo carries them.
+    dist.init_process_group(on.backend, rank=rank, world_size=ranks, timeout=timeout, **found)
+
+
 class Rank:
     """One process of the gang. init_method: such as "tcp://127.0.0.1:PORT" (a numeric address of rank 0's
     host, the only one where it then listens), the same on all ranks.
@@ -196,11 +205,7 @@ class Rank:
         self.rank, self.ranks, self.config = rank, ranks, config or CollectiveConfig()
         self._on = device_of(device)
         self.device = torch.device(self._on.place)
-        timeout = timedelta(seconds=self.config.timeout_s + self._on.gang_start_s)
-        where = _address(init_method)
-        found = {"store": _store(*where, rank, ranks, timeout)} if where else {"init_method": init_method}
-        # Clocks and barriers are tensors on the CPU, so gloo carries them.
-        dist.init_process_group(self._on.backend, rank=rank, world_size=ranks, timeout=timeout, **found)
+        connect(rank, ranks, init_method, device, self.config.timeout_s)
         host_of = _gather(host_id())
         ranks_on = Counter(host_of)
         self.hosts = len(ranks_on)

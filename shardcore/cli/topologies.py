@@ -1,0 +1,100 @@
+"""Commands on topologies: topology measure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardcore.cli.options import Formatter, command, positive
+from shardcore.errors import ShardCoreError
+
+if TYPE_CHECKING:
+    from shardcore.measure.pairs import Found
+    from shardcore.types import Problem
+
+_MEASURE = """Time messages between all pairs of ranks, find which of them share a host, a switch or a fast
+link, and write the problem with the hosts and bandwidths that were found.
+
+Under torchrun, or wherever RANK, WORLD_SIZE and MASTER_ADDR are set, run it once for each rank of the job.
+Rank 0 writes. Elsewhere it starts a process for each device of the problem on this machine."""
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    p = commands.add_parser("topology", help="Find how ranks are joined.", formatter_class=Formatter)
+    p = command(p.add_subparsers(required=True, metavar="COMMAND"), measure, _MEASURE)
+    p.add_argument("problem", type=Path, metavar="PROBLEM.json", help="its device i is that of rank i")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="gloo between CPUs, or NCCL "
+                   "between GPUs (not exercised yet)")
+    p.add_argument("--message-kib", type=positive(int), default=256,
+                   help="of the messages that tell ranks apart")
+    p.add_argument("--repeats", type=positive(int), default=9, help="of each message; the fastest counts")
+    p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json", help="the problem with what "
+                   "was found; its devices are in the new order of ranks")
+    p.add_argument("--ranks", type=Path, metavar="RANKS.json", help="write the order of ranks, their "
+                   "groups and the times of pairs")
+
+
+def measure(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from shardcore import files
+    from shardcore.measure import pairs
+    from shardcore.rank_order import order, topology_of
+
+    problem = files.read_problem(args.problem)
+    n = len(problem.topology)
+    config = pairs.PairConfig(args.message_kib, args.repeats)
+    if n < 2:
+        raise ShardCoreError(f"problem {problem.name!r} has one device; links need 2 or more")
+    if "RANK" in os.environ:
+        first = _rank(problem) == 0
+        found = pairs.measure_job(config, args.device, _say if first else lambda *_: None)
+        if not first:
+            return
+    else:
+        found = pairs.measure(n, config, args.device, _say)
+    arranged = order(found.levels, n)
+    made = replace(problem, topology=topology_of(found.levels, found.links, problem.topology))
+    files.write_problem(args.out, made)
+    if args.ranks:
+        files.write_json(args.ranks, {"order": list(arranged), "levels": found.levels,
+                                      "pair_ms": found.pair_ms.round(6).tolist()})
+    print("\n".join(said(found, arranged)))
+
+
+def _rank(problem: Problem) -> int:
+    """This process's rank. Raises ShardCoreError where the job does not fit the problem."""
+    n, given = len(problem.topology), os.environ
+    if given.get("WORLD_SIZE") != str(n):
+        raise ShardCoreError(f"WORLD_SIZE is {given.get('WORLD_SIZE')!r} and problem {problem.name!r} has "
+                             f"{n} devices; they need to be as many")
+    if given["RANK"] not in map(str, range(n)):
+        raise ShardCoreError(f"RANK is {given['RANK']!r}; it needs a whole number of 0 to {n - 1}")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in given:
+            raise ShardCoreError(f"{name} is not set, though RANK is; a job needs both")
+    return int(given["RANK"])
+
+
+def said(found: Found, arranged: tuple[int, ...]) -> list[str]:
+    """What was found, in lines."""
+    lines = []
+    for groups in found.levels:
+        shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
+        lines.append(f"{len(groups)} groups of ranks: {shown}")
+    if not found.levels:
+        lines.append("all ranks are equally near each other: they count as one host")
+    links = found.links
+    carried = [f"{name} {gbps:.3g} GB/s" for name, gbps in (("within", links.within_gbps),
+                                                              ("between", links.between_gbps)) if gbps]
+    return [*lines, f"links of a rank carry {' and '.join(carried)}; a collective takes "
+            f"{links.latency_ms:.3g} ms", f"order of ranks: {' '.join(map(str, arranged))}",
+            "Device i of the new problem is that of the i-th rank in this order. Start ranks in it."]
+
+
+def _say(done: int, of: int) -> None:
+    if done % max(1, of // 10) == 0 or done == of:
+        print(f"pairs: {done} of {of} turns", file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""Times of messages between pairs of real processes."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from shapes import on_hosts
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.errors import ShardCoreError
+from shardcore.measure import local_ranks, pairs
+from shardcore.types import Problem, Table
+
+QUICK = pairs.PairConfig(message_kib=16, repeats=2, load_kib=64)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 9])
+def test_every_pair_meets_once_and_no_rank_twice_in_a_round(n):
+    found = list(pairs.rounds(n))
+    assert sorted(pair for some in found for pair in some) == list(itertools.combinations(range(n), 2))
+    assert all(len({r for pair in some for r in pair}) == 2 * len(some) for some in found)
+
+
+def test_a_gang_times_all_of_its_pairs():
+    noted = []
+    found = pairs.measure(3, QUICK, note=lambda *done: noted.append(done))
+    own = np.eye(3, dtype=bool)
+    assert (found.pair_ms[~own] > 0).all() and not found.pair_ms[own].any()
+    assert np.array_equal(found.pair_ms, found.pair_ms.T)
+    assert noted == [(1, 3), (2, 3), (3, 3)]
+    assert found.links.within_gbps > 0 and found.links.latency_ms > 0
+    assert (found.links.between_gbps is None) == (found.levels == [])
+
+
+def _links(rank, init_method, say):
+    from shardcore.measure.collectives import connect
+
+    connect(rank, 4, init_method, "cpu", 60.0)
+    say(pairs.links(((0, 2), (1, 3)), QUICK))
+
+
+def test_links_are_those_of_given_groups_on_all_ranks():
+    found = list(dict(local_ranks.run("test", _links, 4, (), 60.0)).values())
+    assert len(set(found)) == 1 and found[0].within_gbps > 0 and found[0].between_gbps > 0
+
+
+@pytest.mark.parametrize(("groups", "expected"), [
+    (((0, 2), (1, 3)), [(0, 1), (2, 3)]), (((0, 1, 2),), []), (((0, 1), (2,)), [(0, 2)]),
+    (((0,), (1,), (2,), (3,)), [(0, 2), (1, 3)])])
+def test_ranks_of_different_groups_are_loaded_at_once(groups, expected):
+    assert pairs._between(groups) == expected
+
+
+@pytest.fixture
+def problem(tmp_path):
+    path = tmp_path / "problem.json"
+    files.write_problem(path, Problem("p", (Table("t", 100, 16, 2.0),), on_hosts("aaa"), 96))
+    return path
+
+
+def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys):
+    out, ranks = tmp_path / "found.json", tmp_path / "ranks.json"
+    asked = ["topology", "measure", str(problem), "--message-kib", "16", "--repeats", "2"]
+    assert main([*asked, "--out", str(out), "--ranks", str(ranks)]) == 0
+    said = capsys.readouterr().out
+    order = json.loads(ranks.read_text())["order"]
+    assert sorted(order) == [0, 1, 2] and f"order of ranks: {' '.join(map(str, order))}" in said
+    found = files.read_problem(out)
+    assert found.topology.within_host_gbps > 0 and found.tables == files.read_problem(problem).tables
+
+
+def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
+    with local_ranks._reserved_port() as port:
+        given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+        asked = [sys.executable, "-m", "shardcore", "topology", "measure", str(problem),
+                 "--message-kib", "16", "--repeats", "2", "--out", str(tmp_path / "found.json")]
+        ranks = [subprocess.Popen(asked, env={**given, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+                 for r in range(3)]
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert "order of ranks" in said[0] and said[1:] == ["", ""]
+    assert files.read_problem(tmp_path / "found.json").topology.latency_ms > 0
+
+
+@pytest.mark.parametrize(("variables", "says"), [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is '2' and problem 'p' has 3 devices"),
+    ({"RANK": "0"}, "WORLD_SIZE is None"),
+    ({"RANK": "first", "WORLD_SIZE": "3"}, "RANK is 'first'; it needs a whole number of 0 to 2"),
+    ({"RANK": "3", "WORLD_SIZE": "3"}, "RANK is '3'; it needs a whole number of 0 to 2"),
+    ({"RANK": "0", "WORLD_SIZE": "3"}, "MASTER_ADDR is not set")])
+def test_a_job_of_another_size_is_refused(variables, says, problem, tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["topology", "measure", str(problem), "--out", str(tmp_path / "found.json")]) == 1
+    assert says in capsys.readouterr().err and not (tmp_path / "found.json").exists()
+
+
+def test_one_device_has_no_links(tmp_path, capsys):
+    path = tmp_path / "problem.json"
+    files.write_problem(path, Problem("p", (Table("t", 100, 16, 2.0),), on_hosts("a"), 96))
+    assert main(["topology", "measure", str(path), "--out", str(tmp_path / "found.json")]) == 1
+    assert "has one device; links need 2 or more" in capsys.readouterr().err
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ShardCoreError, match="message_kib 0"):
+        pairs.PairConfig(message_kib=0)

@@ -1,0 +1,91 @@
+"""Ranks that are near each other, found from the times of their pairs."""
+
+import numpy as np
+import pytest
+
+from shardcore.errors import ShardCoreError
+from shardcore.rank_order import Links, levels, order, topology_of
+from shardcore.topology import Device, Topology
+
+LINKS = Links(5.0, 0.5, 0.1)
+
+
+def times(places, seed=0, noise=0.15, of=(1.0, 10.0, 40.0)):
+    """[D, D] ms between ranks at places such as "1a" (rack 1, host a): on a host, in a rack, beyond."""
+    rng, n = np.random.default_rng(seed), len(places)
+    apart = np.array([[sum(a != b for a, b in zip(x, y, strict=True)) if x[0] == y[0] else 2 for y in places]
+                      for x in places])
+    ms = np.take(of, apart) * np.exp(noise * rng.normal(size=(n, n)))
+    return ms * (1 - np.eye(n))
+
+
+def groups(places, part):
+    found = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place[:part], []).append(rank)
+    return tuple(map(tuple, found.values()))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hosts_and_racks_of_shuffled_ranks_are_found(seed):
+    places = [place for place in ("1a", "1b", "2c", "2d", "2e") for _ in range(3)]
+    shuffled = [places[i] for i in np.random.default_rng(seed).permutation(len(places))]
+    assert levels(times(shuffled, seed)) == [groups(shuffled, 2), groups(shuffled, 1)]
+
+
+def test_a_few_disturbed_pairs_change_nothing():
+    places = list("abab" * 3)
+    ms, rng = times(places, of=(1.0, 10.0, 10.0)), np.random.default_rng(1)
+    for _ in range(6):
+        i, j = rng.choice(12, 2, replace=False)
+        ms[i, j] = ms[j, i] = 30 * ms[i, j]
+    assert levels(ms) == [groups(places, 1)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_equal_links_make_no_groups(n):
+    assert levels(times(["a"] * n)) == []
+    assert levels(times([str(i) for i in range(n)])) == []
+
+
+def test_one_slow_pair_makes_no_group():
+    ms = times(["a"] * 4, noise=0.05)
+    ms[0, 1] = ms[1, 0] = 9.0
+    assert levels(ms) == []
+
+
+def test_a_host_may_have_one_rank():
+    assert levels(times(list("aab"))) == [((0, 1), (2,))]
+
+
+@pytest.mark.parametrize(("ms", "says"), [
+    (np.ones((2, 3)), r"shape \[2, 3\]; they need one of each rank to each"),
+    (np.ones((1, 1)), "of 2 or more"), (np.zeros((3, 3)), "finite and above 0"),
+    (np.full((3, 3), np.nan), "finite and above 0")])
+def test_times_that_are_none_are_refused(ms, says):
+    with pytest.raises(ShardCoreError, match=says):
+        levels(ms)
+
+
+def test_the_order_keeps_hosts_and_racks_together():
+    places = ["1a", "2c", "1b", "2d", "1a", "1b", "2c", "2d"]
+    found = levels(times(places))
+    arranged = order(found, 8)
+    assert sorted(arranged) == list(range(8)) and arranged[0] == 0
+    assert [places[r] for r in arranged] == ["1a", "1a", "1b", "1b", "2c", "2c", "2d", "2d"]
+    assert order([], 3) == (0, 1, 2)
+
+
+def test_devices_move_with_their_ranks_and_links_are_those_found():
+    places = ["a", "b", "a", "b"]
+    before = Topology(tuple(Device((rank + 1) << 30, 1.0 + rank) for rank in range(4)), "cpu")
+    found = topology_of(levels(times(places)), LINKS, before)
+    assert [d.host for d in found.devices] == ["host-0", "host-0", "host-1", "host-1"]
+    assert [d.memory_bytes >> 30 for d in found.devices] == [1, 3, 2, 4]
+    assert [d.speed for d in found.devices] == [1.0, 3.0, 2.0, 4.0]
+    assert (found.within_host_gbps, found.between_hosts_gbps, found.latency_ms) == (5.0, 0.5, 0.1)
+    assert found.hardware == "cpu"
+    alone = topology_of([], Links(5.0, None, 0.1), before)
+    assert len(alone.hosts) == 1 and alone.between_hosts_gbps is None
+    with pytest.raises(ShardCoreError, match="4 devices and the gang 2 ranks"):
+        topology_of([((0,), (1,))], LINKS, before)
