@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardcore.errors import ShardCoreError
+from shardcore.measure.hosts import Host
 
 _GRACE_S = 1.0
 """How long a rank that lost another waits to be told why: the other's own report comes first if there is
@@ -39,23 +40,26 @@ def exchanging() -> Iterator[None]:
 
 
 def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[Any],
-        timeout_s: float) -> Iterator[tuple[int, Any]]:
+        timeout_s: float, on: Sequence[Host] = ()) -> Iterator[tuple[int, Any]]:
     """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each
     say(value) as it comes.
 
     init_method: for collectives.Rank, one for all: a port of this machine's loopback. Processes are named
     "<name>-rank-<rank>". `work` and `arguments` need to be picklable.
+    on: the host of each rank, in a box (hosts.py). The port is then one of the first rank's host.
     Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or
     none says anything for timeout_s: it names the rank and the reason. No process is left when the iterator
     ends, raises or is closed.
     """
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
     with _reserved_port() as port:
+        address = on[0].address if on else "127.0.0.1"
         try:
             for rank in range(ranks):
                 pipe, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_rank_process, name=f"{name}-rank-{rank}", daemon=True,
-                                          args=(theirs, work, rank, f"tcp://127.0.0.1:{port}", arguments))
+                                          args=(theirs, work, rank, f"tcp://{address}:{port}", arguments,
+                                                on[rank] if on else None))
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
@@ -89,10 +93,12 @@ def end_with_parent() -> None:
 
 
 def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_method: str,
-                  arguments: Sequence[Any]) -> None:
+                  arguments: Sequence[Any], host: Host | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
     end_with_parent()
     try:
+        if host:
+            host.enter()
         work(rank, init_method, lambda value: pipe.send(("said", value)), *arguments)
         pipe.send(("done", None))
     except Lost as error:

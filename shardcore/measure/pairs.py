@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import collectives, local_ranks
+from shardcore.measure.hosts import Host
 from shardcore.rank_order import Groups, Links, levels
 
 MOST_IN_TURN = 64
@@ -57,12 +58,15 @@ Note = Callable[[int, int], None]
 """Told after each turn of pairs how many there were, and of how many."""
 
 
-def measure(ranks: int, config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None) -> Found:
+def measure(ranks: int, config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None,
+            on: Sequence[Host] = ()) -> Found:
     """What a gang of local processes finds, one a core or a GPU.
+
+    on: the host of each rank, in a box.
 
     Raises ShardCoreError if a rank dies or hangs. No process stays behind.
     """
-    for rank, said in local_ranks.run("pairs", _work, ranks, (ranks, config, device), config.timeout_s):
+    for rank, said in local_ranks.run("pairs", _work, ranks, (ranks, config, device), config.timeout_s, on):
         if rank == 0 and isinstance(said, Found):
             return said
         if rank == 0:
