@@ -28,9 +28,10 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("problem", type=Path, metavar="PROBLEM.json", help="its device i is that of rank i")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="gloo between CPUs, or NCCL "
                    "between GPUs (not exercised yet)")
-    p.add_argument("--message-kib", type=positive(int), default=256,
+    p.add_argument("--message-kib", type=positive(int), default=1024,
                    help="of the messages that tell ranks apart")
-    p.add_argument("--repeats", type=positive(int), default=9, help="of each message; the fastest counts")
+    p.add_argument("--repeats", type=positive(int), default=3, help="of each message, in each of three "
+                   "sweeps; the fastest counts")
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json", help="the problem with what "
                    "was found; its devices are in the new order of ranks")
     p.add_argument("--ranks", type=Path, metavar="RANKS.json", help="write the order of ranks, their "
@@ -46,7 +47,7 @@ def measure(args: argparse.Namespace) -> None:
 
     problem = files.read_problem(args.problem)
     n = len(problem.topology)
-    config = pairs.PairConfig(args.message_kib, args.repeats)
+    config = pairs.PairConfig(args.message_kib, repeats=args.repeats)
     if n < 2:
         raise ShardCoreError(f"problem {problem.name!r} has one device; links need 2 or more")
     if "RANK" in os.environ:

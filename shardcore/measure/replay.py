@@ -18,6 +18,10 @@ Ops run over an arena as in kernels.py, pooled outputs and gradients travel betw
 steps go through several different batches, and before each the caches are overwritten, as the dense part and
 other layers would. Gloo on CPU; NCCL is written for the same interface and has not been run here.
 
+Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of
+this machine. So the compute of each device is measured before, with nothing beside, and a rank sleeps for as
+long.
+
 Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 """
 
@@ -25,8 +29,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,15 +42,21 @@ from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, requi
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
 from shardcore.measure.devices import device_of
-from shardcore.measure.kernels import KernelBench, KernelConfig, Run
+from shardcore.measure.hosts import Host
+from shardcore.measure.step_compute import (
+    Alone,
+    Asleep,
+    Ops,
+    benches_for,
+    full,
+    measure_alone,
+    precision_in,
+)
 from shardcore.measure.timing import Caches, spread
-from shardcore.measurements import ComputeRequest, StepSample
+from shardcore.measurements import StepSample
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import PARTS, PRECISION_BYTES, Setting, Shard, precision_of
-from shardcore.workload import Op, Workload
-
-_GRADIENT = 1e-3
-"""What dense parts send back: small, so that weights stay finite however often a step repeats."""
+from shardcore.types import PARTS, Setting, precision_of
+from shardcore.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -95,11 +104,13 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
 
 
 def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
-               device: str = "cpu",
-               reference: ReferenceOp | None = None) -> list[StepSample]:
+               device: str = "cpu", reference: ReferenceOp | None = None,
+               on: Sequence[Host] = ()) -> list[StepSample]:
     """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets
     them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
     slowdown.
+
+    on: the hosts of a box, as many as the topology has. The reference op then runs while compute is measured.
 
     Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ
     in their devices, a shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names
@@ -109,11 +120,19 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     if not workloads:
         return []
     for workload in workloads:
-        require_replayable(workload, workloads[0], setting, device)
-    n_devices = len(workloads[0].ops)
-    last_said = dict(local_ranks.run("replay", _work, n_devices,
-                                     (workloads, setting, config, device, reference), config.timeout_s))
-    return combine_all([last_said[rank] for rank in range(n_devices)], reference, workloads[0].job)
+        require_replayable(workload, workloads[0], setting, device, len(on))
+    n_devices, topology = len(workloads[0].ops), workloads[0].topology
+    alone, where, beside = None, [], np.zeros(0)
+    if on:
+        [(_, (alone, beside))] = local_ranks.run(
+            "compute", measure_alone, 1, (workloads, setting, config, reference),
+            config.timeout_s * (1 + len(workloads)))
+        where = [on[topology.hosts.index(d.host)] for d in topology.devices]
+    last_said = dict(local_ranks.run("replay", _work, n_devices, (workloads, setting, config, device,
+                                                                  None if on else reference, alone),
+                                     config.timeout_s, where))
+    ranks = [last_said[rank] for rank in range(n_devices)]
+    return combine_all([(marks, beside) for marks, _ in ranks] if on else ranks, reference, workloads[0].job)
 
 
 def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None,
@@ -140,9 +159,10 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
                       oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
 
 
-def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str) -> None:
+def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str,
+                       box_hosts: int = 0) -> None:
     """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with
-    `first`."""
+    `first`. box_hosts: hosts of the box to replay it on; 0: this machine."""
     topology = workload.topology
     tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
     precision = precision_of(tables) or setting.precision
@@ -166,9 +186,10 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
         raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
                              "different topologies, "
                              "cannot be replayed together; give plans of one problem")
-    if len(topology.hosts) > 1 or any(d.speed != 1 for d in topology.devices):
+    if len(topology.hosts) != max(1, box_hosts) or any(d.speed != 1 for d in topology.devices):
+        needed = f"the box's {box_hosts} hosts" if box_hosts else "one host"
         raise ShardCoreError(f"the topology has hosts {', '.join(topology.hosts)} and speeds "
-                             f"{sorted({d.speed for d in topology.devices})}; a replay needs one host and "
+                             f"{sorted({d.speed for d in topology.devices})}; a replay needs {needed} and "
                              "devices of speed 1")
     if device == "cuda" and torch.cuda.device_count() < len(topology):
         raise ShardCoreError(f"a replay of {len(topology)} devices needs as many GPUs; here are "
@@ -181,21 +202,26 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
 def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,
                 config: ReplayConfig,
                 device: str = "cpu", progress: Callable[[], None] = lambda: None,
-                reference: ReferenceOp | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+                reference: ReferenceOp | None = None,
+                alone: Alone | None = None) -> tuple[list[np.ndarray], np.ndarray]:
     """One rank's part, for whoever starts the gang: marks [R, 6] of each workload, in s of the host's
     monotonic clock; and [R] ms of the reference op, once a round (without one: [0]).
 
     The marks of a step: its begin, ids received, gradients received, weights updated, the next batch pooled,
     outputs received. All ranks of the gang need the same arguments; `progress` is called after each op built
     and each round of steps.
+
+    alone: ms for which the rank sleeps instead of computing. None: it computes.
     """
     if device == "cpu":
         torch.set_num_threads(1)
-    benches = _benches(workloads, rank, setting, config, device, reference)
-    beside = reference and benches[_precision(reference[0])].prepare(reference[0], config.seed)
+    benches = {} if alone else benches_for(workloads, [rank], setting, config, device, reference)
+    beside = reference and benches[precision_in(reference[0])].prepare(reference[0], config.seed)
     steps = []
-    for workload in workloads:
-        steps.append(_Step(benches, workload, rank, config, device))
+    for i, workload in enumerate(workloads):
+        compute = (Asleep(workload, rank, alone[i][rank], device) if alone
+                   else Ops(benches, workload, rank, config, device))
+        steps.append(_Step(compute, workload, rank, device))
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
@@ -216,32 +242,23 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
             marks[i].append(steps[i].once(index % config.batches))
         if beside:
             caches.evict()
-            reference_ms.append(benches[_precision(reference[0])].once_ms(beside))
+            reference_ms.append(benches[precision_in(reference[0])].once_ms(beside))
     member.close()
     return [np.array(m[config.warmups:]) for m in marks], np.array(reference_ms[config.warmups:])
 
 
 class _Step:
-    """One rank's step of a workload: its ops over each batch, and the exchanges with their buffers.
+    """One rank's step of a workload: its compute, and the exchanges with their buffers."""
 
-    The shards of a kind run as one op for each precision of their weights. Their outputs travel together.
-    """
-
-    def __init__(self, benches: Mapping[str, KernelBench], workload: Workload, rank: int,
-                 config: ReplayConfig, device: str):
-        self._workload, self._rank, self._chains, self._ids = workload, rank, {}, None
+    def __init__(self, compute: Ops | Asleep, workload: Workload, rank: int, device: str):
+        self._compute, self._workload, self._rank = compute, workload, rank
+        self._chains, self._ids = {}, []
         self._on, self._device = device_of(device), device_of(device).place
-        self._batches = [{op.kind: [benches[_precision(part)].prepare(part, config.seed + k)
-                                    for part in _by_precision(op)] for op in workload.ops[rank]}
-                         for k in range(config.batches)]
-        self._gradients = {kind: self._full((runs[0].gradient.shape[0],
-                                             sum(run.gradient.shape[1] for run in runs)))
-                           for kind, runs in self._batches[0].items()}
-        self._outputs = self._forward(self._batches[-1])
 
     def join(self, groups: exchanges.Groups) -> None:
         """Make the buffers of its exchanges, once the gang is there."""
-        self._chains = exchanges.chains(self._workload, self._rank, self._full, groups)
+        self._chains = exchanges.chains(self._workload, self._rank, lambda shape: full(shape, self._device),
+                                        groups)
         self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
 
     def once(self, batch: int) -> tuple[float, ...]:
@@ -260,69 +277,26 @@ class _Step:
                     transfer.finish(work)
                 informed = mark()
             for kind, chain in self._chains.items():
-                exchanges.backward(chain, self._gradients.get(kind))
+                exchanges.backward(chain, self._compute.gradients.get(kind))
             received = mark()
-        for kind, output in self._outputs.items():
-            output.backward(self._gradients[kind])
+        self._compute.backward()
         updated = mark()
-        self._outputs = self._forward(self._batches[batch])
+        self._compute.forward(batch)
         pooled = mark()
         with local_ranks.exchanging():
-            outputs = {kind: output.detach() for kind, output in self._outputs.items()}
+            outputs = {kind: output.detach() for kind, output in self._compute.outputs.items()}
             for kind, chain in self._chains.items():
                 exchanges.forward(chain, outputs.get(kind))
             # Read only now: to wait for each mark would make the device idle between.
             marks = [begin, informed, received, updated, pooled, mark()]
             return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
 
-    def _forward(self, runs: Mapping[str, Sequence[Run]]) -> dict[str, torch.Tensor]:
-        outputs = {kind: [run.op(run.indices, run.offsets) for run in of_kind]
-                   for kind, of_kind in runs.items()}
-        return {kind: own[0] if len(own) == 1 else torch.cat(own, 1) for kind, own in outputs.items()}
-
-    def _full(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.full(tuple(shape), _GRADIENT, device=self._device)
-
-
-
-def _by_precision(op: Op) -> list[ComputeRequest]:
-    """The fused ops that run the shards of a kind."""
-    shards: dict[str, list[Shard]] = defaultdict(list)
-    for shard in op.shards:
-        shards[shard.table.precision].append(shard)
-    return [ComputeRequest(tuple(own), op.batch) for own in shards.values()]
-
-
-def _precision(request: ComputeRequest) -> str:
-    return request.shards[0].table.precision
-
-
-def _benches(workloads: Sequence[Workload], rank: int, setting: Setting, config: ReplayConfig, device: str,
-             reference: ReferenceOp | None) -> dict[str, KernelBench]:
-    """A bench for each precision, with room for a rank's largest op. Together at most config.arena_bytes."""
-    requests = [part for w in workloads for op in w.ops[rank] for part in _by_precision(op)]
-    precisions = setting.precision.split("+")
-    room = dict.fromkeys(precisions, 64)
-    for request in requests:
-        room[_precision(request)] = max(room[_precision(request)], _arena_bytes(request))
-    room = {p: min(config.arena_bytes // len(precisions), n_bytes) for p, n_bytes in room.items()}
-    if reference:
-        of = _precision(reference[0])
-        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
-    return {p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
-            for p, n_bytes in room.items()}
-
-
-def _arena_bytes(request: ComputeRequest) -> int:
-    """What an op takes in an arena, its tables one after the other at multiples of 16 elements."""
-    return sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision]
-               for s in request.shards)
-
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],
           setting: Setting,
-          config: ReplayConfig, device: str, reference: ReferenceOp | None) -> None:
+          config: ReplayConfig, device: str, reference: ReferenceOp | None, alone: Alone | None) -> None:
     """One process of replay_all's gang; the last thing it says is its marks."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None), reference))
+    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None), reference,
+                    alone))

@@ -93,7 +93,8 @@ def _told(rank, init_method, say, workloads, reference):
             sent = told(buffers)
             marks = super().once(batch)
             dense = {kind: x._dense for kind, x in chains.items() if hasattr(x, "_dense")}
-            saw[self] = (sent, told({**self._gradients, **dense}), told(self._outputs),
+            saw[self] = (sent, told({**self._compute.gradients, **dense}),
+                         told(self._compute.outputs),
                          told({kind: x._arrived for kind, x in chains.items() if kind not in dense}))
             return marks
 
@@ -264,7 +265,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
     of_batch = [
         tuple(batch["column"][0].indices.tolist())
-        for batch in next(s for s in steps if isinstance(s, module._Step))._batches
+        for batch in next(s for s in steps if isinstance(s, module._Step))._compute._batches
     ]
     assert len(set(of_batch)) == CONFIG.batches
 
@@ -344,7 +345,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
     rounds = 0
     with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
         for rank, _ in local_ranks.run(
-            "replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None), 60.0
+            "replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None, None), 60.0
         ):
             rounds += rank == 1
             if rounds == 4:  # its op is built, and steps are under way
