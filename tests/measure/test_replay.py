@@ -345,7 +345,8 @@ def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
     rounds = 0
     with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
         for rank, _ in local_ranks.run(
-            "replay", module._work, 2, ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None, None), 60.0
+            "replay", module._work, 2,
+            ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None, None), 60.0
         ):
             rounds += rank == 1
             if rounds == 4:  # its op is built, and steps are under way
