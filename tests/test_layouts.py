@@ -8,6 +8,7 @@ from shapes import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    TO_TOWER,
     WITHIN,
     column,
     host_row,
@@ -88,9 +89,10 @@ def test_sequences_run_by_themselves_and_never_by_sums():
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
-    assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS)
+    assert layouts.CHANNELS == (TO_TOWER, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS)
     assert [c.words for c in layouts.CHANNELS] == [
-        "all-to-all", "reduce-scatter", "reduce-scatter within a host", "all-to-all across hosts",
+        "all-to-all within a host", "all-to-all", "reduce-scatter", "reduce-scatter within a host",
+        "all-to-all across hosts",
         "all-reduce", "all-to-all of ids"]
 
 

@@ -181,7 +181,7 @@ class Search:
         carried = {layout: state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
         traffic = traffic_of_outputs(carried, self.problem, state.carried[:, -1])
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
-            for channel, entering in layout.channels.items():
+            for channel, entering in layout.channels_in(self.problem).items():
                 # Group sizes are bytes of gradients, or of outputs (see _shared).
                 weights, outputs = (size, 0) if layout.dense_gradient else (0, size)
                 traffic[CHANNELS.index(channel), devices] += entering(weights, outputs, self.problem)
