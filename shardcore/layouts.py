@@ -228,10 +228,13 @@ WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not
 """The kind in which one device has all rows. Searches place most tables in this kind."""
 
 
-def kinds_of(channel: Channel) -> str:
-    """The kinds that have a channel, in words."""
-    return " and ".join(k for k, x in LAYOUTS.items()
-                        if channel in x.channels or channel in (x.tower_channels or ())) or "all"
+def kinds_of(channel: Channel, towers: bool = False) -> str:
+    """The kinds that have a channel, in words: in a job with towers, or where no others have it."""
+    in_towers = {k: x.tower_channels or x.channels for k, x in LAYOUTS.items()}
+    plain = {k: x.channels for k, x in LAYOUTS.items()}
+    found = ([k for k, channels in of.items() if channel in channels]
+             for of in ((in_towers,) if towers else (plain, in_towers)))
+    return " and ".join(next(filter(None, found), ["all"]))
 
 
 def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:

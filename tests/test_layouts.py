@@ -96,6 +96,12 @@ def test_channels_are_all_that_kinds_have_in_one_order():
         "all-reduce", "all-to-all of ids"]
 
 
+def test_the_kinds_of_a_channel_in_words():
+    assert [layouts.kinds_of(c) for c in layouts.CHANNELS] == [
+        "column", "column", "row", "host_row", "host_row", "data_parallel", "all"]
+    assert layouts.kinds_of(ACROSS, towers=True) == "column and host_row"
+
+
 def test_kinds_that_are_always_on_all_devices():
     everywhere = (LAYOUTS["row"], LAYOUTS["data_parallel"])
     assert layouts.ways(ONE_HOST) == layouts.ways(MIXED) == layouts.ways(on_hosts("aab")) == everywhere

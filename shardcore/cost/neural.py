@@ -367,7 +367,8 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield "devices share a host; links within hosts count as those measured between hosts"
     for channel in (c for c in used if c != collective_model.ALL_TO_ALL
                     and not collective_model.is_measured(model.weights, c)):
-        yield (f"{kinds_of(channel)} shards: their {channel.words} is priced with the rates of "
+        kinds = kinds_of(channel, workload.job.tower_ratio is not None)
+        yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
     for channel, way in ((c, way) for c in used for way in COLLECTIVES[c.collective]):
