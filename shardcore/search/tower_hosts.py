@@ -42,6 +42,8 @@ _OVERFULL, _UNBALANCED, _UNEVEN = 1e12, 1e6, 1e-6
 _WORK, _MEMORY = range(2)
 _ROUNDING = 1e-13
 """Changes of a cost by less than this share of it count as none."""
+_MOST_PASSES = 100
+"""Over all units, from one start. A few are enough."""
 _PAIRS = 4_000_000
 """Pairs of units over all starts: small problems have more starts."""
 
@@ -286,12 +288,12 @@ class Division:
 
     def _improved(self, host: np.ndarray) -> np.ndarray:
         """The division after moves and exchanges of units, until none makes it cheaper."""
-        host, changed = host.copy(), True
+        host, changed, passes = host.copy(), True, 0
         totals, hosts = self._totals(host), np.arange(len(self.share))
         # [U, H] affinity of a unit to those of a host.
         near = self.affinity @ np.eye(len(hosts))[host]
-        while changed:
-            changed = False
+        while changed and passes < _MOST_PASSES:
+            changed, passes = False, passes + 1
             for u in range(len(host)):
                 here, now = host[u], self._penalty(totals, hosts)
                 by_move = self._by_move(u, here, totals, now, near)

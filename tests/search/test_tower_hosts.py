@@ -69,6 +69,18 @@ def test_no_division_of_few_units_is_better(seed):
     assert division.cost(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
 
 
+def test_memory_counts_before_affinity():
+    # The first two belong together. Within the tolerance they would be, but they take 10.8 of 10.5 bytes.
+    load = np.array([(1, 6.0), (1, 4.8), (1, 5.0), (1, 4.2)])
+    affinity = np.zeros((4, 4))
+    affinity[0, 1] = affinity[1, 0] = 1.0
+    for room, beside in ((10.5, 3), (11.0, 1)):
+        capacity = np.array([(1, room)] * 2)
+        division = Division(affinity, load, capacity, np.ones((4, 2), dtype=bool), TowerConfig())
+        host = division.best()
+        assert np.flatnonzero(host == host[0]).tolist() == [0, beside]
+
+
 def test_blocks_of_a_matrix_are_found_and_hosts_are_even():
     alike = tuple(Table(f"t{i}", 100, 16, 2.0) for i in range(12))
     problem = Problem("blocks", alike, on_hosts("aabbcc"), 48)
