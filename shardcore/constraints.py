@@ -104,3 +104,23 @@ def _require_known(pins: Pins, on_hosts: Mapping[str, Sequence[int]], what: str)
             if not (w in on_hosts if isinstance(w, str) else 0 <= w < n_devices):
                 raise ShardCoreError(f"{what} pins table {name!r} to {w!r}; its devices are 0 to "
                                      f"{n_devices - 1}, its hosts {', '.join(list(on_hosts)[:5])}")
+
+
+def require_tower_hosts(devices_of: Mapping[str, tuple[int, ...]], on_hosts: Sequence[Sequence[int]],
+                        what: str) -> None:
+    """Raise ShardCoreError unless outputs of a job with towers can be exchanged within hosts first.
+
+    devices_of: where each table with pooled outputs may live.
+    on_hosts: the devices of each host.
+    """
+    require(len(on_hosts) > 1, f"{what} has 1 host; towers need 2 or more, for they make smaller what "
+            "crosses hosts")
+    sizes = sorted({len(devices) for devices in on_hosts})
+    require(len(sizes) == 1, f"{what} has hosts of {sizes[0]} to {sizes[-1]} devices; towers need as many on "
+            "each")
+    host_of = {d: h for h, devices in enumerate(on_hosts) for d in devices}
+    # Many tables share one set of devices.
+    several = {where for where in set(devices_of.values()) if len({host_of[d] for d in where}) > 1}
+    for name, where in devices_of.items() if several else ():
+        require(where not in several, f"{what} has job.tower_ratio, but table {name!r} may live on several "
+                "hosts; it needs constraints.pinned to one of them (plan --towers finds which)")

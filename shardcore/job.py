@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.limits import MOST_MS, require, require_known, require_within
+from shardcore.limits import MOST_MS, MOST_RATIO, require, require_known, require_within
 
 HIDES_IDS = {"none": False, "sparse_dist": True}
 """TorchRec's pipelines, and whether ids travel while the dense part runs.
@@ -29,6 +29,8 @@ class Job:
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
     forward_payload, backward_payload: as what outputs and gradients travel.
+    tower_ratio: how many times smaller a tower module makes outputs before they cross hosts (towers.py).
+        None: there are no towers.
     """
 
     pipeline: str = "sparse_dist"
@@ -38,10 +40,12 @@ class Job:
     length_bytes: int = 4
     forward_payload: str = "fp32"
     backward_payload: str = "fp32"
+    tower_ratio: float | None = None
 
     def __post_init__(self) -> None:
         require_known(self, "job", pipeline=HIDES_IDS, forward_payload=PAYLOADS, backward_payload=PAYLOADS)
         require_within(self, "job", dense_forward_ms=(0, MOST_MS), dense_backward_ms=(0, MOST_MS))
+        require_within(self, "job", tower_ratio=(1, MOST_RATIO))
         one = (self.dense_forward_ms is None) != (self.dense_backward_ms is None)
         require(not one, f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
                 f"{self.dense_backward_ms}; it needs both, or neither")

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+
 from shardcore.errors import ShardCoreError
 from shardcore.topology import Topology
 from shardcore.types import Placement, Problem, Shard, Table
@@ -80,6 +82,8 @@ class Layout:
     torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
       others.
     sequence: whether this is how it runs tables whose lookups are not pooled (see `as_sequence`).
+    tower_channels: what its pooled shards enter into each channel where the job has towers (see
+      `channels_in`). None: the same as without.
     """
 
     name: str
@@ -94,6 +98,7 @@ class Layout:
     sequence_channels: Mapping[Channel, Bytes] | None
     torchrec: tuple[str, ...]
     sequence: bool = False
+    tower_channels: Mapping[Channel, Bytes] | None = None
 
     @property
     def torchrec_whole(self) -> str:
@@ -110,7 +115,26 @@ class Layout:
         """How it runs tables whose lookups are not pooled: with an op and collectives of their own."""
         if self.sequence_channels is None:
             return None
-        return replace(self, channels=self.sequence_channels, sequence=True)
+        return replace(self, channels=self.sequence_channels, sequence=True, tower_channels=None)
+
+    def channels_in(self, problem: Problem) -> Mapping[Channel, Bytes]:
+        """What its shards enter into each channel, in the job of a problem.
+
+        Towers (DMT, arXiv 2403.00877) split the exchange of outputs in two. Let a host have L devices, and
+        outputs of T bytes for the global batch of B samples, o of them on some device. Let r be the ratio.
+
+        1. Within the host, a device sends each of the L those outputs that samples of its number on any host
+           need: o / L bytes to each, o in all. Then each device has all outputs of its tower for B / L
+           samples: T / L bytes.
+        2. A tower module makes r times less of them.
+        3. Across hosts, devices of the same number exchange what is left: each enters T / (L r).
+
+        A formula sees one shard, so it enters o / r in step 3. The sum over the host is T / r, as it should
+        be. `shared_on_hosts` then divides it evenly, T / (L r) a device. Where devices of a host sum their
+        parts (rows divided), step 1 is that sum: T = o, and the formula enters o / (L r) itself.
+        Backward, gradients go the same way back.
+        """
+        return self.channels if problem.job.tower_ratio is None else self.tower_channels or self.channels
 
     def batch(self, problem: Problem) -> int:
         """Samples that its op runs over."""
@@ -148,6 +172,11 @@ def _outputs_of_a_host(weights: Any, outputs: Any, problem: Problem) -> Any:
     return outputs / len(problem.topology.on_hosts[0])
 
 
+def _compressed(entering: Bytes) -> Bytes:
+    """Bytes of what tower modules leave of these (see Layout.channels_in)."""
+    return lambda weights, outputs, problem: entering(weights, outputs, problem) / problem.job.tower_ratio
+
+
 def _gradients(weights: Any, outputs: Any, problem: Problem) -> Any:
     """Bytes of a dense gradient of the shard. It has the type of the weights."""
     return weights
@@ -162,7 +191,9 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
     Layout("column", "all rows on one device", _each_device,
            divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False, ids=IDS,
            channels={Channel("all_to_all"): _outputs}, sequence_channels={Channel("all_to_all"): _outputs},
-           torchrec=("table_wise", "column_wise", "table_column_wise")),
+           torchrec=("table_wise", "column_wise", "table_column_wise"),
+           tower_channels={Channel("all_to_all", HOST): _outputs,
+                           Channel("all_to_all", CROSS): _compressed(_outputs)}),
     Layout("row", "rows divided over all devices", _all_devices,
            divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False, ids=BUCKETIZED_IDS,
            channels={Channel("reduce_scatter"): _outputs},
@@ -173,7 +204,9 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
            divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False, ids=BUCKETIZED_IDS,
            channels={Channel("reduce_scatter", HOST): _outputs,
                      Channel("all_to_all", CROSS): _outputs_of_a_host}, sequence_channels=None,
-           torchrec=("table_row_wise", "grid_shard")),
+           torchrec=("table_row_wise", "grid_shard"),
+           tower_channels={Channel("reduce_scatter", HOST): _outputs,
+                           Channel("all_to_all", CROSS): _compressed(_outputs_of_a_host)}),
     Layout("data_parallel", "a replica on every device", _all_devices,
            divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True, ids=None,
            channels={Channel("all_reduce"): _gradients},
@@ -187,9 +220,11 @@ RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
+_WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.group == HOST)
 CHANNELS: tuple[Channel, ...] = (*dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
                                  *ID_CHANNELS)
-"""All channels. Arrays of bytes [C, ...] use this order.
+CHANNELS = (*(c for c in _WITHIN_TOWERS if c not in CHANNELS), *CHANNELS)
+"""All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
 
 A device enters its outputs and gradients into a channel. Of ID_CHANNELS, it counts what a device receives.
 """
@@ -199,6 +234,28 @@ ID_ROWS = [CHANNELS.index(c) for c in ID_CHANNELS]
 # Found by its properties, so that no code names a kind.
 WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)
 """The kind in which one device has all rows. Searches place most tables in this kind."""
+
+
+def kinds_of(channel: Channel, towers: bool = False) -> str:
+    """The kinds that have a channel, in words: in a job with towers, or where no others have it."""
+    in_towers = {k: (*(x.tower_channels or x.channels), x.ids) for k, x in LAYOUTS.items()}
+    plain = {k: (*x.channels, x.ids) for k, x in LAYOUTS.items()}
+    found = ([k for k, channels in of.items() if channel in channels]
+             for of in ((in_towers,) if towers else (plain, in_towers)))
+    return " and ".join(next(filter(None, found)))
+
+
+def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
+    """Traffic [C, ..., D]; with towers, what crosses hosts is divided evenly over each host's devices.
+
+    After the exchange within a tower, all its devices have equally many samples (Layout.channels_in).
+    """
+    if problem.job.tower_ratio is not None:
+        on_hosts = np.array(problem.topology.on_hosts)
+        for row in (i for i, c in enumerate(CHANNELS) if c.group == CROSS):
+            of_host = traffic[row][..., on_hosts]
+            traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
+    return traffic
 
 
 def ways(topology: Topology) -> tuple[Layout, ...]:

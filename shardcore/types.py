@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from shardcore import fused
-from shardcore.constraints import Constraints, devices_of_pins
+from shardcore.constraints import Constraints, devices_of_pins, require_tower_hosts
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import PAYLOADS, Job
 from shardcore.limits import (
@@ -335,6 +335,10 @@ class Problem:
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)
+        if self.job.tower_ratio is not None:
+            pooled = (t.name for t in self.tables if not t.sequence)
+            require_tower_hosts({name: self.allowed_devices(name) for name in pooled},
+                                self.topology.on_hosts, p)
 
     @property
     def local_batch(self) -> int:

@@ -31,6 +31,7 @@ from shardcore.layouts import (
     require_placement,
     run_of,
     shards_on,
+    shared_on_hosts,
 )
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
@@ -101,15 +102,17 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
             ops[device].append(last)
             traffic[:, device] += entering
     traffic[ID_ROWS] = expected_bytes(plan, problem)
-    return Workload(tuple(map(tuple, ops)), traffic, tuple(used), problem.topology, problem.global_batch,
-                    problem.job)
+    return Workload(tuple(map(tuple, ops)), shared_on_hosts(traffic, problem), tuple(used), problem.topology,
+                    problem.global_batch, problem.job)
 
 
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
-    """[C] bytes that a device's shards of a kind enter into each channel."""
+    """[C] bytes that a device's shards of a kind enter into each channel.
+
+    With towers, what crosses hosts is not yet divided over the host (layouts.shared_on_hosts)."""
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
-                  for c, b in layout.channels.items()}
+                  for c, b in layout.channels_in(problem).items()}
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
@@ -126,10 +129,10 @@ def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
     for channel, n_bytes in (id_bytes or {}).items():
         traffic[CHANNELS.index(channel)] = n_bytes
     for layout, n_bytes in outputs.items():
-        for channel, entering in layout.channels.items():
+        for channel, entering in layout.channels_in(problem).items():
             # 0 bytes of weights: outputs do not depend on them.
             traffic[CHANNELS.index(channel)] += entering(0, n_bytes, problem)
-    return traffic
+    return shared_on_hosts(traffic, problem)
 
 
 def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:

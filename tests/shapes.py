@@ -17,6 +17,7 @@ CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c 
 ALL_TO_ALL, REDUCE_SCATTER, ALL_REDUCE = (Channel(c) for c in ("all_to_all", "reduce_scatter", "all_reduce"))
 WITHIN, ACROSS = CHANNEL["reduce_scatter_host"], CHANNEL["all_to_all_cross"]
 """Those of host_row."""
+TO_TOWER = CHANNEL["all_to_all_host"]
 
 
 def sends(**entering) -> np.ndarray:

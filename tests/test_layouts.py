@@ -8,6 +8,7 @@ from shapes import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    TO_TOWER,
     WITHIN,
     column,
     host_row,
@@ -88,11 +89,18 @@ def test_sequences_run_by_themselves_and_never_by_sums():
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
-    assert layouts.CHANNELS == (ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS,
+    assert layouts.CHANNELS == (TO_TOWER, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS,
                                layouts.BUCKETIZED_IDS)
     assert [c.words for c in layouts.CHANNELS] == [
-        "all-to-all", "reduce-scatter", "reduce-scatter within a host", "all-to-all across hosts",
+        "all-to-all within a host", "all-to-all", "reduce-scatter", "reduce-scatter within a host",
+        "all-to-all across hosts",
         "all-reduce", "all-to-all of ids", "all-to-all of ids, bucketized"]
+
+
+def test_the_kinds_of_a_channel_in_words():
+    assert [layouts.kinds_of(c) for c in layouts.CHANNELS] == [
+        "column", "column", "row", "host_row", "host_row", "data_parallel", "column", "row and host_row"]
+    assert layouts.kinds_of(ACROSS, towers=True) == "column and host_row"
 
 
 def test_kinds_that_are_always_on_all_devices():

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardcore.cli.options import amount, command, natural, positive
 from shardcore.constraints import Constraints
@@ -59,6 +59,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "move; default: any number")
     p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "
                    "that may move; default: any number")
+    p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
+                   "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
     p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
                    "(also rows divided over all devices, and copies on all), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
@@ -79,13 +81,15 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
+    from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, SHARDERS, known
     from shardcore.search.budget import Budget
+    from shardcore.search.tower_hosts import tower_traffic
     from shardcore.workload import lower
 
     args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
-    problem = files.read_problem(args.problem)
+    asked = problem = files.read_problem(args.problem)
     model = mixed.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     # The search uses the cautious model. The range check below needs the plain one.
@@ -95,15 +99,21 @@ def plan(args: argparse.Namespace) -> None:
         provenance["confidence"] = args.confidence
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
     began, why = time.monotonic(), ""
+    if args.towers:
+        problem, of_towers = _with_towers(args.towers, problem, cautious)
+        provenance |= of_towers
     if args.start:
         found, why = _replanned(args, problem, cautious, budget)
     else:
         found = SHARDERS[args.algorithm](problem, cautious, seed=args.seed, budget=budget)
     found = Plan(found.placements, {**found.provenance, **provenance})
     seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
-    files.write_plan(args.out, found, problem)
+    # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
+    files.write_plan(args.out, found, asked)
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
+    if args.towers:
+        print(plan_report.towers_text(tower_traffic(found, problem)))
     if args.explain:
         _say_explained(found, problem, cautious, budget)
     # Warnings go to standard error, so that standard output stays readable by programs.
@@ -119,10 +129,25 @@ def _require_agreeing(args: argparse.Namespace) -> None:
     if args.start and args.algorithm not in SPACE_OF:
         raise ShardCoreError(f"--start is for --algorithm {' and '.join(SPACE_OF)} only; got "
                              f"{args.algorithm}")
+    if args.start and args.towers:
+        raise ShardCoreError(f"--start {args.start} and --towers {args.towers} were both given; a plan with "
+                             "towers is made afresh, so leave one out")
     for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
         if getattr(args, name) is not None and not args.start:
             raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan "
                                  "to start from")
+
+
+def _with_towers(path: Path, problem: Problem, model: CostModel) -> tuple[Problem, dict[str, Any]]:
+    """The problem with the towers of a file, and what a plan's provenance says of them."""
+    from shardcore.search.tower_hosts import tower_hosts
+    from shardcore.towers import read_towers
+
+    towers = read_towers(path)
+    found = tower_hosts(problem, towers, model)
+    return found.problem, {"tower_ratio": towers.compression_ratio,
+                           "towers": {"affinity_inside": found.affinity_inside,
+                                      "loads": [list(host) for host in found.loads]}}
 
 
 def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
@@ -180,12 +205,14 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
+    from shardcore.search.tower_hosts import as_planned
     from shardcore.workload import lower
 
     problem = files.read_problem(args.problem)
     model = mixed.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     found = files.read_plan(args.plan, problem)
+    problem = as_planned(found, problem)
     workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
     cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
     body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),

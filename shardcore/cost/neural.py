@@ -18,7 +18,7 @@ from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.layouts import CHANNELS, ID_CHANNELS, LAYOUTS, Channel
+from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel, kinds_of
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import Topology
@@ -367,8 +367,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield "devices share a host; links within hosts count as those measured between hosts"
     for channel in (c for c in used if c != collective_model.ALL_TO_ALL
                     and not collective_model.is_measured(model.weights, c)):
-        kinds = " and ".join(kind for kind, layout in LAYOUTS.items()
-                             if channel in (*layout.channels, layout.ids))
+        kinds = kinds_of(channel, workload.job.tower_ratio is not None)
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
@@ -383,6 +382,9 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]
     if weighted:
         yield f"table {weighted[0]!r} has weights of lookups, which are priced to travel only, not measured"
+    if (ratio := workload.job.tower_ratio) is not None:
+        yield (f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
+               "modules that make them so are not priced")
     copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.dedup > 1]
     if copied:
         yield (f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not "

@@ -15,7 +15,7 @@ from shardcore.cost import collective_model, neural, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
-from shardcore.layouts import CHANNELS, LAYOUTS
+from shardcore.layouts import CHANNELS, kinds_of
 from shardcore.report.text import markdown_table
 from shardcore.types import COLLECTIVES
 
@@ -349,7 +349,7 @@ def _proxies(model: NeuralModel) -> list[str]:
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
         *((f"the {c.words} of "
-           f"{' and '.join(k for k, of in LAYOUTS.items() if c in (*of.channels, of.ids))} shards, "
+           f"{kinds_of(c)} shards, "
            f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
           for c in CHANNELS if c != collective_model.ALL_TO_ALL),
         ("links between hosts, as those within one", any("between" not in x for x in links)),

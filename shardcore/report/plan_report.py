@@ -12,6 +12,7 @@ from shardcore.publish.diff import Diff
 from shardcore.publish.drift import Drift
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
+from shardcore.search.tower_hosts import TowerTraffic
 from shardcore.types import Placement, StepCost
 
 MOST_SHARDS = 8
@@ -77,7 +78,14 @@ def _exchange(x: Explanation) -> str:
     if ids:
         said += (f"\nDevice {x.input_bytes.index(ids)} receives most ids: "
                  f"{gib(ids)} a step with their lengths.")
-    return said
+    return f"{said}\n{towers_text(x.towers)}" if x.towers else said
+
+
+def towers_text(x: TowerTraffic) -> str:
+    """What towers change in the exchange of outputs, for people."""
+    return (f"With towers of ratio {x.ratio:g}, {gib(x.across_bytes)} of outputs cross hosts each way, "
+            f"instead of {gib(x.plain_across_bytes)};\nwithin hosts {gib(x.within_bytes)} travel, instead of "
+            f"{gib(x.plain_within_bytes)}. The tower modules' own work is not counted.")
 
 
 def _memory(x: Explanation) -> str:

@@ -54,7 +54,8 @@ def compile_searches(problem: Problem, model: CostModel) -> None:
     Every sharder except TorchRec's runs once on one of the problem's tables.
     Otherwise the first sharder's seconds would be numba's.
     """
-    few = replace(problem, name="compile", tables=problem.tables[:1], constraints=Constraints())
+    few = replace(problem, name="compile", tables=problem.tables[:1], constraints=Constraints(),
+                  job=replace(problem.job, tower_ratio=None))
     for name in SHARDERS:
         if name != "torchrec":
             run(name, few, model, budget=Budget(evals=1))

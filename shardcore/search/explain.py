@@ -22,6 +22,7 @@ from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import BASELINES, SHARDERS
+from shardcore.search.tower_hosts import TowerTraffic, tower_traffic
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import Workload, lower
@@ -77,6 +78,7 @@ class Explanation:
     reserved_bytes: kept free on every device.
     balance: mean over largest compute.
     searched: in words, how the alternatives were found.
+    towers: what they change in the exchange. None: the job has none.
     """
 
     algorithm: str
@@ -98,6 +100,7 @@ class Explanation:
     baselines: tuple[Alternative, ...]
     changes: tuple[Alternative, ...]
     searched: str
+    towers: TowerTraffic | None = None
 
 
 def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None = None,
@@ -142,7 +145,8 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
         tuple(map(int, ids)), workload.memory_bytes, may_hold,
         fullest, by_part(plan, problem)[fullest], problem.constraints.reserved_bytes,
         compare.balance(cost), bound(problem, model),
-        baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each")
+        baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each",
+        tower_traffic(plan, problem))
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
@@ -169,7 +173,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
     n = len(topology)
     # The global batch has to divide evenly over the devices.
     more = next((m for m in range(n + 1, MOST_TIMES_DEVICES * n + 1) if problem.global_batch % m == 0), None)
-    if more:
+    # Towers are those of the hosts that there are.
+    if more and problem.job.tower_ratio is None:
         added = more - n
         why = "" if added == 1 else f" (the next number that divides the batch of {problem.global_batch})"
         what = f"{added} more device{'s' * (added > 1)}: {more}{why}"

@@ -201,7 +201,7 @@ def _remedy(problem: Problem) -> str:
     if n_devices:
         remedies.append(f"{n_devices} more device{'s' * (n_devices > 1)} like the largest")
     # Would it fit without pins and bundles?
-    loose = replace(problem,
+    loose = replace(problem, job=replace(problem.job, tower_ratio=None),
                     constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
     eased = loose.constraints != problem.constraints and enough_of(loose)(free)
     otherwise = ("It needs smaller tables" if few else "It needs more memory, "

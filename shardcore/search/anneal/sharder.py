@@ -182,7 +182,7 @@ class Search:
         ids = dict(zip(ID_CHANNELS, state.carried.T[len(carried):], strict=True))
         traffic = traffic_of_outputs(carried, self.problem, ids)
         for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
-            for channel, entering in layout.channels.items():
+            for channel, entering in layout.channels_in(self.problem).items():
                 # Group sizes are bytes of gradients, or of outputs (see _shared).
                 weights, outputs = (size, 0) if layout.dense_gradient else (0, size)
                 traffic[CHANNELS.index(channel), devices] += entering(weights, outputs, self.problem)

@@ -1,0 +1,80 @@
+"""Towers: which tables belong together on a host, as a user gives it.
+
+In a model of towers (DMT, arXiv 2403.00877) a module on each host joins the outputs of the host's tables, and
+sends less than it got. search/tower_hosts.py finds the hosts, layouts.py says what then travels.
+
+Shapes: M tables of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardcore.documents import open_document
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_RATIO, require
+from shardcore.schema import build, show
+
+
+@dataclass(frozen=True)
+class Towers:
+    """Which tables belong together, by groups or by a matrix.
+
+    compression_ratio: bytes that enter a tower module for each byte that leaves it, 1 or more.
+    towers: groups of tables. Each stays on one host. One host may have several.
+    tables: [M] that the matrix is of.
+    affinity: [M, M] how much two tables belong together, 0 or more, symmetric. The diagonal does not matter.
+
+    A table that is nowhere here is a group of its own, without affinity to others.
+    """
+
+    compression_ratio: float
+    towers: tuple[tuple[str, ...], ...] = ()
+    tables: tuple[str, ...] = ()
+    affinity: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        require(1 <= self.compression_ratio <= MOST_RATIO,
+                f"towers have compression_ratio {self.compression_ratio:g}; it needs 1 to {MOST_RATIO:,.0f}")
+        require(bool(self.towers or self.affinity), "towers have no 'towers' and no 'affinity'; they need "
+                "groups of tables, or a matrix and its 'tables'")
+        for i, group in enumerate(self.towers):
+            require(len(group) > 0, f"towers have an empty group, towers[{i}]; it needs one or more tables")
+        for name, n in Counter(name for group in self.towers for name in group).items():
+            require(n == 1, f"towers have table {show(name)} {n} times in their groups; it needs to be "
+                    "in one, once")
+        for name, n in Counter(self.tables).items():
+            require(n == 1, f"towers have table {show(name)} {n} times in 'tables'; it needs one row of the "
+                    "affinity")
+        m = len(self.tables)
+        require(len(self.affinity) == m, f"towers have an affinity of {len(self.affinity)} rows for {m} "
+                "tables; it needs a row and a column for each")
+        for name, row in zip(self.tables, self.affinity, strict=True):
+            require(len(row) == m, f"towers have an affinity with {len(row)} columns in the row of "
+                    f"{show(name)}; it needs {m}, one for each of 'tables'")
+        self._require_values()
+
+    def _require_values(self) -> None:
+        """Raise ShardCoreError naming a cell of the matrix that is negative, not finite or not symmetric."""
+        a = self.matrix()
+        for wrong, ought in ((~(np.isfinite(a) & (a >= 0)), "a finite number, 0 or more"),
+                             (np.abs(a - a.T) > 1e-9 * np.maximum(a, a.T), "to be symmetric")):
+            if wrong.any():
+                i, j = (int(x) for x in np.argwhere(wrong)[0])
+                one, two = show(self.tables[i]), show(self.tables[j])
+                other = f", and {a[j, i]:g} of {two} and {one}" * ("symmetric" in ought)
+                raise ShardCoreError(f"towers have affinity {a[i, j]:g} of {one} and {two}{other}; it needs "
+                                     f"{ought}")
+
+    def matrix(self) -> np.ndarray:
+        """[M, M] the affinity as an array."""
+        return np.array(self.affinity, dtype=float).reshape(len(self.tables), len(self.tables))
+
+
+def read_towers(path: str | Path) -> Towers:
+    """A file of towers. Raises ShardCoreError naming the file for what cannot be right."""
+    return build(Towers, open_document(path, "towers"), str(path), also=("schema", "version"))

@@ -1,0 +1,63 @@
+"""plan --towers, and what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.topology import Topology
+
+
+@pytest.fixture
+def on_two_hosts(problem, tmp_path):
+    """The problem's file, on two hosts."""
+    devices = tuple(replace(d, host=f"host-{i // 2}") for i, d in enumerate(problem.topology.devices))
+    links = {"within_host_gbps": 50.0, "between_hosts_gbps": 1.0}
+    found = replace(problem, topology=Topology(devices, **links))
+    files.write_problem(tmp_path / "problem.json", found)
+    return tmp_path
+
+
+def asked(folder, model, towers) -> list[str]:
+    (folder / "towers.json").write_text(json.dumps({"schema": "shardcore/towers", "version": 1, **towers}))
+    return ["plan", str(folder / "problem.json"), "--model", str(model), "--budget-evals", "2000",
+            "--towers", str(folder / "towers.json"), "--out", str(folder / "plan.json")]
+
+
+def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, model, capsys):
+    groups = [[f"t{i}" for i in range(k, 24, 4)] for k in range(4)]
+    command = asked(on_two_hosts, model, {"compression_ratio": 8, "towers": groups})
+    assert main([*command, "--explain"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("With towers of ratio 8") == 2 and "of outputs cross hosts each way, instead of" in out
+    assert "outputs cross hosts 8 times smaller, as given; the compute and memory of the tower modules" in err
+    plain = files.read_problem(on_two_hosts / "problem.json")
+    plan = files.read_plan(on_two_hosts / "plan.json", plain)
+    host_of = {p.shard.table.name: plain.topology.devices[p.devices[0]].host for p in plan.placements}
+    assert all(len({host_of[name] for name in group}) == 1 for group in groups)
+    assert plan.provenance["tower_ratio"] == 8 and plan.provenance["towers"]["affinity_inside"] == 1
+    price = ["price", str(on_two_hosts / "plan.json"), "--problem", str(on_two_hosts / "problem.json"),
+             "--model", str(model)]
+    assert main(price) == 0
+    assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
+
+
+@pytest.mark.parametrize("towers, said", [
+    ({"compression_ratio": 0.5, "towers": [["t0"]]}, "compression_ratio 0.5; it needs 1 to 1,000,000"),
+    ({"compression_ratio": 2, "towers": [["nobody"]]},
+     "table 'nobody', which problem 'shifting' does not have"),
+])
+def test_towers_that_cannot_be_are_one_line(on_two_hosts, model, capsys, towers, said):
+    assert main(asked(on_two_hosts, model, towers)) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and not (on_two_hosts / "plan.json").exists()
+
+
+def test_towers_need_hosts_and_no_start(stored, model, capsys):
+    command = asked(stored, model, {"compression_ratio": 2, "towers": [["t0", "t1"]]})
+    assert main(command) == 1
+    assert "problem 'shifting' has 1 host; towers need 2 or more" in capsys.readouterr().err
+    assert main([*command, "--start", "old.json"]) == 1
+    assert "a plan with towers is made afresh, so leave one out" in capsys.readouterr().err
