@@ -110,7 +110,8 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
     slowdown.
 
-    on: the hosts of a box, as many as the topology has. The reference op then runs while compute is measured.
+    on: the hosts of a box, as many as the topology has. The reference op then runs while compute is measured,
+    and ranks sleep for as long as compute takes at a slowdown of 1. Links have no slowdown.
 
     Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ
     in their devices, a shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names
@@ -122,17 +123,19 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device, len(on))
     n_devices, topology = len(workloads[0].ops), workloads[0].topology
-    alone, where, beside = None, [], np.zeros(0)
+    alone, where = None, []
     if on:
         [(_, (alone, beside))] = local_ranks.run(
             "compute", measure_alone, 1, (workloads, setting, config, reference),
             config.timeout_s * (1 + len(workloads)))
+        slowdown = float(np.median(beside)) / reference[1] if reference else 1.0
+        alone = [alone_ms / slowdown for alone_ms in alone]
         where = [on[topology.hosts.index(d.host)] for d in topology.devices]
     last_said = dict(local_ranks.run("replay", _work, n_devices, (workloads, setting, config, device,
                                                                   None if on else reference, alone),
                                      config.timeout_s, where))
-    ranks = [last_said[rank] for rank in range(n_devices)]
-    return combine_all([(marks, beside) for marks, _ in ranks] if on else ranks, reference, workloads[0].job)
+    return combine_all([last_said[rank] for rank in range(n_devices)], None if on else reference,
+                       workloads[0].job)
 
 
 def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None,

@@ -167,7 +167,7 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
         with pytest.raises(ShardCoreError, match="a replay needs the box's 2 hosts"):
             replay_all([alone], setting, config, on=on)
     for found, workload in zip(both, workloads, strict=True):
-        assert found.slowdown > 0
+        assert found.slowdown == 1
         # A device that holds nothing but its replica computes less.
         assert found.forward_compute_ms[1] < found.forward_compute_ms[0]
         assert min(found.backward_compute_ms) > 0
