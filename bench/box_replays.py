@@ -4,7 +4,7 @@ Compute of each device was measured before, and ranks sleep for it (shardcore/me
     python -m bench.box_replays MODEL --measurements DIR --problems 20 --out FOLDER
 
 Problems have 10 to 30 tables of the calibrated pool at dims up to 64. Links are slow, so that the network
-decides. The topology gives their bandwidth, so the explicit link model prices exchanges. Nothing of the box was
+decides. The topology gives their bandwidth, so the explicit link model prices exchanges. Nothing of it was
 fitted. All sharders get the same model and topology. `torchrec` is TorchRec's planner, swept; it knows
 hosts. The rivals are it, NeuroShard's search, and the greedy order that the model prefers.
 
