@@ -1,7 +1,7 @@
 """A lower bound by cases: which kinds of sharding the tables with most work take.
 
-In each case more is known of the ops of kinds that all devices share, so of their contention. The bound is that of
-the lowest case. So only the lowest is divided further, by the kind of its next table.
+In each case, more is known of the ops of kinds that all devices share, so of their contention. The bound is
+that of the lowest case. So only the lowest is divided further, by the kind of its next table.
 
 Shapes: N shards.
 """
@@ -16,9 +16,9 @@ import numpy as np
 from shardcore.search.bound_packing import Packing, Proof
 from shardcore.search.bound_shards import BoundShards
 
-CASES = 120
+CASES = 60
 """Cases to prove at most, with few tables. With many tables they are fewer, as each takes longer."""
-_MOST_WORK = 6_000
+_MOST_WORK = 4_000
 """Cases times tables."""
 _AT_ONCE = 1.25
 """A case is proved up to this times what is proved of it before,"""

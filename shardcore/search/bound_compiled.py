@@ -39,7 +39,10 @@ def knapsack(first, weight, worth, best, chosen):
 
 @njit(numba.void(_F1, _F1, _F1, _I1), **OPTIONS)
 def together(one, other, most, at):
-    """most: [M] is filled with what both collect who divide a capacity; at: [M] with what `one` gets of it."""
+    """What two collect who divide a capacity.
+
+    most: [M] is filled with what both collect. at: [M] with what `one` gets of the capacity.
+    """
     for m in range(len(one)):
         most[m], at[m] = -np.inf, 0
         for j in range(m + 1):

@@ -13,19 +13,20 @@ import numpy as np
 
 from shardcore.search.bound_shards import BoundShards
 
-
-_INTERVALS = 48
+_INTERVALS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
     """The least ms of ops of one kind by their load, without the launch.
 
-    load: [N] of each shard. 0 for those of other kinds.
+    alone: [N] ms that each shard adds at least, whatever else an op has. 0 for those of other kinds.
+    load: [N] of each shard: about what it adds to a usual op. Not below `alone`.
     ends: [G + 1] loads, rising from 0 to that of all tables.
     slowdown: [G] from ends[g] on, an op takes at least slowdown[g] × its load. Rising.
     """
 
+    alone: np.ndarray
     load: np.ndarray
     ends: np.ndarray
     slowdown: np.ndarray
@@ -44,12 +45,12 @@ def curve(shards: BoundShards, kind: int, some: np.ndarray, sure: np.ndarray) ->
     A shard counts at the rates of its op's least drivers, and at least at those of its own.
     """
     model, of = shards.model, np.flatnonzero(some & (shards.kind == kind))
-    every = np.zeros(len(shards.kind))
+    every = np.zeros((2, len(shards.kind)))
     if not len(of):
-        return Curve(every, np.array([0.0, 1.0]), np.ones(1))
+        return Curve(*every, np.array([0.0, 1.0]), np.ones(1))
     codes, table, sure = shards.codes[of], shards.table[of], sure[of]
     base = codes[sure].sum(0)
-    load = (model.rates(np.maximum(codes, base)) * codes).sum(1)
+    alone = load = (model.rates(np.maximum(codes, base)) * codes).sum(1)
     # Loads are those at a usual op's rates. Any loads give a valid curve; these give one that is near.
     for _ in range(3):
         usual = _room(load, table).sum() / (2 if kind else 1) / shards.n_groups[kind]
@@ -61,8 +62,8 @@ def curve(shards: BoundShards, kind: int, some: np.ndarray, sure: np.ndarray) ->
     least = np.maximum(codes[busy], _least_codes(codes, load, table, sure, ends[:-1])[:, None])
     slowdown = (((model.rates(least) * codes[busy]).sum(-1) / load[busy]).min(1) if busy.any()
                 else np.ones(_INTERVALS))
-    every[of] = load
-    return Curve(every, ends, np.maximum.accumulate(slowdown))
+    every[0, of], every[1, of] = alone, load
+    return Curve(*every, ends, np.maximum.accumulate(slowdown))
 
 
 def _room(load: np.ndarray, table: np.ndarray) -> np.ndarray:

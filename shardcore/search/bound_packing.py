@@ -2,8 +2,9 @@
 
 Give each table a worth, which its shards share by their columns. Within a time, a device can only collect so
 much worth: a knapsack. If all devices together collect less than all tables are worth, then no plan takes so
-little time. That holds for any worths (the dual of a linear program over all fillings of a device). So they may
-be found by any means: here by subgradient steps. Each step proves a time, and the bound is the most of these.
+little time. That holds for any worths (the dual of a linear program over all fillings of a device). So they
+may be found by any means: here by subgradient steps, then by cutting planes. Whatever is tried proves a time.
+The bound is the longest of these.
 
 A device's knapsack holds columns. Kinds that groups of devices share take time from all their devices, and
 collect worth once. Exchanges beyond the least cost worth too, at a rate.
@@ -24,10 +25,17 @@ from shardcore.search import bound_compiled
 from shardcore.search.bound_ops import Curve, curve
 from shardcore.search.bound_shards import BoundShards
 
-STEPS = 500
+STEPS = 400
 """Of time, up to the longest that may be proved."""
-_ROUNDS, _ROUNDS_AGAIN = 60, 25
-"""Steps of worths: from nothing, and from those of a proof."""
+_FIRST, _AGAIN = (40, 40), (15, 10)
+"""Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
+_FEW, _FEWER = 60, 24
+"""Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
+if they could be divided."""
+_REACH = 0.3
+"""How far worths move at first, relative to themselves."""
+_AHEAD = 1.003
+"""The time to prove next, relative to the one that is proved."""
 _SLOPES = 48
 """Prices of load at which a divided knapsack is priced."""
 
@@ -91,9 +99,11 @@ class _Mix:
         self.fastest = float(speeds[-1])
         self.step = max(1e-9, (high - self.fixed_ms) * self.fastest) / STEPS
         # The step of a slower device, rounded up.
-        self.left = np.ceil((np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest) - 1e-9).astype(np.int32) - 1
+        ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
+        self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
         curves = {k: curve(shards, k, some, sure) for k in mix}
-        self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), curves[k], shards, self.step) for k in mix}
+        self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
+                     for k, costs in curves.items()}
         load = np.sum([c.load for c in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + np.maximum(0.0, self.extra_ms)
         self.price = np.where(some, price, np.inf)
@@ -102,38 +112,50 @@ class _Mix:
         """The best proof that is found. At first the worths of `start`, if it has any."""
         if not self.possible or self.high <= self.fixed_ms:
             return Proof(np.inf, start.worth)
-        worth, rate, rounds = self.shards.least_of_each(self.price, self.mix), 1.0, _ROUNDS
+        worth, rate, (steps, programs) = self.shards.least_of_each(self.price, self.mix), 1.0, _FIRST
         if start.worth is not None:
-            worth, rate, rounds = start.worth[:-1], float(start.worth[-1]), _ROUNDS_AGAIN
-        # Steps of worths are in proportion to these.
-        scale = np.append(np.maximum(worth, 0.02 * worth.mean()), 0.5)
-        best, best_at, stalled, push = -1, (worth, rate), 0, 0.02
-        for _ in range(rounds):
-            most, filled = self.collected(worth, rate)
-            enough = most >= worth.sum() * (1 - 1e-9)
+            worth, rate, (steps, programs) = start.worth[:-1], float(start.worth[-1]), _AGAIN
+        if len(worth) > (_FEW if start.worth is None else _FEWER):
+            programs = 0
+        at = best_at = np.append(worth, rate) / worth.sum()
+        scale = np.append(np.maximum(worth, 0.02 * worth.mean()) / worth.sum(), 0.5 / worth.sum())
+        best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
+        for n in range(steps + programs):
+            most, filled = self.collected(at[:-1], float(at[-1]))
+            enough = most >= 1 - 1e-9
             proved = int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
+            if n > steps:
+                reach = max(_REACH / 8, reach * (2.0 if proved > best else 0.7))
             if proved > best:
-                best, best_at, stalled = proved, (worth, rate), 0
-            elif (stalled := stalled + 1) % 6 == 0:
+                best, best_at, stalled = proved, at, 0
+            elif n < steps and (stalled := stalled + 1) % 6 == 0:
                 # Go back to the best worths, with smaller steps.
-                push *= 0.6
-                worth, rate = best_at
-                most, filled = self.collected(worth, rate)
+                at, push = best_at, 0.6 * push
+                most, filled = self.collected(at[:-1], float(at[-1]))
             if best == STEPS - 1:
                 break
-            goal = min(STEPS - 1, max(best + 1 + int(push * max(best, 0)), int(np.argmax(most > -np.inf))))
+            goal = max(best + 1, min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push))),
+                       int(np.argmax(most > -np.inf)))
             taken, waited_ms = filled(goal)
-            of_tables = np.bincount(self.shards.table, taken * self.part, len(worth))
-            rise = np.append(1 - of_tables, taken @ self.extra_ms - waited_ms)
-            change = scale**2 * rise
-            if rise @ change < 1e-12 * (scale @ scale):
-                break
-            lacking = max(most[goal] - worth.sum(), 1e-3 * worth.sum())
-            moved = np.maximum(0.0, np.append(worth, rate) + change * lacking / (rise @ change))
-            worth, rate = moved[:-1], float(moved[-1])
+            cut = np.append(np.bincount(self.shards.table, taken * self.part, len(worth)),
+                            waited_ms - taken @ self.extra_ms)
+            if n < steps:
+                # A subgradient: worth falls for tables that are taken too often.
+                rise = np.append(np.ones(len(worth)), 0.0) - cut
+                change = scale**2 * rise
+                at = np.maximum(0.0, at + change * max(most[goal] - 1, 1e-3) / max(rise @ change, 1e-12))
+                at = at / at[:-1].sum()
+                continue
+            # A filling of a step is one of all later steps too. So all cuts hold for the next step to prove.
+            cuts.append(cut)
+            at, least = _lowest(np.array(cuts), best_at, reach)
+            # Within reach, no worths prove the goal: look further, or give up.
+            if least >= 1 - 1e-6:
+                if reach > 4:
+                    break
+                reach = max(_REACH, 3 * reach)
         # Less time than the end of a step does not suffice.
-        ms = self.fixed_ms + (best + 1) * self.step / self.fastest
-        return Proof(ms, np.append(*best_at))
+        return Proof(self.fixed_ms + (best + 1) * self.step / self.fastest, best_at)
 
     def collected(self, worth: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
         """[M] the most worth that all devices collect by the end of each step, less that of exchanges.
@@ -148,7 +170,8 @@ class _Mix:
         each, of_host = n, (None, None)
         for k in self.mix:
             if 1 < shards.n_groups[k] < n:
-                # A host counts as one: what its devices share, beside the columns of each.
+                # A host counts as one: what its devices share, beside the columns of each. No topology has
+                # two kinds that hosts share.
                 size, each = int(shards.group_size[k]), int(shards.n_groups[k])
                 own, at = _together(fills[k][0], size * own)
                 of_host = (fills[k][1], at)
@@ -156,7 +179,7 @@ class _Mix:
         for k in self.mix:
             if shards.n_groups[k] == 1 < n:
                 # Every plan of the mix has a launch of each of its kinds.
-                value = np.where(self.bags[k].most < 0, -np.inf, fills[k][0])
+                value = np.where(self.bags[k].none, -np.inf, fills[k][0])
                 shared, at = (value, None) if shared is None else _together(value, shared)
                 ways.append((fills[k][1], at))
         if shared is None:
@@ -195,23 +218,18 @@ class _Bag:
     def __init__(self, of: np.ndarray, costs: Curve, shards: BoundShards, step: float):
         self.of, self.n, self.load, table = of, len(shards.kind), costs.load[of], shards.table[of]
         ms = (np.arange(STEPS) + 1) * step - shards.model.launch_ms
-        self.most = np.where(ms >= 0, costs.most(ms), -1.0)
-        unit = max(float(self.most[-1]), 1e-12) / STEPS
-        # Loads are rounded down, capacities are exact but for rounding errors.
-        self.capacity = np.floor(self.most / unit * (1 + 1e-9)).astype(int)
-        self.weight = np.floor(self.load / unit * (1 - 1e-9)).astype(int)
+        self.most, self.none = costs.most(ms), ms < 0
         self.first = np.flatnonzero(np.diff(table, prepend=-1))
         self.ends = np.append(self.first, len(of))
-        self.best = np.empty((len(self.ends), STEPS + 2))
-        self.chosen = np.empty((len(self.first), STEPS + 2), dtype=np.int32)
+        self.knapsacks = [_Knapsack(load, most, self.ends)
+                          for load, most in ((costs.alone[of], ms), (self.load, self.most))]
 
     def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
         """[M] the most worth by steps. Also the shards taken, by step."""
-        worth, none = worth[self.of], self.capacity < 0
+        worth, none = worth[self.of], self.none
         if not len(self.of):
             return np.zeros(STEPS), lambda step: np.zeros(self.n)
-        bound_compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
-        whole = np.where(none, 0.0, self.best[-1][np.maximum(self.capacity, 0)])
+        wholes = np.stack([k.fill(worth) for k in self.knapsacks])
         # Divided knapsacks: at any price of load, each table takes its best shard.
         load = np.maximum(self.load, 1e-12)
         prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / load, self.first),
@@ -219,18 +237,16 @@ class _Bag:
         gains = worth - prices[:, None] * self.load
         gain = np.maximum(0.0, np.maximum.reduceat(gains, self.first, axis=1)).sum(1)
         lines = gain[:, None] + prices[:, None] * np.maximum(self.most, 0.0)
-        divided, price = np.where(none, 0.0, lines.min(0)), lines.argmin(0)
+        divided, price = lines.min(0), lines.argmin(0)
+        every = np.where(none, 0.0, np.vstack([wholes, divided]))
+        which = every.argmin(0)
 
         def taken(step: int) -> np.ndarray:
             counts = np.zeros(self.n)
             if none[step]:
                 return counts
-            if whole[step] <= divided[step]:
-                c = int(self.capacity[step])
-                for chosen in reversed(self.chosen):
-                    if chosen[c] >= 0:
-                        counts[self.of[chosen[c]]] += 1
-                        c -= self.weight[chosen[c]]
+            if which[step] < len(self.knapsacks):
+                counts[self.of[self.knapsacks[which[step]].taken(step)]] = 1
                 return counts
             # Between the prices where less and where more is taken than fits.
             at = int(price[step])
@@ -241,13 +257,60 @@ class _Bag:
             counts[self.of[sets[1]]] += share
             return counts
 
-        return np.minimum(whole, divided), taken
+        return every.min(0), taken
 
     def _best(self, worth: np.ndarray, price: float) -> np.ndarray:
         """The shards that tables take at a price of load."""
         gain = worth - price * self.load
         top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
         return np.flatnonzero((gain == top) & (gain > 0))
+
+
+class _Knapsack:
+    """A knapsack that takes shards as a whole, for all steps of time.
+
+    load: [n] of each shard. most: [M] the capacity by step. ends: where each table's shards begin and end.
+    """
+
+    def __init__(self, load: np.ndarray, most: np.ndarray, ends: np.ndarray):
+        unit, self.ends = max(float(most[-1]), 1e-12) / STEPS, ends
+        # Loads are rounded down, capacities only by a trace up.
+        self.capacity = np.maximum(0, np.floor(most / unit * (1 + 1e-9))).astype(int)
+        self.weight = np.floor(load / unit * (1 - 1e-9)).astype(int)
+        self.best = np.empty((len(ends), STEPS + 2))
+        self.chosen = np.empty((len(ends) - 1, STEPS + 2), dtype=np.int32)
+
+    def fill(self, worth: np.ndarray) -> np.ndarray:
+        """[M] the most worth by step."""
+        bound_compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
+        return self.best[-1][self.capacity]
+
+    def taken(self, step: int) -> list[int]:
+        """The shards of the last filling."""
+        found, left = [], int(self.capacity[step])
+        for chosen in reversed(self.chosen):
+            if chosen[left] >= 0:
+                found.append(int(chosen[left]))
+                left -= self.weight[chosen[left]]
+        return found
+
+
+def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarray, float]:
+    """Worths that sum to 1 [T + 1], with which the fillings `cuts` [C, T + 1] collect least, and how much.
+
+    near, reach: worths stay within that many times those nearby, and their mean.
+    """
+    from scipy.optimize import linprog
+
+    n, far = len(near), reach * (near + 0.1 * near[:-1].mean())
+    sums = np.append(np.ones(n - 1), [0.0, 0.0])[None]
+    bounds = [*zip(np.maximum(0.0, near - far), near + far, strict=True), (None, None)]
+    found = linprog(np.append(np.zeros(n), 1.0), np.column_stack([cuts, -np.ones(len(cuts))]),
+                    np.zeros(len(cuts)), sums, [1.0], bounds, method="highs")
+    if found.x is None:
+        return near, 1.0
+    at = np.maximum(0.0, found.x[:-1])
+    return at / at[:-1].sum(), float(found.x[-1])
 
 
 def _together(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
