@@ -116,7 +116,8 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
 def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     """Each of five fits on one of four devices, by itself. Two of them share a device in every plan."""
     hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
-    problem = Problem("hot", hot, Topology((Device(64 * MIB),) * 4, within_host_gbps=8.0, latency_ms=0.001), BATCH,
+    where = Topology((Device(64 * MIB),) * 4, within_host_gbps=8.0, latency_ms=0.001)
+    problem = Problem("hot", hot, where, BATCH,
                       constraints=Constraints(unsplit=tuple(t.name for t in hot)))
     model = model_for(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
