@@ -11,6 +11,8 @@ when no shard takes longer than T.
 
 The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel). For
 plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
+Contention in mixes of kinds, and shards that fit only by themselves, raise it further: bound_packing.py and
+bound_branches.py.
 
 The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
 It is no bound: a device may hold tables that contend less than the mean.

@@ -18,6 +18,8 @@ from shardcore.search.bound_shards import BoundShards
 
 CASES = 60
 """Cases to prove at most, with few tables. With many tables they are fewer, as each takes longer."""
+MOST_SHARDS = 20_000
+"""With more possible shards there are no cases, for their time and memory."""
 _MOST_WORK = 4_000
 """Cases times tables."""
 _AT_ONCE = 1.25
@@ -42,6 +44,8 @@ def least_ms(shards: BoundShards, mixes: dict[tuple[int, ...], tuple[float, str]
     mixes: by mix of kinds, the ms that are proved already, and why.
     alike: whether all devices wait for the same exchanges.
     """
+    if len(shards.kind) > MOST_SHARDS:
+        return min(ms for ms, _ in mixes.values())
     packing, left = Packing(shards, alike), max(8, min(CASES, _MOST_WORK // len(shards.size)))
     order = np.argsort(-shards.alone_ms[shards.whole], kind="stable")
     cases = [_Case(ms, i, (), mix) for i, (mix, (ms, _)) in enumerate(mixes.items())]
