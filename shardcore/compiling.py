@@ -18,7 +18,7 @@ from numba import njit
 from numba.core.caching import UserProvidedCacheLocator as Locator
 
 _PACKAGE = Path(__file__).parent
-_SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/compiled/*.py")
+_SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/compiled/*.py", "search/bound_compiled.py")
 _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""
 

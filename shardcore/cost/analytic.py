@@ -110,8 +110,8 @@ class AnalyticModel:
         return self.launch_us * MS_PER_US
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[4] ms per unit of each driver, whatever the load (see model.BoundableCostModel)."""
-        return self._rates()
+        """[..., 4] ms per unit of each driver, whatever the load (see model.BoundableCostModel)."""
+        return np.broadcast_to(self._rates(), np.shape(least))
 
     def takes_all_alike(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""

@@ -120,9 +120,9 @@ class BoundableCostModel(CostModel, Protocol):
     def launch_ms(self) -> float: ...
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[F] ms, 0 or more. They do not fall as `least` grows.
+        """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
 
-        head(sums) >= launch_ms + rates · sums, wherever sums >= least [F].
+        head(sums) >= launch_ms + rates · sums, wherever sums >= least.
         """
 
     def takes_all_alike(self, topology: Topology) -> bool:

@@ -128,13 +128,13 @@ class NeuralModel:
         return float(np.sum(self.weights["launch"]))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[K + 2] rates for model.BoundableCostModel: 0 for drivers, contention for both ms.
+        """[..., K + 2] rates for model.BoundableCostModel: 0 for drivers, contention for both ms.
 
         Contention grows with the drivers, so its value at `least` is a lower bound.
         """
         # The last two entries are ms, not drivers.
-        drivers = np.asarray(least, dtype=float)[:-2]
-        return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)])
+        drivers = np.asarray(least, dtype=float)[..., :-2]
+        return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)], -1)
 
     def takes_all_alike(self, topology: Topology) -> bool:
         """See model.BoundableCostModel."""

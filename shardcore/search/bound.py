@@ -11,6 +11,8 @@ when no shard takes longer than T.
 
 The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel). For
 plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
+Contention in mixes of kinds, and shards that fit only by themselves, raise it further: bound_packing.py and
+bound_branches.py.
 
 The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
 It is no bound: a device may hold tables that contend less than the mean.
@@ -30,6 +32,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.layouts import Layout
+from shardcore.search import bound_branches
 from shardcore.search.bound_shards import BoundShards, shared_layouts
 from shardcore.types import Problem
 
@@ -71,9 +74,10 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
         if may_prove:
             least = shards if lower is model else BoundShards(problem, lower, kinds, ids)
             # Subtract a trace for rounding errors.
-            least_ms, _ = _least_ms(least, _proved(least), lower.takes_all_alike(topology))
+            alike = lower.takes_all_alike(topology)
+            least_ms = bound_branches.least_ms(least, _by_mix(least, _proved(least), alike), alike)
             proved_ms = least_ms * (1 - 1e-9) + more_ms
-        estimate_ms, limit = _least_ms(shards, _estimated(shards), True)
+        estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
         found.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
     best = max(found, key=lambda x: x.estimate_ms)
     return replace(best, proved_ms=max(x.proved_ms for x in found) if may_prove else None)
@@ -174,8 +178,8 @@ def _estimated(shards: BoundShards) -> Price:
     return price
 
 
-def _least_ms(shards: BoundShards, price: Price, alike: bool) -> tuple[float, str]:
-    """The least ms over all mixes of kinds, and what prevents less.
+def _by_mix(shards: BoundShards, price: Price, alike: bool) -> dict[tuple[int, ...], tuple[float, str]]:
+    """The least ms of each mix of kinds, and what prevents less. Exact for the lowest only.
 
     No shard may take longer than the result. Each kind in a mix adds its own launches and latencies.
     alike: whether the device with any one shard waits for the same exchanges as all others.
@@ -188,10 +192,11 @@ def _least_ms(shards: BoundShards, price: Price, alike: bool) -> tuple[float, st
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         found.append((low, limit, mix, exchange_ms))
-    best = (np.inf, "")
+    by_mix = {tuple(mix): (low, limit) for low, limit, mix, _ in found}
+    best = np.inf
     # From the lowest on: once a mix starts above the best, all later ones do.
     for low, limit, mix, exchange_ms in sorted(found):
-        if low >= best[0]:
+        if low >= best:
             break
         shard_ms = shards.alone_ms / shards.fastest + exchange_ms
         above = price(mix, shards.within(shard_ms <= low))
@@ -200,8 +205,9 @@ def _least_ms(shards: BoundShards, price: Price, alike: bool) -> tuple[float, st
             limit = f"table {dearest.name!r}, too dear for one device, and to cut it costs more"
             high = min(above, float(shard_ms.max()))
             low = _crossing(lambda ms, m=mix, p=shard_ms: price(m, shards.within(p <= ms)), low, high)
-        best = min(best, (float(low), limit))
-    return best
+        by_mix[tuple(mix)] = float(low), limit
+        best = min(best, float(low))
+    return by_mix
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:

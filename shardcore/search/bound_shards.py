@@ -156,6 +156,10 @@ class BoundShards:
         best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
         return least, sum(way(best == i) for i, way in enumerate(ways)) if np.isfinite(least) else None
 
+    def least_of_each(self, price: np.ndarray, kinds: list[int]) -> np.ndarray:
+        """[T] the least total price of shards of these kinds that make up each table. inf for none."""
+        return np.min([_compositions(self.at[k], price, self.size[:, k])[0] for k in kinds], axis=0)
+
     def within(self, some: np.ndarray) -> np.ndarray:
         """[N] bool: those of `some` shards that can be in a plan.
 

@@ -91,6 +91,48 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     assert found.space == "each table whole or cut by columns (multiples of 4)"
 
 
+@pytest.mark.parametrize("shape", ["unequal", "hosts", "unequal hosts", "three"])
+def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
+    """With links and without, where own bytes may count; devices of several speeds."""
+    ratios = []
+    for seed in range(3):
+        rng = np.random.default_rng([seed, 5])
+        links = dict(within_host_gbps=float(rng.choice([0.5, 2.0, 8.0])), latency_ms=0.001)
+        if "hosts" in shape:
+            where = on_hosts("aabb", MIB, between_hosts_gbps=0.5, **links)
+        else:
+            where = Topology((Device(MIB),) * (3 if shape == "three" else 2), **(links if seed else {}))
+        if "unequal" in shape:
+            where = replace(where, devices=tuple(replace(d, speed=float(rng.choice([0.5, 1.0, 2.0])))
+                                                 for d in where.devices))
+        problem = Problem("p", draw_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH)
+        for model in (model_for(problem), contended(seed)):
+            proved_ms = bound.bound(problem, model).proved_ms
+            if proved_ms is not None:
+                ratios.append(proved_ms / optimum_ms(problem, model))
+    assert len(ratios) >= 4 and max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
+
+
+def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
+    """Each of five fits on one of four devices, by itself. Two of them share a device in every plan."""
+    hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
+    where = Topology((Device(64 * MIB),) * 4, within_host_gbps=8.0, latency_ms=0.001)
+    problem = Problem("hot", hot, where, BATCH,
+                      constraints=Constraints(unsplit=tuple(t.name for t in hot)))
+    model = model_for(problem)
+    ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
+    assert 0.97 < bound.bound(problem, model, shared=()).proved_ms / ms <= 1
+
+
+def test_a_mix_of_kinds_contends_too():
+    """Many tables: what is proved of all kinds is near what is proved of columns."""
+    problem = Problem("many", draw_tables(np.random.default_rng(1), 30),
+                      Topology((Device(64 * MIB),) * 4, within_host_gbps=30.0, latency_ms=0.0001), BATCH)
+    model = contended(3)
+    every, columns = bound.bound(problem, model), bound.bound(problem, model, shared=())
+    assert 0.96 < every.proved_ms / columns.proved_ms <= 1, (every, columns)
+
+
 def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     free = tiny(0)
     names = tuple(t.name for t in free.tables)

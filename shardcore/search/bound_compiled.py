@@ -1,0 +1,70 @@
+"""The inner loops of bound_packing.py, compiled.
+
+Shapes: T tables, N shards, C + 1 capacities, M steps of time, S speeds.
+"""
+
+import numba
+import numpy as np
+from numba import njit
+
+from shardcore.compiling import OPTIONS
+
+_F1, _F2, _I1, _I2 = numba.float64[::1], numba.float64[:, ::1], numba.int64[::1], numba.int32[:, ::1]
+
+
+@njit(numba.void(_I1, _I1, _F1, _F2, _I2), **OPTIONS)
+def knapsack(first, weight, worth, best, chosen):
+    """The most worth of shards by table and capacity: at most one shard of a table.
+
+    first: [T + 1] where each table's shards begin. weight, worth: [N].
+    best: [T + 1, C + 1] is filled: of the tables before, the most worth within a capacity.
+    chosen: [T, C + 1] is filled: the shard of the table, or -1.
+    """
+    n = best.shape[1]
+    for c in range(n):
+        best[0, c] = 0.0
+    for t in range(len(first) - 1):
+        for c in range(n):
+            best[t + 1, c] = best[t, c]
+            chosen[t, c] = -1
+        for i in range(first[t], first[t + 1]):
+            w, v = weight[i], worth[i]
+            if v > 0.0:
+                for c in range(w, n):
+                    with_it = best[t, c - w] + v
+                    if with_it > best[t + 1, c]:
+                        best[t + 1, c] = with_it
+                        chosen[t, c] = i
+
+
+@njit(numba.void(_F1, _F1, _F1, _I1), **OPTIONS)
+def together(one, other, most, at):
+    """What two collect who divide a capacity.
+
+    most: [M] is filled with what both collect. at: [M] with what `one` gets of the capacity.
+    """
+    for m in range(len(one)):
+        most[m], at[m] = -np.inf, 0
+        for j in range(m + 1):
+            both = one[j] + other[m - j]
+            if both > most[m]:
+                most[m], at[m] = both, j
+
+
+@njit(numba.void(_F1, _F1, _I2, _F1, _F1, _I1), **OPTIONS)
+def beside(shared, own, left, count, most, at):
+    """As `together`, for devices of several speeds. What is shared takes capacity from each.
+
+    shared, own: [M] collected by capacity. left: [S, M] capacity of a device by time. count: [S] devices.
+    """
+    for m in range(len(shared)):
+        most[m], at[m] = -np.inf, 0
+        for j in range(m + 1):
+            total = shared[j]
+            for s in range(len(count)):
+                if left[s, m] < j:
+                    total = -np.inf
+                    break
+                total += count[s] * own[left[s, m] - j]
+            if total > most[m]:
+                most[m], at[m] = total, j

@@ -1,0 +1,320 @@
+"""A lower bound from packing: the tables do not fit on the devices within less time.
+
+Give each table a worth, which its shards share by their columns. Within a time, a device can only collect so
+much worth: a knapsack. If all devices together collect less than all tables are worth, then no plan takes so
+little time. That holds for any worths (the dual of a linear program over all fillings of a device). So they
+may be found by any means: here by subgradient steps, then by cutting planes. Whatever is tried proves a time.
+The bound is the longest of these.
+
+A device's knapsack holds columns. Kinds that groups of devices share take time from all their devices, and
+collect worth once. Exchanges beyond the least cost worth too, at a rate.
+
+Loads are rounded down and times up, so that rounding never raises the bound.
+
+Shapes: T tables, N shards, M = STEPS steps of time, K kinds of a mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.search import bound_compiled
+from shardcore.search.bound_ops import Curve, curve
+from shardcore.search.bound_shards import BoundShards
+
+STEPS = 400
+"""Of time, up to the longest that may be proved."""
+_FIRST, _AGAIN = (40, 40), (15, 10)
+"""Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
+_FEW, _FEWER = 60, 24
+"""Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
+if they could be divided."""
+_REACH = 0.3
+"""How far worths move at first, relative to themselves."""
+_AHEAD = 1.003
+"""The time to prove next, relative to the one that is proved."""
+_SLOPES = 48
+"""Prices of load at which a divided knapsack is priced."""
+
+Taken = Callable[[int], np.ndarray]
+"""step -> [N] how often each shard is taken."""
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """ms: no plan takes less. worth: [T + 1] that of tables, and of a ms of exchanges, that prove it."""
+
+    ms: float
+    worth: np.ndarray | None
+
+
+class Packing:
+    """Bounds of plans of a mix of kinds.
+
+    alike: whether all devices wait for the same exchanges. If not, exchanges do not count.
+    """
+
+    def __init__(self, shards: BoundShards, alike: bool):
+        self.shards, self.alike = shards, alike
+        # What part of its table each shard is. A kind's groups share a table as one.
+        self.part = np.zeros(len(shards.kind))
+        for k, at in enumerate(shards.at):
+            i, u = np.nonzero(at >= 0)
+            self.part[at[i, u]] = u / shards.size[i, k]
+
+    def prove(self, mix: list[int], some: np.ndarray, sure: np.ndarray, start: Proof, high: float) -> Proof:
+        """What plans of the mix take at least, from start.ms to high ms.
+
+        some: [N] bool, the shards that they may use.
+        sure: [N] bool, shards that all devices have.
+        """
+        on_hosts = any(1 < self.shards.n_groups[k] < len(self.shards.speed) for k in mix)
+        if high <= start.ms or on_hosts and len(set(self.shards.speed)) > 1:
+            return start
+        found = _Mix(self, mix, some, sure, high).prove(start)
+        if not np.isfinite(found.ms):
+            return Proof(high, found.worth)
+        return Proof(min(high, max(start.ms, found.ms)), found.worth)
+
+
+class _Mix:
+    """Plans of one mix of kinds, by steps of time up to `high` ms."""
+
+    def __init__(self, packing: Packing, mix: list[int], some: np.ndarray, sure: np.ndarray, high: float):
+        shards = packing.shards
+        self.shards, self.part, self.mix, self.high = shards, packing.part, mix, high
+        exchange = shards.exchange_ms * packing.alike
+        some = some & (shards.alone_ms <= high * shards.speed.max())
+        least = shards.least_of_each(np.where(some, exchange, np.inf), mix)
+        self.possible = bool(np.isfinite(least).all())
+        least = np.where(np.isfinite(least), least, 0.0)
+        # What a shard adds to exchanges beyond its part of its table's least.
+        self.extra_ms = exchange - self.part * least[shards.table]
+        self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.alike
+        speeds, self.count = np.unique(shards.speed, return_counts=True)
+        # Steps are of the fastest device's compute.
+        self.fastest = float(speeds[-1])
+        self.step = max(1e-9, (high - self.fixed_ms) * self.fastest) / STEPS
+        # The step of a slower device, rounded up.
+        ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
+        self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
+        curves = {k: curve(shards, k, some, sure) for k in mix}
+        self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
+                     for k, costs in curves.items()}
+        load = np.sum([c.load for c in curves.values()], axis=0)
+        price = load * shards.copies / shards.speed.sum() + np.maximum(0.0, self.extra_ms)
+        self.price = np.where(some, price, np.inf)
+
+    def prove(self, start: Proof) -> Proof:
+        """The best proof that is found. At first the worths of `start`, if it has any."""
+        if not self.possible or self.high <= self.fixed_ms:
+            return Proof(np.inf, start.worth)
+        worth, rate, (steps, programs) = self.shards.least_of_each(self.price, self.mix), 1.0, _FIRST
+        if start.worth is not None:
+            worth, rate, (steps, programs) = start.worth[:-1], float(start.worth[-1]), _AGAIN
+        if len(worth) > (_FEW if start.worth is None else _FEWER):
+            programs = 0
+        at = best_at = np.append(worth, rate) / worth.sum()
+        scale = np.append(np.maximum(worth, 0.02 * worth.mean()) / worth.sum(), 0.5 / worth.sum())
+        best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
+        for n in range(steps + programs):
+            most, filled = self.collected(at[:-1], float(at[-1]))
+            enough = most >= 1 - 1e-9
+            proved = int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
+            if n > steps:
+                reach = max(_REACH / 8, reach * (2.0 if proved > best else 0.7))
+            if proved > best:
+                best, best_at, stalled = proved, at, 0
+            elif n < steps and (stalled := stalled + 1) % 6 == 0:
+                # Go back to the best worths, with smaller steps.
+                at, push = best_at, 0.6 * push
+                most, filled = self.collected(at[:-1], float(at[-1]))
+            if best == STEPS - 1:
+                break
+            goal = max(best + 1, min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push))),
+                       int(np.argmax(most > -np.inf)))
+            taken, waited_ms = filled(goal)
+            cut = np.append(np.bincount(self.shards.table, taken * self.part, len(worth)),
+                            waited_ms - taken @ self.extra_ms)
+            if n < steps:
+                # A subgradient: worth falls for tables that are taken too often.
+                rise = np.append(np.ones(len(worth)), 0.0) - cut
+                change = scale**2 * rise
+                at = np.maximum(0.0, at + change * max(most[goal] - 1, 1e-3) / max(rise @ change, 1e-12))
+                at = at / at[:-1].sum()
+                continue
+            # A filling of a step is one of all later steps too. So all cuts hold for the next step to prove.
+            cuts.append(cut)
+            at, least = _lowest(np.array(cuts), best_at, reach)
+            # Within reach, no worths prove the goal: look further, or give up.
+            if least >= 1 - 1e-6:
+                if reach > 4:
+                    break
+                reach = max(_REACH, 3 * reach)
+        # Less time than the end of a step does not suffice.
+        return Proof(self.fixed_ms + (best + 1) * self.step / self.fastest, best_at)
+
+    def collected(self, worth: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
+        """[M] the most worth that all devices collect by the end of each step, less that of exchanges.
+
+        worth: [T]. rate: what a ms of exchanges costs.
+        Also returns a function: from a step to the shards taken [N], and the ms of exchanges.
+        """
+        shards, n = self.shards, len(self.shards.speed)
+        of_shards = worth[shards.table] * self.part - rate * self.extra_ms
+        fills = {k: bag.fill(of_shards) for k, bag in self.bags.items()}
+        own, own_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
+        each, of_host = n, (None, None)
+        for k in self.mix:
+            if 1 < shards.n_groups[k] < n:
+                # A host counts as one: what its devices share, beside the columns of each. No topology has
+                # two kinds that hosts share.
+                size, each = int(shards.group_size[k]), int(shards.n_groups[k])
+                own, at = _together(fills[k][0], size * own)
+                of_host = (fills[k][1], at)
+        shared, ways = None, []
+        for k in self.mix:
+            if shards.n_groups[k] == 1 < n:
+                # Every plan of the mix has a launch of each of its kinds.
+                value = np.where(self.bags[k].none, -np.inf, fills[k][0])
+                shared, at = (value, None) if shared is None else _together(value, shared)
+                ways.append((fills[k][1], at))
+        if shared is None:
+            shared = np.append(0.0, np.full(STEPS - 1, -np.inf))
+        count = np.array([each], dtype=float) if len(self.count) == 1 else self.count.astype(float)
+        within, shared_at = np.empty(STEPS), np.empty(STEPS, dtype=int)
+        bound_compiled.beside(shared, own, self.left, count, within, shared_at)
+        waiting = rate * (np.arange(STEPS) + 1) * self.step / self.fastest
+        most, waited = _together(waiting, within)
+
+        def filled(step: int) -> tuple[np.ndarray, float]:
+            compute = step - int(waited[step])
+            left = int(shared_at[compute])
+            taken, on_devices = np.zeros(len(shards.kind)), self.left[:, compute] - left
+            for way, at in reversed(ways):
+                part = left if at is None else int(at[left])
+                taken += way(part)
+                left -= part
+            for devices, capacity in zip(count, on_devices, strict=True):
+                if of_host[0] is not None:
+                    part = int(of_host[1][capacity])
+                    taken += devices * of_host[0](part)
+                    capacity, devices = capacity - part, n
+                taken += devices * own_taken(int(capacity))
+            return taken, (int(waited[step]) + 1) * self.step / self.fastest
+
+        return most, filled
+
+
+class _Bag:
+    """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
+
+    of: numbers of the shards, rising by table.
+    """
+
+    def __init__(self, of: np.ndarray, costs: Curve, shards: BoundShards, step: float):
+        self.of, self.n, self.load, table = of, len(shards.kind), costs.load[of], shards.table[of]
+        ms = (np.arange(STEPS) + 1) * step - shards.model.launch_ms
+        self.most, self.none = costs.most(ms), ms < 0
+        self.first = np.flatnonzero(np.diff(table, prepend=-1))
+        self.ends = np.append(self.first, len(of))
+        self.knapsacks = [_Knapsack(load, most, self.ends)
+                          for load, most in ((costs.alone[of], ms), (self.load, self.most))]
+
+    def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
+        """[M] the most worth by steps. Also the shards taken, by step."""
+        worth, none = worth[self.of], self.none
+        if not len(self.of):
+            return np.zeros(STEPS), lambda step: np.zeros(self.n)
+        wholes = np.stack([k.fill(worth) for k in self.knapsacks])
+        # Divided knapsacks: at any price of load, each table takes its best shard.
+        load = np.maximum(self.load, 1e-12)
+        prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / load, self.first),
+                                       np.linspace(0, 1, _SLOPES)))
+        gains = worth - prices[:, None] * self.load
+        gain = np.maximum(0.0, np.maximum.reduceat(gains, self.first, axis=1)).sum(1)
+        lines = gain[:, None] + prices[:, None] * np.maximum(self.most, 0.0)
+        divided, price = lines.min(0), lines.argmin(0)
+        every = np.where(none, 0.0, np.vstack([wholes, divided]))
+        which = every.argmin(0)
+
+        def taken(step: int) -> np.ndarray:
+            counts = np.zeros(self.n)
+            if none[step]:
+                return counts
+            if which[step] < len(self.knapsacks):
+                counts[self.of[self.knapsacks[which[step]].taken(step)]] = 1
+                return counts
+            # Between the prices where less and where more is taken than fits.
+            at = int(price[step])
+            sets = [self._best(worth, prices[at] * f) for f in (1 + 1e-6, 1 - 1e-6)]
+            loads = [float(self.load[s].sum()) for s in sets]
+            share = np.clip((self.most[step] - loads[0]) / max(loads[1] - loads[0], 1e-12), 0.0, 1.0)
+            counts[self.of[sets[0]]] += 1 - share
+            counts[self.of[sets[1]]] += share
+            return counts
+
+        return every.min(0), taken
+
+    def _best(self, worth: np.ndarray, price: float) -> np.ndarray:
+        """The shards that tables take at a price of load."""
+        gain = worth - price * self.load
+        top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
+        return np.flatnonzero((gain == top) & (gain > 0))
+
+
+class _Knapsack:
+    """A knapsack that takes shards as a whole, for all steps of time.
+
+    load: [n] of each shard. most: [M] the capacity by step. ends: where each table's shards begin and end.
+    """
+
+    def __init__(self, load: np.ndarray, most: np.ndarray, ends: np.ndarray):
+        unit, self.ends = max(float(most[-1]), 1e-12) / STEPS, ends
+        # Loads are rounded down, capacities only by a trace up.
+        self.capacity = np.maximum(0, np.floor(most / unit * (1 + 1e-9))).astype(int)
+        self.weight = np.floor(load / unit * (1 - 1e-9)).astype(int)
+        self.best = np.empty((len(ends), STEPS + 2))
+        self.chosen = np.empty((len(ends) - 1, STEPS + 2), dtype=np.int32)
+
+    def fill(self, worth: np.ndarray) -> np.ndarray:
+        """[M] the most worth by step."""
+        bound_compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
+        return self.best[-1][self.capacity]
+
+    def taken(self, step: int) -> list[int]:
+        """The shards of the last filling."""
+        found, left = [], int(self.capacity[step])
+        for chosen in reversed(self.chosen):
+            if chosen[left] >= 0:
+                found.append(int(chosen[left]))
+                left -= self.weight[chosen[left]]
+        return found
+
+
+def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarray, float]:
+    """Worths that sum to 1 [T + 1], with which the fillings `cuts` [C, T + 1] collect least, and how much.
+
+    near, reach: worths stay within that many times those nearby, and their mean.
+    """
+    from scipy.optimize import linprog
+
+    n, far = len(near), reach * (near + 0.1 * near[:-1].mean())
+    sums = np.append(np.ones(n - 1), [0.0, 0.0])[None]
+    bounds = [*zip(np.maximum(0.0, near - far), near + far, strict=True), (None, None)]
+    found = linprog(np.append(np.zeros(n), 1.0), np.column_stack([cuts, -np.ones(len(cuts))]),
+                    np.zeros(len(cuts)), sums, [1.0], bounds, method="highs")
+    if found.x is None:
+        return near, 1.0
+    at = np.maximum(0.0, found.x[:-1])
+    return at / at[:-1].sum(), float(found.x[-1])
+
+
+def _together(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """See bound_compiled.together."""
+    most, at = np.empty(STEPS), np.empty(STEPS, dtype=int)
+    bound_compiled.together(np.ascontiguousarray(one), np.ascontiguousarray(other), most, at)
+    return most, at
