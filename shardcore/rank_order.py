@@ -43,7 +43,8 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     pair_ms: [D, D] ms of a message between two ranks. The diagonal does not count.
 
     Groups merge by the mean of the logarithms between them (average linkage). A level is a number of groups
-    at which the next merge costs CLEAR times as much as the last. One slow pair makes no level: three
+    at which the next merge costs CLEAR times as much as the last, and its logarithm is half of the largest at
+    least. So disturbed pairs of a host make no level below one of slow links. Nor does one slow pair: three
     quarters of the pairs between groups need to be as clearly apart from the median pair within.
     """
     from scipy.cluster.hierarchy import fcluster, linkage
@@ -62,10 +63,10 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     np.fill_diagonal(apart, 0.0)
     apart -= apart[~own].min()  # linkage wants distances of 0 or more
     merges = linkage(squareform(apart, checks=False), method="average")
-    heights, found = merges[:, 2], []
+    gaps, found = np.diff(merges[:, 2]), []
     # After merge k there are n - 1 - k groups.
     for k in range(n - 2):
-        if heights[k + 1] - heights[k] >= np.log(CLEAR):
+        if gaps[k] >= max(np.log(CLEAR), gaps.max() / 2):
             labels = fcluster(merges, n - 1 - k, criterion="maxclust")
             same = labels[:, None] == labels
             if np.quantile(times[~same], 0.25) >= CLEAR * np.median(times[same & ~own]):

@@ -54,6 +54,12 @@ def test_one_slow_pair_makes_no_group():
     assert levels(ms) == []
 
 
+def test_a_disturbed_pair_makes_no_level_below_slow_links():
+    ms = times(list("abba"), noise=0.05, of=(1.0, 30.0, 30.0))
+    ms[1, 2] = ms[2, 1] = 3.0
+    assert levels(ms) == [((0, 3), (1, 2))]
+
+
 def test_a_host_may_have_one_rank():
     assert levels(times(list("aab"))) == [((0, 1), (2,))]
 
