@@ -12,8 +12,8 @@ In a step an exchange follows a computation, and takes longer for it: the thread
 caches hold other things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
 
 Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is
-corrected by its offset, from ping-pongs over the process group. NCCL and several hosts are written for the
-same interface and have not been run here.
+corrected by its offset, from ping-pongs over the process group. NCCL is written for the same interface and
+has not been run here. Several hosts were emulated only (hosts.Box).
 
 Shapes: D ranks, B batch rows, R repeats.
 """
@@ -40,7 +40,7 @@ import torch.distributed as dist
 from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
-from shardcore.measure import local_ranks, own_core
+from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measure.timing import spread
@@ -161,7 +161,14 @@ def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
 
 
 def host_id() -> str:
-    """Tells hosts apart: processes with the same share a monotonic clock."""
+    """Tells hosts apart: processes with the same share a monotonic clock. Hosts of a box count as several,
+    though they share one."""
+    emulated = hosts.own_host()
+    return _machine_id() if emulated is None else f"{_machine_id()} host {emulated} of a box"
+
+
+def _machine_id() -> str:
+    """Tells machines apart, whose cores their ranks share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -206,8 +213,10 @@ class Rank:
         if len(set(ranks_on.values())) > 1:
             raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; "
                                  "each needs as many")
-        self._oversubscribed = ranks_on[host_id()] > len(os.sched_getaffinity(0))
-        self._cores = own_core.take(host_of[:rank].count(host_id())) if self.device.type == "cpu" else ()
+        machines = _gather(_machine_id())  # its cores are shared by all hosts of a box
+        self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
+        nth = machines[:rank].count(machines[rank])
+        self._cores = own_core.take(nth) if self.device.type == "cpu" else ()
         self._offset_s = self._clock_offset_s()
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
@@ -247,6 +256,8 @@ class Rank:
         with local_ranks.exchanging():
             self._on.meet()
             due = time.perf_counter() + start_ms / 1e3
+            if self._oversubscribed:  # what spins would take the core of ranks that exchange
+                time.sleep(start_ms / 1e3)
             # a rank that still computes occupies its device: spin, do not sleep
             while time.perf_counter() < due:
                 pass

@@ -1,0 +1,163 @@
+"""A cluster in a box: ranks on emulated hosts exchange over links of the rate that was asked for, and nothing
+is left behind, whoever is killed."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import can_box
+from test_local_ranks import wait_forever
+
+from shardcore.errors import ShardCoreError
+from shardcore.measure import local_ranks
+from shardcore.measure.collectives import Rank
+from shardcore.measure.hosts import Box, box_of
+
+ROOT = Path(__file__).parents[2]
+boxed = pytest.mark.skipif(not can_box(), reason="needs root, and Linux' ip, tc and tbf (measure/hosts.py)")
+SENT_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize("config, said", [
+    ({"hosts": 1}, "box has hosts 1; it needs 2 to 64"),
+    ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
+    ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100.0"),
+    ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100.0"),
+])
+def test_a_box_that_cannot_be_is_one_line(config, said):
+    with pytest.raises(ShardCoreError) as refused:
+        Box(**config)
+    assert str(refused.value) == said
+
+
+MAKER = """
+import sys, time
+from shardcore.errors import ShardCoreError
+from shardcore.measure import local_ranks
+from shardcore.measure.hosts import Box, box_of
+from test_local_ranks import wait_forever
+if __name__ == "__main__":
+    try:
+        with box_of(Box()) as places:
+            said = local_ranks.run("box", wait_forever, 4, (), 600, places)
+            print(*(next(said)[1] for _ in range(4)), flush=True)
+            time.sleep(600)
+    except ShardCoreError as error:
+        sys.exit(f"error: {error}")
+"""
+
+
+@pytest.fixture
+def maker(tmp_path):
+    """Starts a process that makes a box, with a gang in it."""
+    (tmp_path / "maker.py").write_text(MAKER)
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests/measure", ROOT / "tests"]))
+
+    def start(**options):
+        return subprocess.Popen([sys.executable, tmp_path / "maker.py"], stdout=subprocess.PIPE, text=True,
+                                stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, **options})
+    return start
+
+
+def test_without_its_tools_it_says_so(maker, tmp_path):
+    _, said = maker(PATH=str(tmp_path)).communicate(timeout=60)
+    assert said == ("error: a cluster in a box needs Linux' unshare, nsenter, ip, tc; here is no unshare\n")
+
+
+@boxed
+@pytest.mark.skipif(os.geteuid() != 0, reason="is root nowhere")
+def test_without_root_it_says_so():
+    code = ("import os\nfrom shardcore.measure.hosts import Box, box_of\nos.setuid(65534)\n"
+            "try:\n    box_of(Box()).__enter__()\nexcept Exception as error:\n    print(error)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == ("a cluster in a box needs root, to make network namespaces; this is user 65534\n")
+
+
+def _took_s(rank, source, to):
+    """Seconds that bytes take from one rank to another."""
+    sent = torch.zeros(SENT_BYTES // 4)
+    dist.barrier()
+    began = time.perf_counter()
+    if rank == source:
+        dist.send(sent, to)
+    if rank == to:
+        dist.recv(sent, source)
+    return time.perf_counter() - began
+
+
+def _seen(rank, init_method, say):
+    """Hosts, whether ranks share cores, the sum of all ranks, seconds to a rank of the own host and of the
+    other, the clock's offset."""
+    member = Rank(rank, 4, init_method)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    say((member.hosts, member._oversubscribed, total.item(), _took_s(rank, 2, 3), _took_s(rank, 0, 3),
+         member._clock_offset_s()))
+    member.close()
+
+
+@boxed
+def test_a_gang_sees_its_hosts_and_their_links():
+    with box_of(Box(2, 2, 0.1, within_gbit_s=0.2)) as places, box_of(Box()):  # two boxes stand side by side
+        assert [p.host for p in places] == [0, 0, 1, 1]
+        last = dict(local_ranks.run("box", _seen, 4, (), 60.0, places))
+    for hosts, oversubscribed, total, *_ in last.values():
+        assert (hosts, oversubscribed, total) == (2, 4 > len(os.sched_getaffinity(0)), 6.0)
+    *_, within_s, between_s, offset_s = last[3]
+    late_bits = (SENT_BYTES - 2 * 64e3) * 8  # what bursts let through at once comes off
+    assert within_s > late_bits / 0.2e9 and between_s > late_bits / 0.1e9
+    # they share a clock: what is found beyond 0 is the error of ping-pongs
+    assert [last[r][-1] for r in (0, 1)] == [0.0, 0.0] and abs(offset_s) < 0.1
+
+
+@boxed
+def test_a_killed_rank_is_named_and_a_lost_host_is_one_line():
+    with box_of(Box()) as places:
+        with closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as said, \
+                pytest.raises(ShardCoreError, match="^box: rank 2 of 4 failed: it was killed by SIGKILL"):
+            os.kill(next(pid for rank, pid in said if rank == 2), signal.SIGKILL)
+            list(said)
+        with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):  # another has its number
+            dataclasses.replace(places[2], inode=1).enter()
+        keeper = psutil.Process(int(Path(places[2].namespace).parts[2]))
+        keeper.kill()
+        keeper.wait(60)
+        with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):
+            places[2].enter()
+
+
+def _networks():
+    """Namespaces that any process is in."""
+    found = set()
+    for pid in psutil.pids():
+        try:
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+        except OSError:
+            continue
+    return found
+
+
+@boxed
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_box_whose_maker_is_killed(maker, sign):
+    links = subprocess.check_output(["ip", "-o", "link"])
+    process = maker()
+    ranks = [int(pid) for pid in process.stdout.readline().split()]
+    family = psutil.Process(process.pid).children(recursive=True)
+    networks = {os.readlink(f"/proc/{p.pid}/ns/net") for p in family} - {os.readlink("/proc/self/ns/net")}
+    assert len(ranks) == 4 and len(networks) == 3 and networks <= _networks()  # two hosts, and their switch
+    process.send_signal(sign)
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not [p for p in alive if p.is_running()]
+    assert not networks & _networks()
+    assert subprocess.check_output(["ip", "-o", "link"]) == links  # all links were within
