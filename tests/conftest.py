@@ -38,6 +38,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 
 from ray_fixtures import actor_processes, another_node, cluster, ray_env, written_stack  # noqa: E402, F401
 
+from shardcore.errors import ShardCoreError  # noqa: E402
+from shardcore.measure.hosts import Box, box_of  # noqa: E402
 from shardcore.topology import Device, Topology  # noqa: E402
 from shardcore.types import Problem, Reuse, Table, Zipf  # noqa: E402
 
@@ -52,7 +54,17 @@ def can_mount() -> bool:
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
 
+def can_box() -> bool:
+    """Whether this machine can emulate hosts (measure/hosts.py)."""
+    try:
+        with box_of(Box()):
+            return True
+    except ShardCoreError:
+        return False
+
+
 HAS = {
+    "box": can_box,
     "chromium": lambda: bool(shutil.which("chromium")),
     "mount": can_mount,
     "prometheus": lambda: bool(shutil.which("prometheus")),

@@ -12,8 +12,8 @@ In a step an exchange follows a computation, and takes longer for it: the thread
 caches hold other things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
 
 Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is
-corrected by its offset, from ping-pongs over the process group. NCCL and several hosts are written for the
-same interface and have not been run here.
+corrected by its offset, from ping-pongs over the process group. NCCL is written for the same interface and
+has not been run here. Several hosts were emulated only (hosts.Box).
 
 Shapes: D ranks, B batch rows, R repeats.
 """
@@ -41,9 +41,8 @@ from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
 from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
-from shardcore.measure import local_ranks, own_core
+from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
-from shardcore.measure.hosts import Host, host_of_rank
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measure.timing import spread
 from shardcore.measurements import CollectiveRequest, CollectiveSample
@@ -83,12 +82,9 @@ class RankTimes:
 
 
 def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting,
-                config: CollectiveConfig | None = None, device: str = "cpu",
-                on: Sequence[Host] = ()) -> Iterator[CollectiveSample]:
+                config: CollectiveConfig | None = None, device: str = "cpu") -> Iterator[CollectiveSample]:
     """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a
     sample is yielded as soon as all ranks have it.
-
-    on: the hosts of a box, over which ranks are spread evenly. None: this machine.
 
     Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the
     GPUs, and while it runs where a rank dies or hangs: it names rank and reason, no process stays behind, and
@@ -96,22 +92,21 @@ def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Sett
     """
     config = config or CollectiveConfig()
     for request in requests:
-        _require_fits(request, ranks, hosts=max(1, len(on)))
+        _require_fits(request, ranks, hosts=1)
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; "
                              f"here are {torch.cuda.device_count()}")
-    where = [host_of_rank(rank, on, ranks) for rank in range(ranks)] if on else []
-    return _measured(list(requests), ranks, setting, config, device, where)
+    return _measured(list(requests), ranks, setting, config, device)
 
 
 def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, config: CollectiveConfig,
-              device: str, where: Sequence[Host]) -> Iterator[CollectiveSample]:
+              device: str) -> Iterator[CollectiveSample]:
     if not requests:
         return
     seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
     order = 0
     with closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device),
-                                 config.timeout_s, where)) as heard:
+                                 config.timeout_s)) as heard:
         for rank, times in heard:
             seen[rank].append(times)
             if all(seen):
@@ -166,23 +161,19 @@ def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
 # --- one rank -----------------------------------------------------------------------------------------------
 
 
-def machine_id() -> str:
-    """Tells machines apart: processes with the same share cores."""
+def host_id() -> str:
+    """Tells hosts apart: processes with the same share a monotonic clock. Hosts of a box count as several,
+    though they share one."""
+    emulated = hosts.own_host()
+    return _machine_id() if emulated is None else f"{_machine_id()} host {emulated} of a box"
+
+
+def _machine_id() -> str:
+    """Tells machines apart, whose cores their ranks share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def host_id() -> str:
-    """Tells hosts apart: processes with the same reach each other without a network, and share a clock.
-
-    A host is a machine, or a network namespace of one: a container, or a host of a box.
-    """
-    try:
-        return f"{machine_id()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return machine_id()
 
 
 def _address(init_method: str) -> tuple[str, int] | None:
@@ -228,11 +219,10 @@ class Rank:
         if len(set(ranks_on.values())) > 1:
             raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; "
                                  "each needs as many")
-        # The hosts of a box share the cores of one machine.
-        machine_of = _gather(machine_id())
-        self._oversubscribed = machine_of.count(machine_id()) > len(os.sched_getaffinity(0))
-        beside = machine_of[:rank].count(machine_id())
-        self._cores = own_core.take(beside) if self.device.type == "cpu" else ()
+        machines = _gather(_machine_id())  # its cores are shared by all hosts of a box
+        self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
+        nth = machines[:rank].count(machines[rank])
+        self._cores = own_core.take(nth) if self.device.type == "cpu" else ()
         self._offset_s = self._clock_offset_s()
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
@@ -272,6 +262,8 @@ class Rank:
         with local_ranks.exchanging():
             self._on.meet()
             due = time.perf_counter() + start_ms / 1e3
+            if self._oversubscribed:  # what spins would take the core of ranks that exchange
+                time.sleep(start_ms / 1e3)
             # a rank that still computes occupies its device: spin, do not sleep
             while time.perf_counter() < due:
                 pass

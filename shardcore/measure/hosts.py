@@ -1,12 +1,14 @@
-"""A cluster in a box: hosts that are network namespaces of this machine, joined by links of a given rate.
+"""A cluster in a box: hosts that this machine emulates, so that ranks exchange over links of a chosen rate.
 
-To gloo they are hosts: each has its own interface, address and routes, and all bytes between two of them pass
-their links (a `tbf` queue each way). What is emulated are the hosts and the rates of their links. Processes,
-gloo, TCP and the collectives are real. All hosts share this machine's cores, so compute is not.
+A network namespace is a host to gloo: a network card and addresses of its own. A bridge in a namespace of its
+own joins them. `tbf` shapes what each host sends, and at the bridge what it receives.
 
-Each namespace lives as long as the process that holds it, and has no name. Holders die with the thread that
-made the box. So nothing is left behind, even if that is killed: interfaces and bridge vanish with their
-namespaces. Boxes neither see each other, nor the network of the machine.
+What is real: processes, gloo, TCP, and queues and sharing on the links. What is not: the links' rates, and a
+core for each rank. Ranks of all hosts share this machine's cores, so compute among them measures the
+scheduler. Links lose nothing (_QUEUE_BYTES), as those of GPU clusters.
+
+Namespaces have no names: each lives as long as its keeper, a process that ends when its standard input does.
+So nothing is left behind even where the maker is killed, and boxes side by side have equal addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,144 +24,168 @@ from dataclasses import dataclass
 from shardcore.errors import ShardCoreError
 from shardcore.limits import require_within
 
-MOST_HOSTS = 64
-INTERFACE = "e0"
-"""The interface of each host."""
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux",
-          "setpriv": "util-linux"}
-_NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET of <sched.h>."""
-_BURST_KIB = 64
-"""What a link passes at once: at least what a timer tick of 4 ms lets through at 100 Mbit/s."""
-_QUEUE_MS = 200
-_START_S = 10.0
+HOST_VARIABLE = "SHARDCORE_BOX_HOST"
+"""Set for processes in a box: the number of their host."""
+_LOGS = "TORCH_CPP_LOG_LEVEL"
+_INTERFACE, _BRIDGE = "eth0", "bridge0"
+_MOST_HOSTS, _MOST_RANKS = 64, 64
+_GBIT_S = (1e-3, 100.0)
+_BITS = 1e9
+_MTU = 9000
+"""As GPU clusters have it. With 1,500 bytes, 5% of a link's rate would go to headers."""
+_PACKET_BYTES = 16 << 10
+"""At most so much is handed to a link at once (by gso)."""
+_BURST_BYTES, _BURST_S = 20 << 10, 200e-6
+"""What a link takes without delay after a pause: it has to hold a packet, and what a late timer missed."""
+_QUEUE_BYTES = 64 << 20
+"""Of each link: more than all sockets of its senders hold, so nothing is lost."""
+_TOOLS = ("unshare", "nsenter", "ip", "tc")
+_NETWORK = 0x40000000
+"""Linux' CLONE_NEWNET."""
 
 
 @dataclass(frozen=True)
-class BoxConfig:
-    """A cluster in a box.
+class Box:
+    """hosts of ranks_per_host ranks each.
 
-    hosts: how many.
-    ranks_per_host: of a gang.
-    link_mbit: Mbit/s of each host's link, in each direction. Its ranks share it.
+    between_gbit_s: of each host's link, Gbit/s each way; its ranks share it.
+    within_gbit_s: of each host's loopback, Gbit/s, which all transfers among its ranks share; None: as fast
+        as it is.
     """
 
     hosts: int = 2
     ranks_per_host: int = 2
-    link_mbit: int = 400
+    between_gbit_s: float = 0.4
+    within_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
-        require_within(self, "box", hosts=(1, MOST_HOSTS), ranks_per_host=(1, MOST_HOSTS),
-                       link_mbit=(1, 100_000))
+        require_within(self, "box", hosts=(2, _MOST_HOSTS), ranks_per_host=(1, _MOST_RANKS),
+                       between_gbit_s=_GBIT_S, within_gbit_s=_GBIT_S)
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.ranks_per_host
 
-    @property
-    def words(self) -> str:
-        """For people, wherever its figures stand."""
-        return f"{self.hosts} emulated hosts of {self.ranks_per_host} ranks, links of {self.link_mbit} Mbit/s"
-
 
 @dataclass(frozen=True)
-class Host:
-    """One host of a box.
+class Place:
+    """Where a rank runs.
 
-    network: path of its namespace.
-    address: of its interface.
+    host: number of its host.
+    address: of its host.
+    namespace, inode: its network's file, and that file's inode. The file is named by a process that may end.
     """
 
-    network: str
+    host: int
     address: str
+    namespace: str
+    inode: int
 
     def enter(self) -> None:
-        """Move this thread, and those that it will start, to the host. Sockets made before stay outside."""
-        with open(self.network) as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
-                raise ShardCoreError(f"cannot enter {self.network}: {os.strerror(ctypes.get_errno())}; a box "
-                                     "needs root")
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        """Have the calling thread, and all that it starts from now on, run on this host.
+
+        Raises ShardCoreError where the host is gone.
+        """
+        try:
+            with open(self.namespace) as network:
+                if os.fstat(network.fileno()).st_ino != self.inode:
+                    raise ProcessLookupError
+                libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12
+                if libc.setns(network.fileno(), _NETWORK):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        except (FileNotFoundError, ProcessLookupError):
+            raise ShardCoreError(f"host {self.host} of the box is gone: its keeper was ended") from None
+        except OSError as error:
+            raise ShardCoreError(f"host {self.host} of the box cannot be entered: {error.strerror}") from None
+
+    def settle(self) -> None:
+        """Have this process run on this host, and gloo use its link."""
+        self.enter()
+        os.environ |= {HOST_VARIABLE: str(self.host), "GLOO_SOCKET_IFNAME": _INTERFACE}
 
 
-def lacks() -> str | None:
-    """Why this machine can hold no box, as far as that can be told before. None where nothing is lacking."""
-    if os.geteuid():
-        return f"a cluster in a box needs root; this is user {os.geteuid()}"
-    missing = next((tool for tool in _TOOLS if not shutil.which(tool)), None)
-    return missing and f"a cluster in a box needs the command {missing}, of the package {_TOOLS[missing]}"
+def own_host() -> str | None:
+    """The number of the emulated host that this process runs on. None: it is in no box."""
+    return os.environ.get(HOST_VARIABLE)
 
 
 @contextmanager
-def box(config: BoxConfig) -> Iterator[tuple[Host, ...]]:
-    """The hosts of a box, which is gone afterwards.
+def box_of(config: Box) -> Iterator[list[Place]]:
+    """Emulated hosts while the context lasts: the place of each rank, host by host.
 
-    Raises ShardCoreError where this machine can hold none.
+    Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where there is no such thing.
     """
-    if why := lacks():
-        raise ShardCoreError(why)
-    with ExitStack() as holders:
-        switch, *hosts = (holders.enter_context(_network()) for _ in range(1 + config.hosts))
-        _run(switch, "ip", "link", "add", "br0", "type", "bridge")
-        _run(switch, "ip", "link", "set", "br0", "up")
-        for number, host in enumerate(hosts, 1):
-            port = f"port{number}"
-            _run(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE,
-                 "netns", str(host))
-            _run(switch, "ip", "link", "set", port, "master", "br0", "up")
-            _run(host, "ip", "addr", "add", f"{_address(number)}/16", "dev", INTERFACE)
-            for interface in (INTERFACE, "lo"):
-                _run(host, "ip", "link", "set", interface, "up")
-            for at, interface in ((switch, port), (host, INTERFACE)):
-                _run(at, "tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate",
-                     f"{config.link_mbit}mbit", "burst", f"{_BURST_KIB}kb", "latency", f"{_QUEUE_MS}ms")
-        yield tuple(Host(f"/proc/{host}/ns/net", _address(number)) for number, host in enumerate(hosts, 1))
+    _require_root()
+    with ExitStack() as kept:
+        if _LOGS not in os.environ:  # else each rank's torch says that it finds no name for another's address
+            os.environ[_LOGS] = "ERROR"
+            kept.callback(os.environ.pop, _LOGS, None)
+        switch, *of_hosts = (kept.enter_context(_kept_network()) for _ in range(config.hosts + 1))
+        _join(config, switch, of_hosts)
+        places = [Place(i, _address(i), f"/proc/{pid}/ns/net", os.stat(f"/proc/{pid}/ns/net").st_ino)
+                  for i, pid in enumerate(of_hosts)]
+        yield [place for place in places for _ in range(config.ranks_per_host)]
 
 
-def _address(number: int) -> str:
-    return f"10.88.0.{number}"
+def _require_root() -> None:
+    if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
+        raise ShardCoreError(f"a cluster in a box needs Linux' {', '.join(_TOOLS)}; here is no {missing[0]}")
+    if os.geteuid():
+        raise ShardCoreError("a cluster in a box needs root, to make network namespaces; "
+                             f"this is user {os.geteuid()}")
 
 
 @contextmanager
-def _network() -> Iterator[int]:
-    """A process that holds a network namespace of its own."""
-    own = os.readlink("/proc/self/ns/net")
-    # The kernel kills it when this thread ends, however that happens.
-    holder = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"],
-                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                              text=True)
-    try:
-        deadline = time.monotonic() + _START_S
-        while not _holds(holder.pid, own):
-            if holder.poll() is not None or time.monotonic() > deadline:
-                holder.kill()
-                said = " ".join(holder.communicate()[1].split())[:200]
-                raise ShardCoreError(f"cannot make a network namespace: {said or 'no answer'}")
-            time.sleep(0.005)
-        yield holder.pid
-    finally:
-        holder.kill()
-        holder.communicate()
+def _kept_network() -> Iterator[int]:
+    """A network namespace, by the process that keeps it. It ends with the context, and with this process."""
+    # a group of its own: Ctrl-C is for the maker
+    keeper = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec cat >/dev/null"],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, start_new_session=True)
+    with keeper:  # at the end it has no input, so it ends
+        try:
+            if not keeper.stdout.readline():
+                raise _cannot("unshare --net", keeper.stderr.read())
+            yield keeper.pid
+        finally:
+            keeper.kill()
 
 
-def _holds(pid: int, outside: str) -> bool:
-    """Whether a process has become `sleep` in another network than ours."""
-    try:
-        with open(f"/proc/{pid}/comm") as name:
-            return name.read().strip() == "sleep" and os.readlink(f"/proc/{pid}/ns/net") != outside
-    except OSError:
-        return False
+def _join(config: Box, switch: int, of_hosts: Sequence[int]) -> None:
+    """Give each host a link to a bridge, and each link its rate both ways."""
+    ports = range(len(of_hosts))
+    links = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
+    _run("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up",
+                        *(f"link add port{i} type veth peer name {_INTERFACE} netns {of_hosts[i]}"
+                          for i in ports),
+                        *(f"link set port{i} master {_BRIDGE} {links}" for i in ports)])
+    between = _shape(config.between_gbit_s)
+    _run("tc", switch, [f"qdisc add dev port{i} root {between}" for i in ports])
+    within = [] if config.within_gbit_s is None else [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"]
+    for i, host in enumerate(of_hosts):
+        _run("ip", host, [f"link set lo {links}", f"link set {_INTERFACE} {links}",
+                          f"address add {_address(i)}/16 dev {_INTERFACE}"])
+        _run("tc", host, [f"qdisc add dev {_INTERFACE} root {between}", *within])
 
 
-def _run(holder: int, *command: str) -> None:
-    """Run a command in the network of a holder."""
-    done = subprocess.run(["nsenter", "--target", str(holder), "--net", *command], capture_output=True,
-                          text=True)
+def _shape(gbit_s: float) -> str:
+    bits = gbit_s * _BITS
+    return (f"tbf rate {bits:.0f}bit burst {max(_BURST_BYTES, bits / 8 * _BURST_S):.0f} "
+            f"limit {_QUEUE_BYTES}")
+
+
+def _address(host: int) -> str:
+    return f"10.88.0.{host + 1}"
+
+
+def _run(tool: str, network: int, lines: Sequence[str]) -> None:
+    """Run lines of ip or tc in a network."""
+    done = subprocess.run(["nsenter", f"--net=/proc/{network}/ns/net", tool, "-batch", "-"],
+                          input="\n".join(lines), capture_output=True, text=True)
     if done.returncode:
-        said = " ".join((done.stderr + done.stdout).split())[:200]
-        raise ShardCoreError(f"a cluster in a box: `{' '.join(command)}` failed: {said}")
+        raise _cannot(tool, done.stderr)
 
 
-def host_of_rank(rank: int, hosts: Sequence[Host], ranks: int) -> Host:
-    """Ranks are numbered host by host, equally many on each."""
-    return hosts[rank * len(hosts) // ranks]
+def _cannot(what: str, said: str) -> ShardCoreError:
+    return ShardCoreError(f"a cluster in a box cannot be made here: {what}: "
+                          f"{' '.join(said.split())[:200] or 'it ended'}")

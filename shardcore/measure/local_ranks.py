@@ -14,13 +14,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.measure.hosts import Host
+from shardcore.measure.hosts import Place
 
+_LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
 """How long a rank that lost another waits to be told why: the other's own report comes first if there is
 one."""
@@ -40,26 +42,26 @@ def exchanging() -> Iterator[None]:
 
 
 def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[Any],
-        timeout_s: float, on: Sequence[Host] = ()) -> Iterator[tuple[int, Any]]:
+        timeout_s: float, places: Sequence[Place] | None = None) -> Iterator[tuple[int, Any]]:
     """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each
     say(value) as it comes.
 
-    init_method: for collectives.Rank, one for all: a port of this machine's loopback. Processes are named
-    "<name>-rank-<rank>". `work` and `arguments` need to be picklable.
-    on: the host of each rank, in a box (hosts.py). The port is then one of the first rank's host.
+    init_method: for collectives.Rank, one for all: a port of this machine's loopback, or of the first place.
+    places: of each rank, see hosts.box_of. None: this machine. Processes are named "<name>-rank-<rank>".
+    `work` and `arguments` need to be picklable.
     Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or
     none says anything for timeout_s: it names the rank and the reason. No process is left when the iterator
     ends, raises or is closed.
     """
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
-    with _reserved_port() as port:
-        address = on[0].address if on else "127.0.0.1"
+    address = places[0].address if places else _LOOPBACK
+    with _reserved_port(address, places[0] if places else None) as port:
         try:
             for rank in range(ranks):
                 pipe, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_rank_process, name=f"{name}-rank-{rank}", daemon=True,
-                                          args=(theirs, work, rank, f"tcp://{address}:{port}", arguments,
-                                                on[rank] if on else None))
+                                          args=(theirs, places and places[rank], work, rank,
+                                                f"tcp://{address}:{port}", arguments))
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
@@ -73,13 +75,27 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
 
 
 @contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A free port of the loopback. It is taken, without listening, until rank 0 listens there; both allow
-    that (SO_REUSEADDR)."""
-    with socket.socket() as held:
+def _reserved_port(address: str, place: Place | None) -> Iterator[int]:
+    """A free port of an address. It is taken, without listening, until rank 0 listens there; both allow that
+    (SO_REUSEADDR)."""
+    with _socket_at(place) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind((address, 0))
         yield held.getsockname()[1]
+
+
+def _socket_at(place: Place | None) -> socket.socket:
+    """A socket on a host of a box (None: of this machine), where it stays."""
+    if place is None:
+        return socket.socket()
+
+    def made() -> socket.socket:
+        place.enter()
+        return socket.socket()
+
+    # Only a thread of its own moves, and then it ends.
+    with ThreadPoolExecutor(1) as mover:
+        return mover.submit(made).result()
 
 
 def end_with_parent() -> None:
@@ -92,13 +108,13 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _rank_process(pipe: Connection, work: Callable[..., None], rank: int, init_method: str,
-                  arguments: Sequence[Any], host: Host | None) -> None:
+def _rank_process(pipe: Connection, place: Place | None, work: Callable[..., None], rank: int,
+                  init_method: str, arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
     end_with_parent()
     try:
-        if host:
-            host.enter()
+        if place:
+            place.settle()
         work(rank, init_method, lambda value: pipe.send(("said", value)), *arguments)
         pipe.send(("done", None))
     except Lost as error:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
 from shardcore.measure import collectives, local_ranks
-from shardcore.measure.hosts import Host
+from shardcore.measure.hosts import Place
 from shardcore.rank_order import Groups, Links, levels
 
 MOST_IN_TURN = 64
@@ -61,14 +61,15 @@ Note = Callable[[int, int], None]
 
 
 def measure(ranks: int, config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None,
-            on: Sequence[Host] = ()) -> Found:
+            on: Sequence[Place] = ()) -> Found:
     """What a gang of local processes finds, one a core or a GPU.
 
-    on: the host of each rank, in a box.
+    on: the place of each rank, in a box.
 
     Raises ShardCoreError if a rank dies or hangs. No process stays behind.
     """
-    for rank, said in local_ranks.run("pairs", _work, ranks, (ranks, config, device), config.timeout_s, on):
+    heard = local_ranks.run("pairs", _work, ranks, (ranks, config, device), config.timeout_s, on or None)
+    for rank, said in heard:
         if rank == 0 and isinstance(said, Found):
             return said
         if rank == 0:

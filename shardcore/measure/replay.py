@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +43,7 @@ from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, requi
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
 from shardcore.measure.devices import device_of
-from shardcore.measure.hosts import Host
+from shardcore.measure.hosts import Place
 from shardcore.measure.step_compute import (
     Alone,
     Asleep,
@@ -105,13 +106,13 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
 
 def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
                device: str = "cpu", reference: ReferenceOp | None = None,
-               on: Sequence[Host] = ()) -> list[StepSample]:
+               on: Sequence[Place] = ()) -> list[StepSample]:
     """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets
     them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
     slowdown.
 
-    on: the hosts of a box, as many as the topology has. The reference op then runs while compute is measured,
-    and ranks sleep for as long as compute takes at a slowdown of 1. Links have no slowdown.
+    on: the places of a box, whose hosts are those of the topology. The reference op then runs while
+    compute is measured, and ranks sleep for as long as compute takes at a slowdown of 1. Links have none.
 
     Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ
     in their devices, a shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names
@@ -121,16 +122,16 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     if not workloads:
         return []
     for workload in workloads:
-        require_replayable(workload, workloads[0], setting, device, len(on))
+        require_replayable(workload, workloads[0], setting, device, on)
     n_devices, topology = len(workloads[0].ops), workloads[0].topology
-    alone, where = None, []
+    alone, where = None, None
     if on:
         [(_, (alone, beside))] = local_ranks.run(
             "compute", measure_alone, 1, (workloads, setting, config, reference),
             config.timeout_s * (1 + len(workloads)))
         slowdown = float(np.median(beside)) / reference[1] if reference else 1.0
         alone = [alone_ms / slowdown for alone_ms in alone]
-        where = [on[topology.hosts.index(d.host)] for d in topology.devices]
+        where = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
     last_said = dict(local_ranks.run("replay", _work, n_devices, (workloads, setting, config, device,
                                                                   None if on else reference, alone),
                                      config.timeout_s, where))
@@ -163,9 +164,9 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
 
 
 def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str,
-                       box_hosts: int = 0) -> None:
+                       on: Sequence[Place] = ()) -> None:
     """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with
-    `first`. box_hosts: hosts of the box to replay it on; 0: this machine."""
+    `first`. on: the places of a box to replay it on; none: this machine."""
     topology = workload.topology
     tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
     precision = precision_of(tables) or setting.precision
@@ -189,8 +190,9 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
         raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
                              "different topologies, "
                              "cannot be replayed together; give plans of one problem")
-    if len(topology.hosts) != max(1, box_hosts) or any(d.speed != 1 for d in topology.devices):
-        needed = f"the box's {box_hosts} hosts" if box_hosts else "one host"
+    counts = list(Counter(place.host for place in on).values()) or [len(topology)]
+    if [len(of) for of in topology.on_hosts] != counts or any(d.speed != 1 for d in topology.devices):
+        needed = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
         raise ShardCoreError(f"the topology has hosts {', '.join(topology.hosts)} and speeds "
                              f"{sorted({d.speed for d in topology.devices})}; a replay needs {needed} and "
                              "devices of speed 1")

@@ -1,241 +1,163 @@
-"""A cluster in a box: real processes on hosts that are network namespaces, with links of a given rate."""
+"""A cluster in a box: ranks on emulated hosts exchange over links of the rate that was asked for, and nothing
+is left behind, whoever is killed."""
 
-import multiprocessing
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from shapes import column, host_row, on_hosts, replica
+from conftest import can_box
+from test_local_ranks import wait_forever
 
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, Channel
-from shardcore.measure import collectives, hosts, local_ranks, pairs
-from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.measurements import CollectiveRequest, ComputeRequest
-from shardcore.types import Plan, Problem, Setting, Shard, Table
-from shardcore.workload import lower
+from shardcore.measure import local_ranks
+from shardcore.measure.collectives import Rank
+from shardcore.measure.hosts import Box, box_of
+
+ROOT = Path(__file__).parents[2]
+boxed = pytest.mark.skipif(not can_box(), reason="needs root, and Linux' ip, tc and tbf (measure/hosts.py)")
+SENT_BYTES = 1 << 20
 
 
-def lacking():
-    """Why no box can be made here. Empty where one can."""
+@pytest.mark.parametrize("config, said", [
+    ({"hosts": 1}, "box has hosts 1; it needs 2 to 64"),
+    ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
+    ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100.0"),
+    ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100.0"),
+])
+def test_a_box_that_cannot_be_is_one_line(config, said):
+    with pytest.raises(ShardCoreError) as refused:
+        Box(**config)
+    assert str(refused.value) == said
+
+
+MAKER = """
+import sys, time
+from shardcore.errors import ShardCoreError
+from shardcore.measure import local_ranks
+from shardcore.measure.hosts import Box, box_of
+from test_local_ranks import wait_forever
+if __name__ == "__main__":
     try:
-        with hosts.box(hosts.BoxConfig(1)):
-            return ""
+        with box_of(Box()) as places:
+            said = local_ranks.run("box", wait_forever, 4, (), 600, places)
+            print(*(next(said)[1] for _ in range(4)), flush=True)
+            time.sleep(600)
     except ShardCoreError as error:
-        return str(error)
+        sys.exit(f"error: {error}")
+"""
 
 
-LACKING = lacking()
-needs_box = pytest.mark.skipif(bool(LACKING), reason=LACKING)
-SETTING = Setting("emulated", 64)
-MBIT = 80
-QUICK = hosts.BoxConfig(hosts=2, ranks_per_host=2, link_mbit=MBIT)
+@pytest.fixture
+def maker(tmp_path):
+    """Starts a process that makes a box, with a gang in it."""
+    (tmp_path / "maker.py").write_text(MAKER)
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests/measure", ROOT / "tests"]))
+
+    def start(**options):
+        return subprocess.Popen([sys.executable, tmp_path / "maker.py"], stdout=subprocess.PIPE, text=True,
+                                stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, **options})
+    return start
 
 
-def networks():
-    """All network namespaces that some process is in."""
+def test_without_its_tools_it_says_so(maker, tmp_path):
+    _, said = maker(PATH=str(tmp_path)).communicate(timeout=60)
+    assert said == ("error: a cluster in a box needs Linux' unshare, nsenter, ip, tc; here is no unshare\n")
+
+
+@boxed
+@pytest.mark.skipif(os.geteuid() != 0, reason="is root nowhere")
+def test_without_root_it_says_so():
+    code = ("import os\nfrom shardcore.measure.hosts import Box, box_of\nos.setuid(65534)\n"
+            "try:\n    box_of(Box()).__enter__()\nexcept Exception as error:\n    print(error)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == ("a cluster in a box needs root, to make network namespaces; this is user 65534\n")
+
+
+def _took_s(rank, source, to):
+    """Seconds that bytes take from one rank to another."""
+    sent = torch.zeros(SENT_BYTES // 4)
+    dist.barrier()
+    began = time.perf_counter()
+    if rank == source:
+        dist.send(sent, to)
+    if rank == to:
+        dist.recv(sent, source)
+    return time.perf_counter() - began
+
+
+def _seen(rank, init_method, say):
+    """Hosts, whether ranks share cores, the sum of all ranks, seconds to a rank of the own host and of the
+    other, the clock's offset."""
+    member = Rank(rank, 4, init_method)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    say((member.hosts, member._oversubscribed, total.item(), _took_s(rank, 2, 3), _took_s(rank, 0, 3),
+         member._clock_offset_s()))
+    member.close()
+
+
+@boxed
+def test_a_gang_sees_its_hosts_and_their_links():
+    with box_of(Box(2, 2, 0.1, within_gbit_s=0.2)) as places, box_of(Box()):  # two boxes stand side by side
+        assert [p.host for p in places] == [0, 0, 1, 1]
+        last = dict(local_ranks.run("box", _seen, 4, (), 60.0, places))
+    for hosts, oversubscribed, total, *_ in last.values():
+        assert (hosts, oversubscribed, total) == (2, 4 > len(os.sched_getaffinity(0)), 6.0)
+    *_, within_s, between_s, offset_s = last[3]
+    late_bits = (SENT_BYTES - 2 * 64e3) * 8  # what bursts let through at once comes off
+    assert within_s > late_bits / 0.2e9 and between_s > late_bits / 0.1e9
+    # they share a clock: what is found beyond 0 is the error of ping-pongs
+    assert [last[r][-1] for r in (0, 1)] == [0.0, 0.0] and abs(offset_s) < 0.1
+
+
+@boxed
+def test_a_killed_rank_is_named_and_a_lost_host_is_one_line():
+    with box_of(Box()) as places:
+        with closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as said, \
+                pytest.raises(ShardCoreError, match="^box: rank 2 of 4 failed: it was killed by SIGKILL"):
+            os.kill(next(pid for rank, pid in said if rank == 2), signal.SIGKILL)
+            list(said)
+        with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):  # another has its number
+            dataclasses.replace(places[2], inode=1).enter()
+        keeper = psutil.Process(int(Path(places[2].namespace).parts[2]))
+        keeper.kill()
+        keeper.wait(60)
+        with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):
+            places[2].enter()
+
+
+def _networks():
+    """Namespaces that any process is in."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in psutil.pids():
         try:
-            found.add(os.readlink(process / "ns/net"))
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
         except OSError:
             continue
     return found
 
 
-def holders(maker):
-    """The processes that hold the networks of a maker's boxes."""
-    found = subprocess.run(["pgrep", "-P", str(maker), "-x", "sleep"], capture_output=True, text=True).stdout
-    return [int(pid) for pid in found.split()]
-
-
-def gone(spaces):
-    """Whether these networks end within some seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if networks().isdisjoint(spaces):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def spaces_of(pids):
-    return {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
-
-
-def _told(rank, init_method, say):
-    member = collectives.Rank(rank, 4, init_method)
-    both = torch.full((1,), float(rank))
-    dist.all_reduce(both)
-    say((member.hosts, both.item(), collectives.host_id(), os.readlink("/proc/self/ns/net"),
-         abs(member._offset_s), member._oversubscribed))
-    dist.barrier()
-    member.close()
-
-
-def _sent(rank, init_method, say, n_bytes):
-    """s in which ranks 0 and 2, on different hosts, and then 0 and 1, on one, exchange so many bytes."""
-    collectives.Rank(rank, 4, init_method)
-    message, found = torch.zeros(n_bytes, dtype=torch.uint8), []
-    for other in (2, 1):
-        took = []
-        for _ in range(3):
-            dist.barrier()
-            began = time.perf_counter()
-            if rank == 0:
-                dist.send(message, other)
-                dist.recv(message[:1], other)
-            elif rank == other:
-                dist.recv(message, 0)
-                dist.send(message[:1], 0)
-            took.append(time.perf_counter() - began)
-        found.append(min(took))
-    say(found)
-    dist.barrier()
-
-
-def _waits(rank, init_method, say):
-    collectives.Rank(rank, 4, init_method)
-    say(os.getpid())
-    time.sleep(600)
-
-
-@needs_box
-def test_a_gang_is_on_the_hosts_of_a_box_and_nothing_is_left():
-    own, links = os.readlink("/proc/self/ns/net"), set(os.listdir("/sys/class/net"))
-    with hosts.box(QUICK) as on:
-        made = spaces_of(holders(os.getpid()))
-        where = [hosts.host_of_rank(rank, on, 4) for rank in range(4)]
-        assert [h.address for h in where] == ["10.88.0.1"] * 2 + ["10.88.0.2"] * 2
-        told = dict(local_ranks.run("box", _told, 4, (), 60.0, where))
-        seen = [told[rank] for rank in range(4)]
-        assert set(os.listdir("/sys/class/net")) == links
-        took = dict(local_ranks.run("box", _sent, 4, (1 << 20,), 60.0, where))[0]
-    assert [(n, total) for n, total, *_ in seen] == [(2, 6.0)] * 4
-    names, spaces = ([told[k] for told in seen] for k in (2, 3))
-    assert names[0] == names[1] != names[2] == names[3]
-    assert spaces[0] == spaces[1] != spaces[2] == spaces[3] != own
-    assert len(made) == 3 and set(spaces) < made and own not in made
-    # One machine, so one clock: what ping-pongs over the links make of it. And its cores are shared.
-    assert max(offset for *_, offset, _ in seen) < 0.05
-    assert all(x[-1] == (4 > len(os.sched_getaffinity(0))) for x in seen)
-    # What exceeds a burst passes no faster than the link carries. Within a host there is no link.
-    least = ((1 << 20) - (hosts._BURST_KIB << 10)) * 8 / (MBIT * 1e6)
-    assert took[0] > 0.95 * least > 3 * took[1]
-    assert gone(made) and not holders(os.getpid())
-
-
-@needs_box
-def test_exchanges_are_measured_over_hosts_and_shuffled_ranks_are_found():
-    with hosts.box(QUICK) as on, hosts.box(QUICK) as other:
-        requests = [CollectiveRequest((16, 8, 16, 12), 64, (0.0,) * 4, c, hosts=2)
-                    for c in ("all_to_all", "reduce_scatter", "all_to_all_ids_bucketized")]
-        config = collectives.CollectiveConfig(repeats=2)
-        found = list(collectives.measure_all(requests, 4, SETTING, config, on=on))
-        assert [s.request for s in found] == requests and all(s.forward for s in found)
-        with pytest.raises(ShardCoreError, match="hosts 1 does not fit a gang of 4 ranks with hosts 2"):
-            collectives.measure_all([CollectiveRequest((8,) * 4, 64, (0.0,) * 4)], 4, SETTING, on=on)
-        # Two boxes do not meet, though they have the same addresses.
-        where = [other[h] for h in (0, 1, 1, 0)]
-        near = pairs.measure(4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=64), on=where)
-    assert near.levels == [((0, 3), (1, 2))]
-    assert near.links.between_gbps < 2 * MBIT / 8e3 and near.links.within_gbps > near.links.between_gbps
-
-
-@needs_box
-def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
-    setting = Setting("cpu", 1024)
-    tables = tuple(Table(f"t{i}", 2000, 32, 20.0) for i in range(3))
-    problem = Problem("p", tables, on_hosts("aabb", 1 << 30), 1024)
-    config = ReplayConfig(repeats=4, warmups=1, batches=2, evict_bytes=1 << 20)
-    apart = Plan((column(tables[0], 0), host_row(tables[1], (2, 3)), replica(tables[2], problem.topology)))
-    near = Plan((column(tables[0], 0), column(tables[1], 0), replica(tables[2], problem.topology)))
-    workloads = [lower(plan, problem) for plan in (apart, near)]
-    reference = ComputeRequest((Shard.whole(tables[0]),), 1024), 1.0
-    with hosts.box(QUICK) as on:
-        both = replay_all(workloads, setting, config, reference=reference, on=on)
-        with pytest.raises(ShardCoreError, match="hosts a, b and speeds .1.0.; a replay needs one host"):
-            replay_all(workloads, setting, config)
-        alone = lower(near, Problem("p", tables, on_hosts("aaaa", 1 << 30), 1024))
-        with pytest.raises(ShardCoreError, match="a replay needs the box's 2 hosts"):
-            replay_all([alone], setting, config, on=on)
-    for found, workload in zip(both, workloads, strict=True):
-        assert found.slowdown == 1
-        # A device that holds nothing but its replica computes less.
-        assert found.forward_compute_ms[1] < found.forward_compute_ms[0]
-        assert min(found.backward_compute_ms) > 0
-        # Device 0 sends half of its outputs, and half of a half again, to the other host.
-        n_bytes = workload.traffic[CHANNELS.index(Channel("all_to_all")), 0] / 2
-        assert max(found.forward_comm_ms) > 0.8 * 8e3 * (n_bytes - (hosts._BURST_KIB << 10)) / (MBIT * 1e6)
-    assert both[1].backward_compute_ms[0] > both[0].backward_compute_ms[0]
-
-
-@needs_box
-def test_a_rank_that_dies_is_named_and_nothing_is_left():
-    with pytest.raises(ShardCoreError, match="box: rank 3 of 4 failed: it was killed by SIGKILL"), \
-            hosts.box(QUICK) as on:
-        made = spaces_of(holders(os.getpid()))
-        where = [hosts.host_of_rank(rank, on, 4) for rank in range(4)]
-        for rank, pid in local_ranks.run("box", _waits, 4, (), 60.0, where):
-            if rank == 3:
-                os.kill(pid, signal.SIGKILL)
-    assert gone(made) and not [p for p in multiprocessing.active_children() if p.name.startswith("box")]
-
-
-@needs_box
-def test_a_maker_that_is_killed_leaves_nothing():
-    made = subprocess.Popen([sys.executable, "-c", "import time\nfrom shardcore.measure import hosts\n"
-                             "with hosts.box(hosts.BoxConfig(3)) as on:\n"
-                             "    print(*(h.network for h in on), flush=True)\n    time.sleep(600)"],
-                            stdout=subprocess.PIPE, text=True)
-    held = made.stdout.readline().split()
-    spaces = spaces_of(holders(made.pid))
-    assert len(held) == 3 and len(spaces) == 4 and {os.readlink(path) for path in held} < spaces
-    made.kill()
-    made.communicate()
-    assert gone(spaces)
-
-
-@needs_box
-def test_what_cannot_be_made_is_said_in_one_line(monkeypatch):
-    with pytest.raises(ShardCoreError, match="`ip link add x type nonsense` failed: .*[Uu]nknown") as error:
-        hosts._run(os.getpid(), "ip", "link", "add", "x", "type", "nonsense")
-    assert "\n" not in str(error.value)
-    monkeypatch.setattr(hosts, "_NEW_NETWORK", 0x10000000)  # CLONE_NEWUSER: not what the file is
-    with hosts.box(hosts.BoxConfig(1)) as (host,), pytest.raises(ShardCoreError, match="cannot enter /proc"):
-        host.enter()
-    os.seteuid(65534)
-    try:
-        with pytest.raises(ShardCoreError, match="needs root; this is user 65534"), hosts.box(QUICK):
-            pass
-    finally:
-        os.seteuid(0)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ShardCoreError, match="needs the command ip, of the package iproute2"), \
-            hosts.box(QUICK):
-        pass
-    monkeypatch.undo()
-    assert not holders(os.getpid())
-
-
-@pytest.mark.parametrize(("field", "value"), [("hosts", 0), ("hosts", 65), ("ranks_per_host", 0),
-                                              ("link_mbit", 0), ("link_mbit", 100_001)])
-def test_a_box_beyond_its_limits_is_refused(field, value):
-    with pytest.raises(ShardCoreError, match=f"box has {field} {value}; it needs"):
-        hosts.BoxConfig(**{field: value})
-
-
-def test_ranks_are_dealt_host_by_host():
-    on = [hosts.Host(name, name) for name in "ab"]
-    assert [hosts.host_of_rank(rank, on, 6).address for rank in range(6)] == list("aaabbb")
-    config = hosts.BoxConfig(4, 2, 400)
-    assert config.ranks == 8
-    assert config.words == "4 emulated hosts of 2 ranks, links of 400 Mbit/s"
-    assert np.prod([config.hosts, config.ranks_per_host]) == 8
+@boxed
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_box_whose_maker_is_killed(maker, sign):
+    links = subprocess.check_output(["ip", "-o", "link"])
+    process = maker()
+    ranks = [int(pid) for pid in process.stdout.readline().split()]
+    family = psutil.Process(process.pid).children(recursive=True)
+    networks = {os.readlink(f"/proc/{p.pid}/ns/net") for p in family} - {os.readlink("/proc/self/ns/net")}
+    assert len(ranks) == 4 and len(networks) == 3 and networks <= _networks()  # two hosts, and their switch
+    process.send_signal(sign)
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not [p for p in alive if p.is_running()]
+    assert not networks & _networks()
+    assert subprocess.check_output(["ip", "-o", "link"]) == links  # all links were within

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -75,8 +76,11 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
 
 
 def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
-    with local_ranks._reserved_port() as port:
-        given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]),
+                 "WORLD_SIZE": "3"}
         asked = [sys.executable, "-m", "shardcore", "topology", "measure", str(problem),
                  "--message-kib", "16", "--repeats", "2", "--out", str(tmp_path / "found.json")]
         ranks = [subprocess.Popen(asked, env={**given, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)

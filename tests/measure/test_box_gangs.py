@@ -1,0 +1,64 @@
+"""Gangs over the hosts of a box: plans replayed, and shuffled ranks found."""
+
+import pytest
+from shapes import column, host_row, on_hosts, replica
+
+from shardcore.errors import ShardCoreError
+from shardcore.layouts import CHANNELS, Channel
+from shardcore.measure import pairs
+from shardcore.measure.hosts import Box, box_of
+from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.measurements import ComputeRequest
+from shardcore.types import Plan, Problem, Setting, Shard, Table
+from shardcore.workload import lower
+
+
+def lacking():
+    """Why no box can be made here. Empty where one can."""
+    try:
+        with box_of(Box()):
+            return ""
+    except ShardCoreError as error:
+        return str(error)
+
+
+LACKING = lacking()
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
+SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
+
+
+def test_shuffled_ranks_are_found():
+    with box_of(SLOW) as places:
+        found = pairs.measure(4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=64),
+                              on=[places[i] for i in (0, 2, 3, 1)])
+    assert found.levels == [((0, 3), (1, 2))]
+    assert found.links.between_gbps < 2 * SLOW.between_gbit_s / 8
+    assert found.links.within_gbps > found.links.between_gbps
+
+
+@pytest.mark.long
+def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
+    setting = Setting("cpu", 1024)
+    tables = tuple(Table(f"t{i}", 2000, 32, 20.0) for i in range(3))
+    problem = Problem("p", tables, on_hosts("aabb", 1 << 30), 1024)
+    config = ReplayConfig(repeats=4, warmups=1, batches=2, evict_bytes=1 << 20)
+    apart = Plan((column(tables[0], 0), host_row(tables[1], (2, 3)), replica(tables[2], problem.topology)))
+    near = Plan((column(tables[0], 0), column(tables[1], 0), replica(tables[2], problem.topology)))
+    workloads = [lower(plan, problem) for plan in (apart, near)]
+    reference = ComputeRequest((Shard.whole(tables[0]),), 1024), 1.0
+    with box_of(SLOW) as places:
+        both = replay_all(workloads, setting, config, reference=reference, on=places)
+        with pytest.raises(ShardCoreError, match="hosts a, b and speeds .1.0.; a replay needs one host"):
+            replay_all(workloads, setting, config)
+        alone = lower(near, Problem("p", tables, on_hosts("aaaa", 1 << 30), 1024))
+        with pytest.raises(ShardCoreError, match="a replay needs the box's 2 hosts of 2 devices"):
+            replay_all([alone], setting, config, on=places)
+    for found, workload in zip(both, workloads, strict=True):
+        assert found.slowdown == 1
+        # A device that holds nothing but its replica computes less.
+        assert found.forward_compute_ms[1] < found.forward_compute_ms[0]
+        assert min(found.backward_compute_ms) > 0
+        # Half of what device 0 sends goes to the other host. What exceeds a burst passes at the link's rate.
+        n_bytes = workload.traffic[CHANNELS.index(Channel("all_to_all")), 0] / 2 - (64 << 10)
+        assert max(found.forward_comm_ms) > 0.8 * 8e3 * n_bytes / (SLOW.between_gbit_s * 1e9)
+    assert both[1].backward_compute_ms[0] > both[0].backward_compute_ms[0]
