@@ -1,8 +1,8 @@
-"""Sharding groups: one plan for a few devices, which all groups of as many devices run (TorchRec's 2D parallelism).
+"""Sharding groups: a plan for a few devices, which all groups of as many devices run (2D parallelism).
 
-The devices are divided into groups of equal size. Each group holds all tables, by the same plan, and trains on
-its own share of the batch. Devices at the same position of all groups hold the same shards: they are replicas.
-Every few steps, replicas average their weights and optimizer state (arXiv 2508.03854).
+The devices are divided into groups of equal size. Each group holds all tables, by the same plan, and trains
+on its own share of the batch. Devices at the same position of all groups hold the same shards: they are
+replicas. Every few steps, replicas average their weights and optimizer state (arXiv 2508.03854).
 
 The groups are those that TorchRec 1.8 makes (DMPCollection._create_process_groups), over its ranks, host by
 host. With R groups of M devices:
@@ -91,8 +91,8 @@ def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ..
     Raises ShardCoreError for a size that does not divide the devices evenly.
     """
     n, size = len(topology), grouping.size
-    require(n % size == 0, f"groups have size {size}, which does not divide {n} devices evenly; it needs one of "
-            f"{', '.join(str(d) for d in range(1, n + 1) if n % d == 0)}")
+    require(n % size == 0, f"groups have size {size}, which does not divide {n} devices evenly; it needs one "
+            f"of {', '.join(str(d) for d in range(1, n + 1) if n % d == 0)}")
     count, ranks = n // size, topology.ranks
     if grouping.layout == CONTIGUOUS:
         return tuple(ranks[g * size:(g + 1) * size] for g in range(count))
@@ -107,7 +107,8 @@ def replicas(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], .
 def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     """The problem of one group: its devices, links and share of the batch.
 
-    One plan serves all groups. So a device has the least memory, and the lowest speed, of all at its position.
+    One plan serves all groups. So a device has the least memory, and the lowest speed, of all at its
+    position.
 
     Raises ShardCoreError for what TorchRec cannot run in groups, or what groups make meaningless.
     Raises Infeasible if groups differ in how their devices are spread over hosts.
@@ -118,18 +119,20 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         return problem
     require(OPTIMIZERS[problem.optimizer].states in SYNCED_STATES,
             f"{p} has optimizer {problem.optimizer!r}; replicas of groups need one of "
-            f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec 1.8 "
-            "synchronises no other")
-    require(not problem.constraints.pinned, f"{p} has constraints.pinned {dict(problem.constraints.pinned)}; groups "
-            "need none, for a device of a group stands for one of each group")
+            f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
+            "1.8 synchronises no other")
+    pins = dict(problem.constraints.pinned)
+    require(not pins, f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
+            "for one of each group")
     spread = [_numbered([topology.devices[d].host for d in group]) for group in each]
     for number, hosts in enumerate(spread):
         if hosts != spread[0]:
             raise Infeasible(f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
                              f"{_counts(spread[0])}; one plan for all groups needs them alike")
     devices = tuple(
-        Device(min(topology.devices[d].memory_bytes for d in alike), min(topology.devices[d].speed for d in alike),
-               host=topology.devices[alike[0]].host) for alike in replicas(topology, grouping))
+        Device(min(topology.devices[d].memory_bytes for d in alike),
+               min(topology.devices[d].speed for d in alike), host=topology.devices[alike[0]].host)
+        for alike in replicas(topology, grouping))
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
     return replace(problem, name=name, topology=replace(topology, devices=devices),

@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardcore.cli import grouped
 from shardcore.cli.options import amount, command, natural, positive
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
@@ -68,6 +69,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     budget.add_argument("--budget-evals", type=positive(int), help="plans to price; the same seed then gives "
                         "the same plan")
     p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--groups", nargs="?", const="auto", metavar="auto|SIZE", help="divide the devices into "
+                   "groups of SIZE, or of the best size, that replicate one plan (TorchRec's DMPCollection); "
+                   "each size and layout is searched with the budget")
+    p.add_argument("--sync-every", type=positive(int), metavar="N", help="with --groups: steps from one "
+                   "synchronisation of the replicas to the next; default: 1")
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
     p.add_argument("--second-model", help=argparse.SUPPRESS)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
@@ -80,20 +86,20 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.search import DEFAULT_SHARDER, SHARDERS, known
-    from shardcore.search.budget import Budget
     from shardcore.workload import lower
 
     args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
     problem = files.read_problem(args.problem)
-    model = mixed.load(args.model).for_problem(problem)
+    loaded = mixed.load(args.model)
+    if args.groups is not None:
+        _plan_groups(args, problem, loaded)
+        return
+    model = loaded.for_problem(problem)
     problem.require_setting(model.setting)
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
-    provenance = {"model_digest": "+".join(map(files.model_digest, args.model))}
-    if args.confidence:
-        provenance["confidence"] = args.confidence
-    budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
+    provenance, budget = _provenance(args), _budget(args)
     began, why = time.monotonic(), ""
     if args.start:
         found, why = _replanned(args, problem, cautious, budget)
@@ -110,9 +116,40 @@ def plan(args: argparse.Namespace) -> None:
     _say_extrapolated(mixed.out_of_range(model, lower(found, problem)))
 
 
+def _provenance(args: argparse.Namespace) -> dict[str, Any]:
+    from shardcore import files
+
+    return ({"model_digest": "+".join(map(files.model_digest, args.model))}
+            | ({"confidence": args.confidence} if args.confidence else {}))
+
+
+def _budget(args: argparse.Namespace) -> Budget | None:
+    from shardcore.search.budget import Budget
+
+    return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
+
+
+def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel) -> None:
+    from shardcore.cost import mixed
+    from shardcore.cost.model import at_confidence
+    from shardcore.workload import lower
+
+    began, cautious = time.monotonic(), at_confidence(model, args.confidence)
+    best = grouped.chosen(args, problem, cautious, _budget(args))
+    found, own = grouped.write(args, best, problem, _provenance(args))
+    print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
+          f"{time.monotonic() - began:.2f} s by {args.algorithm}")
+    if args.explain:
+        print("\nThe plan of one group:")
+        _say_explained(found, own, cautious.for_problem(own), _budget(args))
+    _say_extrapolated(mixed.out_of_range(model.for_problem(own), lower(found, own)))
+
+
 def _require_agreeing(args: argparse.Namespace) -> None:
     """Raise ShardCoreError for options that are gone or contradict each other."""
     from shardcore.search.anneal.sharder import SPACE_OF
+
+    grouped.require_agreeing(args)
 
     if args.second_model is not None:
         raise ShardCoreError(SECOND_MODEL_IS_GONE)
@@ -176,26 +213,35 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
 
 
 def price(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore import files, grouped_plans
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.workload import lower
 
-    problem = files.read_problem(args.problem)
-    model = mixed.load(args.model).for_problem(problem)
-    problem.require_setting(model.setting)
-    found = files.read_plan(args.plan, problem)
-    workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
-    cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
-    body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
-            "memory_bytes": list(workload.memory_bytes), "extrapolated": beyond}
+    whole = own = files.read_problem(args.problem)
+    of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
+    if of_groups:
+        own = of_groups.problem
+    model = mixed.load(args.model).for_problem(own)
+    own.require_setting(model.setting)
+    found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
+    workload, cautious = lower(found, own), at_confidence(model, args.confidence)
+    beyond = mixed.out_of_range(model, workload)
+    if of_groups:
+        body = grouped.price(of_groups, whole, cautious)
+    else:
+        cost = predicted(workload, cautious)
+        body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
+                "memory_bytes": list(workload.memory_bytes)}
+    body["extrapolated"] = beyond
     if args.out:
         files.write_json(args.out, body)
     elif not args.explain:
         print(json.dumps(body, indent=1))
     if args.explain:
-        _say_explained(found, problem, cautious, None)
+        print("\nThe plan of one group:" * bool(of_groups))
+        _say_explained(found, own, cautious, None)
     _say_extrapolated(beyond)
 
 
@@ -267,7 +313,8 @@ def replay(args: argparse.Namespace) -> None:
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
     p = command(commands, export, "Write a plan as TorchRec's: what "
-                "shardcore.export.torchrec_json.read_torchrec reads, DistributedModelParallel takes.")
+                "shardcore.export.torchrec_json.read_torchrec reads, DistributedModelParallel takes. One "
+                "of groups: what export.dmp_collection.read_dmp_collection reads, DMPCollection takes.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
@@ -281,6 +328,7 @@ def export(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.export.torchrec import to_torchrec
     from shardcore.export.torchrec_json import write_torchrec
+    from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
 
     if args.uneven_rows:
@@ -288,6 +336,9 @@ def export(args: argparse.Namespace) -> None:
                              "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
+    if is_grouped(args.plan):
+        grouped.export(args, problem)
+        return
     plan = files.read_plan(args.plan, problem)
     exported = to_torchrec(plan, problem, args.module, args.compute_device)
     write_torchrec(args.out, exported)

@@ -47,9 +47,11 @@ class Arguments:
 
     def __post_init__(self) -> None:
         require_within(self, "arguments", world_size=(1, MOST_DEVICES))
-        for part, whole in (("sharding_group_size", "world_size"), ("node_group_size", "sharding_group_size")):
+        for part, whole in (("sharding_group_size", "world_size"),
+                            ("node_group_size", "sharding_group_size")):
             n, of = getattr(self, part), getattr(self, whole)
-            require(1 <= n <= of and of % n == 0, f"arguments have {part} {n}; it needs to divide {whole} {of} evenly")
+            require(1 <= n <= of and of % n == 0,
+                    f"arguments have {part} {n}; it needs to divide {whole} {of} evenly")
 
 
 def arguments_of(grouped: GroupedPlan, problem: Problem) -> Arguments:
@@ -86,12 +88,12 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
     if found != SCHEMA:
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") != VERSION:
-        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore "
-                             f"reads {VERSION}")
+        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
+                             f"ShardCore reads {VERSION}")
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     if data.get("digest") != files.digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was edited "
-                             "after ShardCore wrote it")
+        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+                             "edited after ShardCore wrote it")
     made = schema.build(_File, body, str(path))
     arguments = schema.build(Arguments, made.arguments, f"{path}: arguments")
     return {"plan": from_json(made.modules, str(path)), **asdict(arguments)}, made.sync_every

@@ -1,7 +1,7 @@
-"""Which groups to train in: their size and layout, by the cost of a step and of the replicas' synchronisation.
+"""Which groups to train in: their size and layout, by the cost of a step and of synchronising replicas.
 
-Each candidate is a problem of its own: that of one group (see shardcore/sharding_groups.py). Any sharder solves
-it. A step of the whole job then takes
+Each candidate is a problem of its own: that of one group (see shardcore/sharding_groups.py). Any sharder
+solves it. A step of the whole job then takes
 
     total = step of a group + time to synchronise / steps between two
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
-from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.memory import held_bytes, used_bytes
 from shardcore.search.budget import Budget
@@ -131,8 +131,8 @@ def _all_reduce_ms(n_bytes: int, topology: Topology, model: CostModel) -> float:
     return float(model.comm(traffic, np.zeros(len(topology)), topology).backward_ms.max())
 
 
-def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iterable[int], sync_every: int = 1,
-               *, seed: int = 0, budget: Budget | None = None) -> list[Candidate]:
+def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iterable[int],
+               sync_every: int = 1, *, seed: int = 0, budget: Budget | None = None) -> list[Candidate]:
     """Every size of `among` in both layouts, with a plan or why there is none.
 
     among: sizes that divide the devices evenly (see sharding_groups.sizes). That of all devices is the plain
@@ -143,7 +143,7 @@ def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iter
     for grouping in groupings(problem, sync_every, among):
         try:
             found.append(_searched(problem, grouping, model, sharder, seed, budget))
-        except (Infeasible, SettingMismatch, ShardCoreError) as error:
+        except ShardCoreError as error:
             found.append(Candidate(grouping, why=str(error)))
     return found
 
@@ -154,7 +154,8 @@ def _searched(problem: Problem, grouping: Grouping, model: CostModel, sharder: S
     fitting = model.for_problem(own)
     own.require_setting(fitting.setting)
     grouped = GroupedPlan(grouping, sharder(own, fitting, seed=seed, budget=budget), own)
-    shares = [used / max(1, free) for used, free in zip(used_bytes(grouped.plan, own), held_bytes(own), strict=True)]
+    shares = [used / max(1, free)
+              for used, free in zip(used_bytes(grouped.plan, own), held_bytes(own), strict=True)]
     fullest = max(range(len(shares)), key=shares.__getitem__)
     return Candidate(grouping, grouped, cost_of(grouped, problem, fitting), (fullest, shares[fullest]))
 

@@ -1,8 +1,9 @@
-"""Grouped plans that TorchRec's DMPCollection trains on gloo processes, beside unsharded runs of the same data.
+"""Grouped plans that TorchRec's DMPCollection trains on gloo processes, beside unsharded runs of the same
+data.
 
-TorchRec 1.8 asserts that DMPCollection runs on GPUs, and numbers the devices of a host. `dmp_collection` reads its
-module as `python -O` would, without assertions, and takes the numbers off: a CPU has none. The rest is TorchRec's:
-groups, ranks of the plan, forward, backward, sync.
+TorchRec 1.8 asserts that DMPCollection runs on GPUs, and numbers the devices of a host. `dmp_collection`
+reads its module as `python -O` would, without assertions, and takes the numbers off: a CPU has none. The rest
+is TorchRec's: groups, ranks of the plan, forward, backward, sync.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ def problem(n_hosts: int, per_host: int, optimizer: str = "exact_sgd") -> Proble
 
 
 def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
-    """A plan of a group that has whole tables, columns, rows, rows of a host where that is a kind, and a replica.
-    """
+    """A plan of a group: whole tables, columns, rows, a replica, and rows of a host where that is a kind."""
     own = problem_of_group(given, grouping)
     a, b, c, d, e = own.tables
     n, hosts = len(own.topology), own.topology.on_hosts
@@ -129,7 +129,8 @@ def work(rank: int, n: int, local: int, runs: Sequence[Run], folder: str) -> Non
     """Run on one rank. Each step's shards of this rank, and the dense part, are kept in a file."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
+                      LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     try:
@@ -146,7 +147,8 @@ def _trained(rank: int, run: Run) -> list[dict[str, Any]]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-    fused = {"optimizer": EmbOptimType[OPTIMIZERS[run.optimizer].theirs], "learning_rate": LEARNING_RATE, "eps": EPS}
+    fused = {"optimizer": EmbOptimType[OPTIMIZERS[run.optimizer].theirs], "learning_rate": LEARNING_RATE,
+             "eps": EPS}
     arguments, sync_every = read_dmp_collection(run.path)
     whole = unsharded()
     model = dmp_collection()(Model(), torch.device("cpu"), global_pg=dist.group.WORLD,
@@ -221,8 +223,8 @@ def expected(each: Sequence[Sequence[int]], run: Run, sync_every: int,
                     mean = torch.stack([x.detach() for x in same]).mean(0)
                     for x in same:
                         x.copy_(mean)
-        kept.append([{n.split(".")[-2] if "." in n else n: p.detach().clone() for n, p in m.named_parameters()}
-                     for m in replicas])
+        kept.append([{name.split(".")[-2] if "." in name else name: value.detach().clone()
+                      for name, value in model.named_parameters()} for model in replicas])
     return kept
 
 
@@ -239,7 +241,8 @@ def _update(gradient: torch.Tensor, sums: torch.Tensor, optimizer: str) -> torch
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a run of DMPCollection is from unsharded ones, the largest difference of any number at any step.
+    """How far a run of DMPCollection is from unsharded ones: the largest difference of any number at any
+    step.
 
     replicas: from R unsharded models that average as it does.
     one: from one unsharded model of all data.
