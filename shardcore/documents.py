@@ -11,7 +11,7 @@ from typing import Any
 from shardcore.errors import ShardCoreError
 from shardcore.schema import read_json, show
 
-VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "model": 1, "towers": 1}
+VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "towers": 1}
 """By schema. A file of an earlier version is read by its migration.
 
 A plan of version 1 names no kinds of sharding: see plans_v1.
@@ -45,7 +45,9 @@ def open_versions(path: str | Path, schema: str) -> tuple[dict[str, Any], int]:
     data, latest = read_json(path), VERSIONS[schema]
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ShardCoreError(f"{path} has schema {show(found)}; expected 'shardcore/{schema}'")
+        grouped = ": it is of one sharding group, which only price and export read" * (
+            found == "shardcore/grouped-plan")
+        raise ShardCoreError(f"{path} has schema {show(found)}{grouped}; expected 'shardcore/{schema}'")
     version = data.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= latest:
         raise ShardCoreError(f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads "

@@ -1,4 +1,4 @@
-"""Commands that make, price, run and export plans: problem, plan, price, replay, export.
+"""Commands that make, price, run and export plans: plan, price, replay, export.
 
 Commands import what they need when they run, so that help is quick.
 """
@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardcore.cli import grouped
 from shardcore.cli.options import amount, command, natural, positive
-from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
-from shardcore.job import HIDES_IDS, PAYLOADS, Job
-from shardcore.limits import MOST_DEVICES, require_within
-from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting
 
 if TYPE_CHECKING:
@@ -41,7 +38,6 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     _add_price(commands)
     _add_replay(commands)
     _add_export(commands)
-    _add_problem(commands)
 
 
 # --- plan --------------------------------------------------------------------------------------------------
@@ -70,6 +66,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     budget.add_argument("--budget-evals", type=positive(int), help="plans to price; the same seed then gives "
                         "the same plan")
     p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--groups", nargs="?", const="auto", metavar="auto|SIZE", help="divide the devices into "
+                   "groups of SIZE, or of the best size, that replicate one plan (TorchRec's DMPCollection); "
+                   "each size and layout is searched with the budget")
+    p.add_argument("--sync-every", type=positive(int), metavar="N", help="with --groups: steps from one "
+                   "synchronisation of the replicas to the next; default: 1")
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
     p.add_argument("--second-model", help=argparse.SUPPRESS)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
@@ -83,21 +84,21 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, SHARDERS, known
-    from shardcore.search.budget import Budget
     from shardcore.search.tower_hosts import tower_traffic
     from shardcore.workload import lower
 
     args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
     _require_agreeing(args)
     asked = problem = files.read_problem(args.problem)
-    model = mixed.load(args.model).for_problem(problem)
+    loaded = mixed.load(args.model)
+    if args.groups is not None:
+        _plan_groups(args, problem, loaded)
+        return
+    model = loaded.for_problem(problem)
     problem.require_setting(model.setting)
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
-    provenance = {"model_digest": "+".join(map(files.model_digest, args.model))}
-    if args.confidence:
-        provenance["confidence"] = args.confidence
-    budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
+    provenance, budget = _provenance(args), _budget(args)
     began, why = time.monotonic(), ""
     if args.towers:
         problem, of_towers = _with_towers(args.towers, problem, cautious)
@@ -120,15 +121,49 @@ def plan(args: argparse.Namespace) -> None:
     _say_extrapolated(mixed.out_of_range(model, lower(found, problem)))
 
 
+def _provenance(args: argparse.Namespace) -> dict[str, Any]:
+    from shardcore import files
+
+    return ({"model_digest": "+".join(map(files.model_digest, args.model))}
+            | ({"confidence": args.confidence} if args.confidence else {}))
+
+
+def _budget(args: argparse.Namespace) -> Budget | None:
+    from shardcore.search.budget import Budget
+
+    return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
+
+
+def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel) -> None:
+    from shardcore.cost import mixed
+    from shardcore.cost.model import at_confidence
+    from shardcore.workload import lower
+
+    began, cautious = time.monotonic(), at_confidence(model, args.confidence)
+    best = grouped.chosen(args, problem, cautious, _budget(args))
+    found, own = grouped.write(args, best, problem, _provenance(args))
+    print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
+          f"{time.monotonic() - began:.2f} s by {args.algorithm}")
+    if args.explain:
+        print("\nThe plan of one group:")
+        _say_explained(found, own, cautious.for_problem(own), _budget(args))
+    _say_extrapolated(mixed.out_of_range(model.for_problem(own), lower(found, own)))
+
+
 def _require_agreeing(args: argparse.Namespace) -> None:
     """Raise ShardCoreError for options that are gone or contradict each other."""
     from shardcore.search.anneal.sharder import SPACE_OF
+
+    grouped.require_agreeing(args)
 
     if args.second_model is not None:
         raise ShardCoreError(SECOND_MODEL_IS_GONE)
     if args.start and args.algorithm not in SPACE_OF:
         raise ShardCoreError(f"--start is for --algorithm {' and '.join(SPACE_OF)} only; got "
                              f"{args.algorithm}")
+    if args.groups is not None and args.towers:
+        raise ShardCoreError(f"--groups {args.groups} and --towers {args.towers} were both given; towers are "
+                             "of all hosts of a problem, so leave one out")
     if args.start and args.towers:
         raise ShardCoreError(f"--start {args.start} and --towers {args.towers} were both given; a plan with "
                              "towers is made afresh, so leave one out")
@@ -201,28 +236,37 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
 
 
 def price(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore import files, grouped_plans
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.search.tower_hosts import as_planned
     from shardcore.workload import lower
 
-    problem = files.read_problem(args.problem)
-    model = mixed.load(args.model).for_problem(problem)
-    problem.require_setting(model.setting)
-    found = files.read_plan(args.plan, problem)
-    problem = as_planned(found, problem)
-    workload, cautious = lower(found, problem), at_confidence(model, args.confidence)
-    cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
-    body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
-            "memory_bytes": list(workload.memory_bytes), "extrapolated": beyond}
+    whole = own = files.read_problem(args.problem)
+    of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
+    if of_groups:
+        own = of_groups.problem
+    model = mixed.load(args.model).for_problem(own)
+    own.require_setting(model.setting)
+    found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
+    own = as_planned(found, own)
+    workload, cautious = lower(found, own), at_confidence(model, args.confidence)
+    beyond = mixed.out_of_range(model, workload)
+    if of_groups:
+        body = grouped.price(of_groups, whole, cautious)
+    else:
+        cost = predicted(workload, cautious)
+        body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
+                "memory_bytes": list(workload.memory_bytes)}
+    body["extrapolated"] = beyond
     if args.out:
         files.write_json(args.out, body)
     elif not args.explain:
         print(json.dumps(body, indent=1))
     if args.explain:
-        _say_explained(found, problem, cautious, None)
+        print("\nThe plan of one group:" * bool(of_groups))
+        _say_explained(found, own, cautious, None)
     _say_extrapolated(beyond)
 
 
@@ -294,7 +338,8 @@ def replay(args: argparse.Namespace) -> None:
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
     p = command(commands, export, "Write a plan as TorchRec's: what "
-                "shardcore.export.torchrec_json.read_torchrec reads, DistributedModelParallel takes.")
+                "shardcore.export.torchrec_json.read_torchrec reads, DistributedModelParallel takes. One "
+                "of groups: what export.dmp_collection.read_dmp_collection reads, DMPCollection takes.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
@@ -308,6 +353,7 @@ def export(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.export.torchrec import to_torchrec
     from shardcore.export.torchrec_json import write_torchrec
+    from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
 
     if args.uneven_rows:
@@ -315,61 +361,9 @@ def export(args: argparse.Namespace) -> None:
                              "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
+    if is_grouped(args.plan):
+        grouped.export(args, problem)
+        return
     plan = files.read_plan(args.plan, problem)
     exported = to_torchrec(plan, problem, args.module, args.compute_device)
     write_torchrec(args.out, exported)
-
-
-# --- problem -----------------------------------------------------------------------------------------------
-
-
-def _add_problem(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, problem, "Make a problem file from a public list of tables, FBGEMM's reports of a "
-                "job, or by drawing from a pool.")
-    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of "
-                   "FBGEMM's reports (docs/torchrec.md) or a POOL.json")
-    p.add_argument("--devices", type=positive(int), default=4)
-    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, of which 15%% is kept "
-                   "for the dense part, unless drawn from a pool")
-    p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
-    p.add_argument("--draw", type=natural, metavar="INDEX", help="which problem to draw from a pool")
-    p.add_argument("--max-dim", type=positive(int), default=128, help="of the drawn tables")
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--pipeline", choices=list(HIDES_IDS), default=Job.pipeline,
-                   help="TorchRec's: whether ids travel while the dense part runs")
-    for way in ("forward", "backward"):
-        p.add_argument(f"--dense-{way}-ms", type=float, metavar="MS",
-                       help="of the dense part on a device; give both or neither")
-        p.add_argument(f"--{way}-payload", choices=list(PAYLOADS), default="fp32",
-                       help=f"what {'outputs' if way == 'forward' else 'gradients'} travel as")
-    p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
-
-
-def problem(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.draws.problems import ProblemConfig, draw_problem
-    from shardcore.tables.public import public_pool
-
-    require_within(args, "problem", devices=(1, MOST_DEVICES))
-    job = Job(args.pipeline, args.dense_forward_ms, args.dense_backward_ms,
-              forward_payload=args.forward_payload, backward_payload=args.backward_payload)
-    if args.tables.endswith(".json"):
-        pool = files.read_pool(args.tables)
-        if args.draw is None:
-            raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public "
-                                 "list)")
-        shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
-        made = draw_problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
-    else:
-        devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
-        if Path(args.tables).is_dir():
-            from shardcore.export.fbgemm_statistics import reported_tables
-
-            found, name = reported_tables(args.tables), Path(args.tables).resolve().name
-        else:
-            found = public_pool(args.tables)
-        reserved = Constraints(reserved_bytes=int(files.DEFAULT_RESERVE * devices[0].memory_bytes))
-        made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch, constraints=reserved)
-    files.write_problem(args.out, dataclasses.replace(made, job=job))
-    gib = sum(t.bytes for t in made.tables) / 2**30
-    print(f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB, {args.devices} devices")

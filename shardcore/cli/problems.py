@@ -1,0 +1,66 @@
+"""The command that makes a problem file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardcore.cli.options import command, natural, positive
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
+from shardcore.job import HIDES_IDS, PAYLOADS, Job
+from shardcore.limits import MOST_DEVICES, require_within
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    p = command(commands, problem, "Make a problem file from a public list of tables, FBGEMM's reports of a "
+                "job, or by drawing from a pool.")
+    p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of "
+                   "FBGEMM's reports (docs/torchrec.md) or a POOL.json")
+    p.add_argument("--devices", type=positive(int), default=4)
+    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, of which 15%% is kept "
+                   "for the dense part, unless drawn from a pool")
+    p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
+    p.add_argument("--draw", type=natural, metavar="INDEX", help="which problem to draw from a pool")
+    p.add_argument("--max-dim", type=positive(int), default=128, help="of the drawn tables")
+    p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--pipeline", choices=list(HIDES_IDS), default=Job.pipeline,
+                   help="TorchRec's: whether ids travel while the dense part runs")
+    for way in ("forward", "backward"):
+        p.add_argument(f"--dense-{way}-ms", type=float, metavar="MS",
+                       help="of the dense part on a device; give both or neither")
+        p.add_argument(f"--{way}-payload", choices=list(PAYLOADS), default="fp32",
+                       help=f"what {'outputs' if way == 'forward' else 'gradients'} travel as")
+    p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
+
+
+def problem(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.draws.problems import ProblemConfig, draw_problem
+    from shardcore.tables.public import public_pool
+
+    require_within(args, "problem", devices=(1, MOST_DEVICES))
+    job = Job(args.pipeline, args.dense_forward_ms, args.dense_backward_ms,
+              forward_payload=args.forward_payload, backward_payload=args.backward_payload)
+    if args.tables.endswith(".json"):
+        pool = files.read_pool(args.tables)
+        if args.draw is None:
+            raise ShardCoreError(f"{args.tables} is a pool to draw from: give --draw INDEX (or name a public "
+                                 "list)")
+        shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
+        made = draw_problem(pool, args.draw, Setting("any", args.batch), args.seed, shape)
+    else:
+        devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
+        if Path(args.tables).is_dir():
+            from shardcore.export.fbgemm_statistics import reported_tables
+
+            found, name = reported_tables(args.tables), Path(args.tables).resolve().name
+        else:
+            found = public_pool(args.tables)
+        reserved = Constraints(reserved_bytes=int(files.DEFAULT_RESERVE * devices[0].memory_bytes))
+        made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch, constraints=reserved)
+    files.write_problem(args.out, dataclasses.replace(made, job=job))
+    gib = sum(t.bytes for t in made.tables) / 2**30
+    print(f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB, {args.devices} devices")

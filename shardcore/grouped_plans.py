@@ -1,0 +1,65 @@
+"""Files of grouped plans: the plan of one sharding group, and how the devices are divided.
+
+They have a schema of their own. So nothing that reads plans takes one for a plan of all devices. A file knows
+the digest of the whole problem, and that of a group's, which follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardcore import files
+from shardcore.documents import document, is_document, open_document, seal, unseal
+from shardcore.errors import ShardCoreError
+from shardcore.schema import build, show
+from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
+from shardcore.types import Problem
+from shardcore.workload import require_plan
+
+SCHEMA = "grouped-plan"
+
+
+def is_grouped(path: str | Path) -> bool:
+    """Whether a file says that it is a grouped plan."""
+    return is_document(path, SCHEMA)
+
+
+def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
+    """Write a grouped plan. problem: the whole."""
+    of_group = files.plan_to_json(grouped.plan, grouped.problem)
+    files.write_json(path, document(SCHEMA, seal({
+        "problem": problem.name, "problem_digest": files.problem_digest(problem),
+        "groups": asdict(grouped.grouping),
+        "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")}})))
+
+
+def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
+    """A grouped plan of a whole problem.
+
+    Raises ShardCoreError where it was made for another one, was edited, or `lower` would refuse it.
+    """
+    found = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
+    if found.problem_digest != (own := files.problem_digest(problem)):
+        raise ShardCoreError(f"{path} is a grouped plan for problem {show(found.problem)} with digest "
+                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}")
+    grouping = build(Grouping, found.groups, f"{path}: groups")
+    try:
+        of_group = problem_of_group(problem, grouping)
+        plan = files.plan_from_json(dict(found.plan), of_group, "its plan")
+        require_plan(plan, of_group)
+    except ShardCoreError as error:
+        raise type(error)(f"{path}: {error}") from None
+    return GroupedPlan(grouping, plan, of_group)
+
+
+@dataclass(frozen=True)
+class _GroupedPlan:
+    """A grouped plan's file."""
+
+    problem: str
+    problem_digest: str
+    groups: Mapping[str, Any]
+    plan: Mapping[str, Any]

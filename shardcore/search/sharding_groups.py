@@ -1,0 +1,171 @@
+"""Which groups to train in: their size and layout, by the cost of a step and of synchronising replicas.
+
+Each candidate is a problem of its own: that of one group (see shardcore/sharding_groups.py). Any sharder
+solves it. A step of the whole job then takes
+
+    total = step of a group + time to synchronise / steps between two
+
+A synchronisation is one all-reduce of weights and one of optimizer state, among the replicas of each device.
+By a ring, 2 (R - 1) / R of the bytes leave and enter each device. The cost model prices it, by the topology's
+links or as it measured all-reduces. All devices wait for the last.
+
+All groups communicate at once. Where devices of a host share its link, and the topology states no bandwidths,
+this is too cheap: a price has one group's bytes on it.
+
+Shapes: C channels, M devices of a group, R groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardcore.cost.model import CostModel, price
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.layouts import CHANNELS, Channel
+from shardcore.memory import held_bytes, used_bytes
+from shardcore.search.budget import Budget
+from shardcore.search.sharders import Sharder
+from shardcore.sharding_groups import (
+    GroupedPlan,
+    Grouping,
+    groupings,
+    problem_of_group,
+    replicas,
+    replicated_gradient_bytes,
+    synced_bytes,
+)
+from shardcore.topology import Topology
+from shardcore.types import Problem, StepCost
+from shardcore.workload import lower
+
+_ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
+
+
+@dataclass(frozen=True)
+class GroupedCost:
+    """What a step in groups costs.
+
+    step: of one group.
+    dense_gradients_ms: that gradients of replicated tables take longer among all devices than in a group.
+    sync_ms: one synchronisation of the replicas.
+    sync_every: steps from one to the next.
+    """
+
+    step: StepCost
+    dense_gradients_ms: float
+    sync_ms: float
+    sync_every: int
+
+    @property
+    def step_ms(self) -> float:
+        return self.step.total_ms + self.dense_gradients_ms
+
+    @property
+    def sync_ms_a_step(self) -> float:
+        return self.sync_ms / self.sync_every
+
+    @property
+    def total_ms(self) -> float:
+        return self.step_ms + self.sync_ms_a_step
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to divide the devices.
+
+    found: its plan. None: there is none.
+    cost: of that plan.
+    fullest: device of a group that has the least free, and the share of its memory that it holds.
+    why: there is no plan.
+    """
+
+    grouping: Grouping
+    found: GroupedPlan | None = None
+    cost: GroupedCost | None = None
+    fullest: tuple[int, float] | None = None
+    why: str = ""
+
+
+def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
+    """What a step of a grouped plan costs.
+
+    problem: the whole. model: for the problem of a group.
+    """
+    topology, grouping = problem.topology, grouped.grouping
+    alike = replicas(topology, grouping)
+    step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
+    if len(alike[0]) > 1:
+        if n_bytes := replicated_gradient_bytes(grouped.plan):
+            dense = max(0.0, _all_reduce_ms(n_bytes, topology, model)
+                        - _all_reduce_ms(n_bytes, grouped.problem.topology, model))
+        sync = _sync_ms(synced_bytes(grouped.plan, grouped.problem), alike, topology, model)
+    return GroupedCost(step, dense, sync, grouping.sync_every)
+
+
+def _sync_ms(n_bytes: Sequence[tuple[int, int]], alike: Sequence[Sequence[int]], topology: Topology,
+             model: CostModel) -> float:
+    """ms of a synchronisation. n_bytes: [M] of weights and of state. alike: [M][R] devices."""
+    largest: dict[tuple[int, ...], tuple[int, int]] = {}
+    of_links: dict[tuple[int, ...], Topology] = {}
+    for (weights, state), devices in zip(n_bytes, alike, strict=True):
+        among = replace(topology, devices=tuple(topology.devices[d] for d in devices))
+        # Replicas that are spread alike over hosts are priced once: the last of them counts.
+        spread = tuple(among.hosts.index(d.host) for d in among.devices)
+        before = largest.get(spread, (0, 0))
+        largest[spread] = max(before[0], weights), max(before[1], state)
+        of_links[spread] = among
+    # All devices average their weights, then their state.
+    return sum(max(_all_reduce_ms(both[i], of_links[spread], model) for spread, both in largest.items())
+               for i in range(2))
+
+
+def _all_reduce_ms(n_bytes: int, topology: Topology, model: CostModel) -> float:
+    """ms of an all-reduce of so many bytes of each device."""
+    if not n_bytes or len(topology) < 2:
+        return 0.0
+    traffic = np.zeros((len(CHANNELS), len(topology)))
+    traffic[_ALL_REDUCE] = n_bytes
+    return float(model.comm(traffic, np.zeros(len(topology)), topology).backward_ms.max())
+
+
+def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iterable[int],
+               sync_every: int = 1, *, seed: int = 0, budget: Budget | None = None) -> list[Candidate]:
+    """Every size of `among` in both layouts, with a plan or why there is none.
+
+    among: sizes that divide the devices evenly (see sharding_groups.sizes). That of all devices is the plain
+      plan.
+    budget: of each search.
+    """
+    found = []
+    for grouping in groupings(problem, sync_every, among):
+        try:
+            found.append(_searched(problem, grouping, model, sharder, seed, budget))
+        except ShardCoreError as error:
+            found.append(Candidate(grouping, why=str(error)))
+    return found
+
+
+def _searched(problem: Problem, grouping: Grouping, model: CostModel, sharder: Sharder, seed: int,
+              budget: Budget | None) -> Candidate:
+    own = problem_of_group(problem, grouping)
+    fitting = model.for_problem(own)
+    own.require_setting(fitting.setting)
+    grouped = GroupedPlan(grouping, sharder(own, fitting, seed=seed, budget=budget), own)
+    shares = [used / max(1, free)
+              for used, free in zip(used_bytes(grouped.plan, own), held_bytes(own), strict=True)]
+    fullest = max(range(len(shares)), key=shares.__getitem__)
+    return Candidate(grouping, grouped, cost_of(grouped, problem, fitting), (fullest, shares[fullest]))
+
+
+def best(of: Sequence[Candidate]) -> Candidate:
+    """The cheapest candidate; of equal ones the largest group, whose replicas differ least.
+
+    Raises Infeasible, with the reason of the largest group, if none has a plan.
+    """
+    having = [c for c in of if c.cost]
+    if not having:
+        raise Infeasible(f"no groups have a plan; of {of[0].grouping.size} devices, {of[0].why}")
+    return min(having, key=lambda c: (c.cost.total_ms, -c.grouping.size))

@@ -1,0 +1,192 @@
+"""Sharding groups: a plan for a few devices, which all groups of as many devices run (2D parallelism).
+
+The devices are divided into groups of equal size. Each group holds all tables, by the same plan, and trains
+on its own share of the batch. Devices at the same position of all groups hold the same shards: they are
+replicas. Every few steps, replicas average their weights and optimizer state (arXiv 2508.03854).
+
+The groups are those that TorchRec 1.8 makes (DMPCollection._create_process_groups), over its ranks, host by
+host. With R groups of M devices:
+
+- contiguous: group g has ranks g M to g M + M - 1. Lookups stay near, replicas are far apart.
+- strided: group g has ranks g, g + R, g + 2 R, ... Replicas are R neighbours.
+
+Shapes: G devices, M of a group, R groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shardcore import memory
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.fused import OPTIMIZERS
+from shardcore.layouts import run_of, shards_on
+from shardcore.limits import require, require_known, require_within
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem
+
+CONTIGUOUS, STRIDED = "contiguous", "strided"
+GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
+"""Which ranks are a group."""
+SYNCED_STATES: frozenset[tuple[str, ...]] = frozenset({(), ("row",)})
+"""States of the optimizers that DMPCollection synchronises.
+
+It reads the state "sum" of every table (_cache_sync_tensors). Adam and LAMB of FBGEMM have none of that name:
+TorchRec 1.8 fails with a KeyError.
+"""
+MOST_SYNC_EVERY = 1_000_000
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How devices are divided.
+
+    size: devices of a group.
+    layout: one of GROUP_LAYOUTS.
+    sync_every: steps from one synchronisation of the replicas to the next.
+    """
+
+    size: int
+    layout: str
+    sync_every: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, f"groups have size {self.size}; it needs 1 device or more")
+        require_known(self, "groups", layout=GROUP_LAYOUTS)
+        require_within(self, "groups", sync_every=(1, MOST_SYNC_EVERY))
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """A plan of one group, and how the devices are divided. It is no Plan of the whole problem.
+
+    problem: of one group, as `problem_of_group` makes it.
+    """
+
+    grouping: Grouping
+    plan: Plan
+    problem: Problem
+
+
+def sizes(problem: Problem) -> tuple[int, ...]:
+    """The sizes of groups that divide a problem's devices evenly, falling."""
+    n = len(problem.topology)
+    return tuple(size for size in range(n, 0, -1) if n % size == 0)
+
+
+def groupings(problem: Problem, sync_every: int, among: Iterable[int]) -> tuple[Grouping, ...]:
+    """The different ways to divide a problem's devices into groups of some sizes.
+
+    Layouts of one group, and of groups of one device, are the same. They are listed once.
+    """
+    n = len(problem.topology)
+    return tuple(Grouping(size, layout, sync_every) for size in among
+                 for layout in (GROUP_LAYOUTS if 1 < size < n else GROUP_LAYOUTS[:1]))
+
+
+def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
+    """[R][M] the devices of each group, by their position in it.
+
+    Raises ShardCoreError for a size that does not divide the devices evenly.
+    """
+    n, size = len(topology), grouping.size
+    require(n % size == 0, f"groups have size {size}, which does not divide {n} devices evenly; it needs one "
+            f"of {', '.join(str(d) for d in range(1, n + 1) if n % d == 0)}")
+    count, ranks = n // size, topology.ranks
+    if grouping.layout == CONTIGUOUS:
+        return tuple(ranks[g * size:(g + 1) * size] for g in range(count))
+    return tuple(ranks[g::count] for g in range(count))
+
+
+def replicas(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
+    """[M][R] the devices that hold the same shards, by position. Raises as `members`."""
+    return tuple(zip(*members(topology, grouping), strict=True))
+
+
+def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
+    """The problem of one group: its devices, links and share of the batch.
+
+    One plan serves all groups. So a device has the least memory, and the lowest speed, of all at its
+    position.
+
+    Raises ShardCoreError for what TorchRec cannot run in groups, or what groups make meaningless.
+    Raises Infeasible if groups differ in how their devices are spread over hosts.
+    """
+    topology, p = problem.topology, f"problem {problem.name!r}"
+    each = members(topology, grouping)
+    if len(each) == 1:
+        return problem
+    require(OPTIMIZERS[problem.optimizer].states in SYNCED_STATES,
+            f"{p} has optimizer {problem.optimizer!r}; replicas of groups need one of "
+            f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
+            "1.8 synchronises no other")
+    pins = dict(problem.constraints.pinned)
+    require(not pins, f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
+            "for one of each group")
+    spread = [_numbered([topology.devices[d].host for d in group]) for group in each]
+    for number, hosts in enumerate(spread):
+        if hosts != spread[0]:
+            raise Infeasible(f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
+                             f"{_counts(spread[0])}; one plan for all groups needs them alike")
+    devices = tuple(
+        Device(min(topology.devices[d].memory_bytes for d in alike),
+               min(topology.devices[d].speed for d in alike), host=topology.devices[alike[0]].host)
+        for alike in replicas(topology, grouping))
+    # Names are limited to 100 characters.
+    name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
+    return replace(problem, name=name, topology=replace(topology, devices=devices),
+                   global_batch=problem.local_batch * grouping.size)
+
+
+def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
+    """[M] bytes of weights, and of optimizer state, that replicas of each device average at once.
+
+    plan, problem: of one group.
+
+    Kinds with a dense gradient have the same weights everywhere at each step, so they are left out.
+    NCCL reduces them in place: this takes no more memory.
+    """
+    found = [(0, 0)] * len(problem.topology)
+    for placement in plan.placements:
+        layout = run_of(placement.kind, placement.shard.table)
+        if layout.dense_gradient:
+            continue
+        for device, shard in shards_on(placement):
+            weights, state = memory.resident_bytes(layout, shard, problem.optimizer)
+            found[device] = found[device][0] + weights, found[device][1] + state
+    return found
+
+
+def replicated_gradient_bytes(plan: Plan) -> int:
+    """Bytes of dense gradients, which travel among all devices of all groups at each step."""
+    return sum(p.shard.bytes for p in plan.placements
+               if run_of(p.kind, p.shard.table).dense_gradient)
+
+
+def per_host(problem: Problem) -> int:
+    """Devices of a group on each of its hosts. The size of the group where hosts differ."""
+    topology = problem.topology
+    return len(topology.on_hosts[0]) if topology.equal_hosts else len(topology)
+
+
+def require_size(text: str, problem: Problem) -> tuple[int, ...]:
+    """The sizes that `text` asks for: "auto", or a number. Raises ShardCoreError for anything else."""
+    allowed = sizes(problem)
+    if text == "auto":
+        return allowed
+    if text.isdecimal() and len(text) < 9 and int(text) in allowed:
+        return (int(text),)
+    raise ShardCoreError(f"--groups is {text[:40]!r}; it needs 'auto' or a size that divides the "
+                         f"{len(problem.topology)} devices of problem {problem.name!r} evenly: "
+                         f"{', '.join(map(str, reversed(allowed[-8:])))}{', ...' * (len(allowed) > 8)}")
+
+
+def _numbered(hosts: list[str]) -> tuple[int, ...]:
+    """Hosts as numbers, in order of appearance."""
+    number = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(number[host] for host in hosts)
+
+
+def _counts(hosts: tuple[int, ...]) -> str:
+    return " and ".join(str(hosts.count(h)) for h in range(max(hosts) + 1))

@@ -1,0 +1,110 @@
+"""plan --groups, and what reads its plans or refuses them."""
+
+import json
+import math
+
+import pytest
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.grouped_plans import read_grouped
+
+
+@pytest.fixture
+def asked(stored, model):
+    """Of the problem of four devices, whose model is good for batches of 64 to 256."""
+    return ["plan", str(stored / "problem.json"), "--model", str(model), "--algorithm", "size_greedy",
+            "--out", str(stored / "grouped.json")]
+
+
+@pytest.fixture
+def grouped(asked, stored, capsys):
+    assert main([*asked, "--groups", "2", "--sync-every", "20"]) == 0
+    capsys.readouterr()
+    return stored / "grouped.json"
+
+
+def test_all_sizes_and_layouts_are_shown_and_the_best_is_written(asked, stored, capsys):
+    assert main([*asked, "--groups", "--sync-every", "1000000"]) == 0
+    *table, said = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in table[2:]]
+    assert [row[:3] for row in rows] == [["4", "1", "-"], ["2", "2", "contiguous"], ["2", "2", "strided"],
+                                         ["1", "4", "-"]]
+    assert table[0].split("  ")[0] == "size" and "sync ms a step" in table[0] and "fullest device" in table[0]
+    totals = [float(row[5]) if row[5] != "-" else math.inf for row in rows]
+    # A device has no room for all tables.
+    assert totals[-1] == math.inf > max(totals[:-1]) and "MiB" in table[-1]
+    assert f"{min(totals):.3f} ms predicted" in said and "synchronised every 1000000 steps" in said
+    found = read_grouped(stored / "grouped.json", files.read_problem(stored / "problem.json"))
+    assert found.grouping.size == int(rows[totals.index(min(totals))][0]) < 4
+    assert found.grouping.sync_every == 1_000_000 and "model_digest" in found.plan.provenance
+
+
+def test_one_group_of_all_devices_is_a_plain_plan(asked, stored, capsys):
+    assert main([*asked, "--groups", "4"]) == 0
+    assert "all 4 devices as one group" in capsys.readouterr().out
+    problem = files.read_problem(stored / "problem.json")
+    plain = files.read_plan(stored / "grouped.json", problem)
+    assert main(asked) == 0
+    assert files.read_plan(stored / "grouped.json", problem) == plain
+
+
+def test_price_of_groups_is_what_plan_said(grouped, stored, model, capsys):
+    price = ["price", str(grouped), "--problem", str(stored / "problem.json"), "--model", str(model)]
+    assert main(price) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"] == {"size": 2, "layout": found["groups"]["layout"], "sync_every": 20}
+    assert found["total_ms"] == pytest.approx(found["step_ms"] + found["sync_ms"] / 20)
+    assert found["sync_ms"] > 0
+    assert len(found["memory_bytes"]) == len(found["waiting_ms"]) == 2
+    assert main([*price, "--explain"]) == 0
+    assert capsys.readouterr().out.startswith("\nThe plan of one group:\n")
+
+
+@pytest.mark.parametrize("command", [["replay"], ["diff", "SAME"], ["plan", "--start"]])
+def test_other_commands_refuse_a_plan_of_groups_in_one_line(grouped, stored, model, capsys, command):
+    problem = str(stored / "problem.json")
+    made = {"replay": ["replay", str(grouped), "--problem", problem],
+            "diff": ["diff", str(grouped), str(grouped), "--problem", problem],
+            "plan": ["plan", problem, "--model", str(model), "--start", str(grouped), "--out",
+                     str(stored / "new.json")]}[command[0]]
+    assert main(made) == 1
+    assert capsys.readouterr().err == (
+        f"error: {grouped} has schema 'shardcore/grouped-plan': it is of one sharding group, which only "
+        "price and export read; expected 'shardcore/plan'\n")
+
+
+@pytest.mark.parametrize("options, says", [
+    (["--groups", "3"], "--groups is '3'; it needs 'auto' or a size that divides the 4 devices of problem "
+     "'shifting' evenly: 1, 2, 4"),
+    (["--sync-every", "5"], "--sync-every 5 needs --groups, whose replicas it is for"),
+    (["--groups", "--sync-every", "2000000"], "groups has sync_every 2000000; it needs 1 to 1,000,000"),
+    (["--groups", "2", "--start", "old.json"], "--groups 2 does not go with --start old.json, a plan of all "
+     "devices; leave out one of them"),
+])
+def test_a_wrong_option_is_one_line(asked, stored, capsys, options, says):
+    algorithm = ["--algorithm", "anneal"] if "--start" in options else []
+    assert main([*asked, *algorithm, *options]) == 1
+    assert capsys.readouterr().err == f"error: {says}\n" and not (stored / "grouped.json").exists()
+
+
+def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys):
+    pytest.importorskip("torchrec")
+    from shardcore.errors import ShardCoreError
+    from shardcore.export.dmp_collection import read_dmp_collection
+    from shardcore.export.torchrec_json import read_torchrec
+
+    out = stored / "torchrec.json"
+    assert main(["export", str(grouped), "--problem", str(stored / "problem.json"), "--module", "ebc",
+                 "--out", str(out)]) == 0
+    arguments, every = read_dmp_collection(out)
+    layout = read_grouped(grouped, files.read_problem(stored / "problem.json")).grouping.layout
+    assert every == 20 and {k: v for k, v in arguments.items() if k != "plan"} == {
+        "world_size": 4, "sharding_group_size": 2, "node_group_size": 2,
+        "use_inter_host_allreduce": layout == "contiguous"}
+    assert {rank for s in arguments["plan"].plan["ebc"].values() for rank in s.ranks} == {0, 1}
+    with pytest.raises(ShardCoreError, match="schema 'shardcore/dmp-collection'"):
+        read_torchrec(out)
+    out.write_text(out.read_text().replace('"sync_every": 20', '"sync_every": 21'))
+    with pytest.raises(ShardCoreError, match="it was edited"):
+        read_dmp_collection(out)

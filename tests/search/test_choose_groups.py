@@ -1,0 +1,108 @@
+"""The choice of sharding groups, under links and a model whose costs can be worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import column, replica
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.errors import Infeasible
+from shardcore.search import SHARDERS
+from shardcore.search.budget import Budget
+from shardcore.search.sharding_groups import best, candidates, cost_of
+from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group, sizes, synced_bytes
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, Table
+from shardcore.workload import lower
+
+MIB = 1 << 20
+MODEL = AnalyticModel(Setting("any", 512))
+NEAR, FAR, LATENCY_MS = 40.0, 5.0, 0.2
+
+
+def problem(memory: int = 512 * MIB, optimizer: str = "exact_sgd", hosts: int = 2) -> Problem:
+    tables = tuple(Table(f"t{i}", 40_000 * (1 + i % 3), 32, 2.0 + i) for i in range(12))
+    devices = tuple(Device(memory, host=f"h{h}") for h in range(hosts) for _ in range(4))
+    links = Topology(devices, None, NEAR, FAR, LATENCY_MS)
+    return Problem("many", tables, links, 64 * len(devices), optimizer)
+
+
+def model_of(given: Problem) -> AnalyticModel:
+    return AnalyticModel(Setting("any", given.global_batch, given.precision, given.optimizer))
+
+
+def found(given: Problem, sync_every: int = 1, among=None, sharder="size_greedy"):
+    return candidates(given, model_of(given), SHARDERS[sharder], among or sizes(given), sync_every)
+
+
+@pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("layout, gbps", [("contiguous", FAR), ("strided", NEAR)])
+def test_a_synchronisation_is_a_ring_on_the_replicas_links(layout, gbps, optimizer):
+    """Replicas of contiguous groups are on two hosts, those of strided groups are neighbours."""
+    given = problem(optimizer=optimizer)
+    one, = (c for c in found(given, 10, (4,)) if c.grouping.layout == layout)
+    for n_bytes in zip(*synced_bytes(one.found.plan, one.found.problem), strict=True):
+        if max(n_bytes):
+            # A ring is two transfers (AnalyticModel): 2 latencies, and 2 (R - 1) / R of the bytes.
+            given_ms = 2 * LATENCY_MS + 2 * (1 / 2) * max(n_bytes) / (gbps * 1e6)
+            one = replace(one, cost=replace(one.cost, sync_ms=one.cost.sync_ms - given_ms))
+    assert one.cost.sync_ms == pytest.approx(0, abs=1e-12)
+
+
+def test_a_step_is_that_of_a_group_and_a_share_of_a_synchronisation():
+    given = problem()
+    for every in (1, 7):
+        for c in found(given, every):
+            own, plan = c.found.problem, c.found.plan
+            assert c.cost.step_ms == price(lower(plan, own), model_of(given).for_problem(own)).total_ms
+            assert c.cost.total_ms == pytest.approx(c.cost.step_ms + c.cost.sync_ms / every)
+            assert (c.cost.sync_ms > 0) == (c.grouping.size < 8)
+    plain = found(given)[0]
+    assert plain.found.problem == given and plain.cost.sync_ms == 0
+
+
+def test_the_cheapest_is_chosen_and_synchronising_seldom_makes_groups_smaller():
+    chosen = {}
+    for every in (1, 1000):
+        of = found(problem(), every)
+        chosen[every] = best(of)
+        assert chosen[every].cost.total_ms == min(c.cost.total_ms for c in of)
+    assert chosen[1].grouping.size == 8 > chosen[1000].grouping.size
+    near_sync, far_sync = (next(c for c in found(problem()) if c.grouping == Grouping(4, layout))
+                           for layout in ("strided", "contiguous"))
+    assert near_sync.cost.sync_ms < far_sync.cost.sync_ms and near_sync.cost.step_ms > far_sync.cost.step_ms
+
+
+def test_memory_bounds_how_small_groups_are():
+    """12 tables of 117 MiB in all do not fit on two devices of 48 MiB."""
+    given = problem(memory=48 * MIB)
+    of = {(c.grouping.size, c.grouping.layout): c for c in found(given, 1000)}
+    assert [size for size, layout in of if of[size, layout].cost] == [8, 4, 4]
+    assert all("MiB" in c.why for c in of.values() if not c.cost)
+    for c in of.values():
+        if c.cost:
+            assert 0 < c.fullest[1] <= 1
+    with pytest.raises(Infeasible, match="no groups have a plan; of 2 devices, "):
+        best([of[2, "contiguous"], of[1, "contiguous"]])
+
+
+def test_gradients_of_replicated_tables_travel_among_all_groups():
+    given, grouping = problem(), Grouping(4, "contiguous")
+    own = problem_of_group(given, grouping)
+    first, *others = own.tables
+    plan = Plan((replica(first, own.topology), *(column(t, i % 4) for i, t in enumerate(others))))
+    cost = cost_of(GroupedPlan(grouping, plan, own), given, model_of(given).for_problem(own))
+    # Of 8 devices on two hosts 4 of 8 parts go to the other one. Of 4 on one, 3 of 4 go to neighbours.
+    far, near = 2 * first.bytes * 4 / 8 / (FAR * 1e6), 2 * first.bytes * 3 / 4 / (NEAR * 1e6)
+    assert cost.dense_gradients_ms == pytest.approx(far - near)
+    assert cost.step_ms == cost.step.total_ms + cost.dense_gradients_ms
+
+
+def test_any_sharder_searches_groups_and_the_same_seed_finds_the_same():
+    given = problem(hosts=1)
+    twice = [candidates(given, model_of(given), SHARDERS["anneal_columns"], (2,), seed=3,
+                        budget=Budget(evals=300)) for _ in range(2)]
+    assert [c.found.plan for c in twice[0]] == [c.found.plan for c in twice[1]]
+    greedy = found(given, among=(2,))
+    assert all(a.cost.step_ms <= g.cost.step_ms for a, g in zip(twice[0], greedy, strict=True))

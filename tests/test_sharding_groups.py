@@ -1,0 +1,135 @@
+"""Sharding groups: which devices they have, their problem, and what their replicas synchronise."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import column, replica, row
+
+from shardcore import files
+from shardcore.constraints import Constraints
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.grouped_plans import read_grouped, write_grouped
+from shardcore.sharding_groups import (
+    GroupedPlan,
+    Grouping,
+    groupings,
+    members,
+    per_host,
+    problem_of_group,
+    replicas,
+    replicated_gradient_bytes,
+    require_size,
+    sizes,
+    synced_bytes,
+)
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Table
+
+GIB = 1 << 30
+
+
+def problem(hosts=("h0",) * 4 + ("h1",) * 4, optimizer="exact_sgd", **constraints) -> Problem:
+    tables = tuple(Table(f"t{i}", 100, 16, 2.0) for i in range(4))
+    return Problem("whole", tables, Topology(tuple(Device(GIB, host=h) for h in hosts)), 64 * len(hosts),
+                   optimizer, Constraints(**constraints))
+
+
+def test_groups_are_those_of_torchrec():
+    topology = problem().topology
+    assert members(topology, Grouping(4, "contiguous")) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert members(topology, Grouping(4, "strided")) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert replicas(topology, Grouping(4, "strided")) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert replicas(topology, Grouping(2, "contiguous")) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    # Ranks go host by host, whatever the order of devices is.
+    mixed = problem(("h0", "h1") * 4).topology
+    assert members(mixed, Grouping(4, "contiguous")) == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+def test_ways_to_divide_are_listed_once():
+    assert sizes(problem()) == (8, 4, 2, 1)
+    found = [(g.size, g.layout) for g in groupings(problem(), 3, sizes(problem()))]
+    assert found == [(8, "contiguous"), (4, "contiguous"), (4, "strided"), (2, "contiguous"), (2, "strided"),
+                     (1, "contiguous")]
+    assert {g.sync_every for g in groupings(problem(), 3, (2,))} == {3}
+
+
+@pytest.mark.parametrize("layout, hosts, on_each", [("contiguous", ("h0",), 4), ("strided", ("h0", "h1"), 2)])
+def test_a_group_has_its_hosts_and_its_share_of_the_batch(layout, hosts, on_each):
+    own = problem_of_group(problem(), Grouping(4, layout))
+    assert own.topology.hosts == hosts and per_host(own) == on_each
+    assert own.global_batch == 256 and own.local_batch == problem().local_batch
+    assert own.tables == problem().tables and own.name == f"whole.{layout}-4"
+    assert problem_of_group(problem(), Grouping(8, layout)) == problem()
+
+
+def test_a_device_of_a_group_is_the_least_of_its_replicas():
+    given = problem(("h0",) * 4)
+    devices = [replace(d, memory_bytes=(i + 1) * GIB, speed=2.0 - i / 4)
+               for i, d in enumerate(given.topology.devices)]
+    given = replace(given, topology=Topology(tuple(devices), within_host_gbps=10.0))
+    of = {layout: problem_of_group(given, Grouping(2, layout)).topology
+          for layout in ("contiguous", "strided")}
+    assert [(d.memory_bytes, d.speed) for d in of["contiguous"].devices] == [(GIB, 1.5), (2 * GIB, 1.25)]
+    assert [(d.memory_bytes, d.speed) for d in of["strided"].devices] == [(GIB, 1.75), (3 * GIB, 1.25)]
+    assert of["strided"].within_host_gbps == 10.0
+
+
+def test_groups_that_one_plan_cannot_serve_are_refused():
+    uneven = problem(("h0", "h0", "h0", "h1"))
+    with pytest.raises(Infeasible, match="group 1 has 1 and 1 devices on its hosts, group 0 2; one plan"):
+        problem_of_group(uneven, Grouping(2, "contiguous"))
+    with pytest.raises(ShardCoreError, match="optimizer 'adam'; replicas of groups need one of exact_sgd, "):
+        problem_of_group(problem(optimizer="adam"), Grouping(4, "strided"))
+    assert problem_of_group(problem(optimizer="adam"), Grouping(8, "strided"))
+    with pytest.raises(ShardCoreError, match=r"constraints.pinned \{'t0': \(0,\)\}; groups need none"):
+        problem_of_group(problem(pinned=(("t0", (0,)),)), Grouping(4, "strided"))
+    with pytest.raises(ShardCoreError, match="size 3, which does not divide 8 devices evenly; it needs one"):
+        members(problem().topology, Grouping(3, "strided"))
+    for wrong, says in (((0, "strided", 1), "size 0; it needs 1"),
+                        ((2, "ring", 1), "layout 'ring'; known are"),
+                        ((2, "strided", 0), "sync_every 0; it needs 1 to")):
+        with pytest.raises(ShardCoreError, match=says):
+            Grouping(*wrong)
+
+
+@pytest.mark.parametrize("text", ["3", "0", "-2", "x", "16", "2.0", "²", ""])
+def test_a_size_that_is_none_is_named(text):
+    with pytest.raises(ShardCoreError) as error:
+        require_size(text, problem())
+    assert str(error.value) == (f"--groups is {text!r}; it needs 'auto' or a size that divides the 8 devices "
+                                "of problem 'whole' evenly: 1, 2, 4, 8")
+    assert require_size("auto", problem()) == (8, 4, 2, 1) and require_size("2", problem()) == (2,)
+
+
+def plan_of(own: Problem) -> Plan:
+    a, b, c, d = own.tables
+    return Plan((column(a, 0), row(b, own.topology), replica(c, own.topology), column(d, 1, 0, 4),
+                 column(d, 0, 4, 16)))
+
+
+def test_weights_and_sums_are_synchronised_replicated_tables_are_not():
+    own = problem_of_group(problem(("h0",) * 4), Grouping(2, "strided"))
+    weights = [4 * (100 * 16 + 50 * 16 + 100 * 12), 4 * (50 * 16 + 100 * 4)]
+    assert synced_bytes(plan_of(own), own) == [(w, 0) for w in weights]
+    own = replace(own, optimizer="rowwise_adagrad")
+    assert synced_bytes(plan_of(own), own) == [(weights[0], 4 * 250), (weights[1], 4 * 150)]
+    assert replicated_gradient_bytes(plan_of(own)) == 4 * 100 * 16
+
+
+def test_a_grouped_plan_comes_back_and_is_none_of_all_devices(tmp_path):
+    given, grouping = problem(("h0",) * 4), Grouping(2, "strided", 5)
+    own = problem_of_group(given, grouping)
+    path = tmp_path / "grouped.json"
+    write_grouped(path, GroupedPlan(grouping, plan_of(own), own), given)
+    assert read_grouped(path, given) == GroupedPlan(grouping, plan_of(own), own)
+    for wrong in (given, own):
+        with pytest.raises(ShardCoreError, match="schema 'shardcore/grouped-plan': it is of one"):
+            files.read_plan(path, wrong)
+    with pytest.raises(ShardCoreError, match="a grouped plan for problem 'whole' with digest"):
+        read_grouped(path, replace(given, global_batch=512))
+    files.write_plan(tmp_path / "plan.json", plan_of(own), own)
+    with pytest.raises(ShardCoreError, match="schema 'shardcore/plan'; expected 'shardcore/grouped-plan'"):
+        read_grouped(tmp_path / "plan.json", given)
+    path.write_text(path.read_text().replace('"strided"', '"contiguous"'))
+    with pytest.raises(ShardCoreError, match="it was edited"):
+        read_grouped(path, given)
