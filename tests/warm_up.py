@@ -5,12 +5,13 @@ same time.
 """
 
 from shardcore.cost import compiled
+from shardcore.search import bound_compiled
 from shardcore.search.anneal import compiled as annealing
 
 
 def warm_up() -> list[str]:
     """Signatures are given, so that importing compiles, or reads what was compiled; says for what."""
-    functions = {**vars(annealing), **vars(compiled)}
+    functions = {**vars(annealing), **vars(compiled), **vars(bound_compiled)}
     return sorted(name for name, f in functions.items() if getattr(f, "nopython_signatures", None)
                   and f.stats.cache_path)
 
