@@ -19,6 +19,8 @@ MOST_TABLES, MOST_DEVICES = 1_000_000, 1 << 16
 MOST_ROWS, MOST_DIM, MOST_POOLING, MOST_FEATURES = 1 << 40, 1 << 16, 1e6, 10_000
 MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
+LINK_GBIT_S = (1e-3, 100.0)
+"""The ends of the rate of an emulated link."""
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
 MOST_UNIX_S = 253402300799.0

@@ -46,6 +46,8 @@ OUTPUT_BYTES = 4
 COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
                "all_reduce": ("backward",), "all_to_all_ids": ("forward",)}
 """The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
+GROUPS = ("world", "host", "cross")
+"""Scopes of a collective's groups, see layouts."""
 CAST = ("all_to_all", "reduce_scatter")
 """The collectives whose payload a job may choose: those with a codec in TorchRec (fbgemm_qcomm_codec)."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardcore.draws.problems import DIMS
-from shardcore.measurements import CollectiveRequest
+from shardcore.layouts import CROSS, HOST
+from shardcore.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.types import CAST, PAYLOADS
 
 _PLAIN = 0.5
@@ -17,6 +20,9 @@ _VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
 data-parallel tables."""
 _IDS = 0.1
 """Share of all draws that are exchanges of ids instead."""
+_GROUPED = {"all_to_all": (CROSS, 0.4), "reduce_scatter": (HOST, 0.5)}
+"""The groups of a kind that divides rows within hosts. And the share of draws over hosts that are among them.
+"""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -61,3 +67,26 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
         # An all-reduce sums the same tensor on every rank.
         widths = [max(widths)] * ranks
     return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
+
+
+def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks,
+                     seed: int = 0) -> CollectiveRequest:
+    """Collective `index` among the ranks of emulated hosts, as comm_request draws them; some within a host or
+    across hosts.
+
+    ranks_on: hosts, and ranks of each.
+
+    Nobody computes before it: the ranks share this machine's cores.
+    """
+    hosts, each = ranks_on
+    request = replace(comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0,
+                      emulated=links)
+    group, share = _GROUPED.get(request.collective, ("", 0.0))
+    if each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
+        return request
+    # Across hosts travel the rows that a reduce-scatter within hosts left.
+    grouped = {"group": group, "batch": request.batch // each if group == CROSS else request.batch}
+    members = replace(request, widths=(1,) * len(request.widths), **grouped).groups
+    idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
+    widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
+    return replace(request, widths=widths, **grouped)
