@@ -25,9 +25,9 @@ import numpy as np
 
 from shardcore.errors import ShardCoreError
 from shardcore.topology import Topology
-from shardcore.types import Placement, Problem, Shard, Table
+from shardcore.types import GROUPS, Placement, Problem, Shard, Table
 
-WORLD, HOST, CROSS = "world", "host", "cross"
+WORLD, HOST, CROSS = GROUPS
 """Scope of a collective's groups.
 
 WORLD: all devices.

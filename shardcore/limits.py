@@ -21,6 +21,8 @@ MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_RATIO = 1e6
 """By which towers make outputs smaller."""
+LINK_GBIT_S = (1e-3, 100.0)
+"""The ends of the rate of an emulated link."""
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
 """Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
 MOST_UNIX_S = 253402300799.0

@@ -11,8 +11,16 @@ import math
 from dataclasses import dataclass, replace
 
 from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_MS, MOST_UNIX_S, SLOWDOWN_LIMIT, require, require_known
-from shardcore.types import COLLECTIVES, OF_IDS, PARTS, PAYLOADS, Setting, Shard, StepCost
+from shardcore.limits import (
+    LINK_GBIT_S,
+    MOST_MS,
+    MOST_UNIX_S,
+    SLOWDOWN_LIMIT,
+    require,
+    require_known,
+    require_within,
+)
+from shardcore.types import COLLECTIVES, GROUPS, OF_IDS, PARTS, PAYLOADS, Setting, Shard, StepCost
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,27 @@ class ComputeRequest:
 
 
 @dataclass(frozen=True)
+class EmulatedLinks:
+    """Links of hosts that one machine emulates (measure/hosts.py).
+
+    between_gbit_s: of each host's link, Gbit/s each way.
+    within_gbit_s: of each host's loopback, Gbit/s; None: as fast as it is.
+    """
+
+    between_gbit_s: float
+    within_gbit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require_within(self, "emulated links", between_gbit_s=LINK_GBIT_S, within_gbit_s=LINK_GBIT_S)
+
+    @property
+    def words(self) -> str:
+        """For people, wherever figures of such links stand."""
+        within = "" if self.within_gbit_s is None else f", within {self.within_gbit_s:g} Gbit/s"
+        return f"emulated hosts, between {self.between_gbit_s:g} Gbit/s{within}"
+
+
+@dataclass(frozen=True)
 class CollectiveRequest:
     """One collective among D ranks, as workload.Workload has them and a replay runs them.
 
@@ -83,12 +112,15 @@ class CollectiveRequest:
     hosts: how many the ranks are spread over, evenly.
     busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
         exchange up to three times as fast.
+    group: which ranks exchange with each other, one of types.GROUPS; n of them: all D, those of a host, or
+        one of each host. All groups do so at once. batch is what travels in each.
+    emulated: the links, where hosts are emulated. None: hosts and links are real.
 
     What travels, by collective:
-      all_to_all      forward: rank d sends each other rank its B / D rows of the widths[d] columns of pooled
+      all_to_all      forward: rank d sends each other rank its B / n rows of the widths[d] columns of pooled
                       outputs; backward: their gradients go the way back
       reduce_scatter  forward: all give [B, max width] partial outputs, padded, and each receives the sum of
-                      its B / D rows; backward: an all-gather of their gradients
+                      its B / n rows; backward: an all-gather of their gradients
       all_reduce      backward only: the sum of dense gradients [B, width], all widths being equal
       all_to_all_ids  forward only: rank d receives as many bytes of ids and lengths as it would own of
                       outputs, the same from each rank (measure/id_transfer.py)
@@ -102,12 +134,14 @@ class CollectiveRequest:
     payload: str = "fp32"
     hosts: int = 1
     busy_ms: float = 0.0
+    group: str = "world"
+    emulated: EmulatedLinks | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
         object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
         ranks = len(self.widths)
-        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS)
+        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=GROUPS)
         require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
                 f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
                 "ranks, and one above 0")
@@ -119,16 +153,32 @@ class CollectiveRequest:
                 "ranks, so each needs one above 0")
         require(self.collective != "all_reduce" or len(set(self.widths)) == 1,
                 f"exchange all_reduce has widths {self.widths}; the same gradient on all ranks has one width")
-        require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % ranks == 0),
-                f"exchange has batch {self.batch}, which its {ranks} ranks need to divide evenly")
         require(len(self.start_ms) == ranks and all(0 <= s < math.inf for s in self.start_ms),
                 f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} "
                 "ranks")
         require(self.hosts >= 1 and ranks % self.hosts == 0,
                 f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks "
                 "each")
+        together = len(self.groups[0])
+        require(together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
+                f"exchange has group {self.group!r} of hosts {self.hosts} with {ranks} ranks and widths "
+                f"{self.widths}; a group needs at least 2 ranks, and a width above 0")
+        require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % together == 0),
+                f"exchange has batch {self.batch}, which its {together} ranks need to divide evenly")
+        require(self.collective not in OF_IDS or self.group == "world",
+                f"exchange all_to_all_ids has group {self.group!r}; ids go to all ranks, it needs 'world'")
+        require(self.emulated is None or self.hosts > 1,
+                f"exchange has emulated links between hosts {self.hosts}; it needs at least 2")
         require(0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or "
                 "more")
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that exchange with each other. Ranks are numbered host by host."""
+        every = range(len(self.widths))
+        each = len(every) // self.hosts
+        return {"world": (tuple(every),), "host": tuple(tuple(every[i:i + each]) for i in every[::each]),
+                "cross": tuple(tuple(every[i::each]) for i in range(each))}[self.group]
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forwar
 """The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
 OF_IDS = ("all_to_all_ids", "all_to_all_ids_bucketized")
 """The collectives that carry ids. Before the second, each device puts its ids in buckets, one a row range."""
+GROUPS = ("world", "host", "cross")
+"""Scopes of a collective's groups, see layouts."""
 CAST = ("all_to_all", "reduce_scatter")
 """The collectives whose payload a job may choose: those with a codec in TorchRec (fbgemm_qcomm_codec)."""
 

@@ -36,10 +36,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     # or the processes that tests start would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from boxes import can_box  # noqa: E402
 from ray_fixtures import actor_processes, another_node, cluster, ray_env, written_stack  # noqa: E402, F401
 
-from shardcore.errors import ShardCoreError  # noqa: E402
-from shardcore.measure.hosts import Box, box_of  # noqa: E402
 from shardcore.topology import Device, Topology  # noqa: E402
 from shardcore.types import Problem, Reuse, Table, Zipf  # noqa: E402
 
@@ -52,15 +51,6 @@ def can_mount() -> bool:
     """Whether a small file system can be mounted, in a mount namespace of its own."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
-
-
-def can_box() -> bool:
-    """Whether this machine can emulate hosts (measure/hosts.py)."""
-    try:
-        with box_of(Box()):
-            return True
-    except ShardCoreError:
-        return False
 
 
 HAS = {

@@ -1,7 +1,14 @@
 import pytest
 
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CollectiveRequest, ComputeRequest, ComputeSample, Spread, StepSample
+from shardcore.measurements import (
+    CollectiveRequest,
+    ComputeRequest,
+    ComputeSample,
+    EmulatedLinks,
+    Spread,
+    StepSample,
+)
 from shardcore.types import Setting
 
 STILL = (0.0, 0.0)
@@ -22,6 +29,15 @@ STILL = (0.0, 0.0)
     (lambda: CollectiveRequest((8, 8), 4, (0.0, float("inf"))), ["inf"]),
     (lambda: CollectiveRequest((8, 8), 4, STILL, hosts=0), ["hosts 0"]),
     (lambda: CollectiveRequest((8, 8), 4, STILL, busy_ms=-1.0), ["busy_ms -1.0"]),
+    (lambda: CollectiveRequest((8, 8), 4, STILL, group="rack"), ["'rack'", "world, host, cross"]),
+    (lambda: CollectiveRequest((8, 8), 4, STILL, hosts=2, group="host"), ["'host'", "at least 2 ranks"]),
+    (lambda: CollectiveRequest((8, 8), 4, STILL, group="cross"), ["'cross'", "at least 2 ranks"]),
+    (lambda: CollectiveRequest((8, 0, 8, 0), 4, STILL * 2, hosts=2, group="cross"), ["a width above 0"]),
+    (lambda: CollectiveRequest((8,) * 4, 3, STILL * 2, hosts=2, group="host"), ["batch 3", "2 ranks"]),
+    (lambda: CollectiveRequest((8,) * 4, 4, STILL * 2, "all_to_all_ids", hosts=2, group="host"), ["'world'"]),
+    (lambda: CollectiveRequest((8, 8), 4, STILL, emulated=EmulatedLinks(0.4)), ["hosts 1", "at least 2"]),
+    (lambda: EmulatedLinks(0.0), ["between_gbit_s 0.0", "0.001 to 100"]),
+    (lambda: EmulatedLinks(0.4, -1.0), ["within_gbit_s -1.0", "0.001 to 100"]),
 ])
 def test_bad_values_are_named(make, named):
     with pytest.raises(ShardCoreError) as error:
@@ -32,12 +48,19 @@ def test_bad_values_are_named(make, named):
 def test_values_at_their_limits_are_taken():
     assert (CollectiveRequest((0, 4), 2, STILL, busy_ms=0).hosts == 1
             and CollectiveRequest((4, 4), 3, STILL, "all_reduce").batch == 3)
+    assert EmulatedLinks(0.001, 100.0).words == "emulated hosts, between 0.001 Gbit/s, within 100 Gbit/s"
+
+
+@pytest.mark.parametrize("group, groups", [("world", ((0, 1, 2, 3, 4, 5),)), ("host", ((0, 1, 2), (3, 4, 5))),
+                                           ("cross", ((0, 3), (1, 4), (2, 5)))])
+def test_ranks_are_numbered_host_by_host(group, groups):
+    assert CollectiveRequest((4,) * 6, 6, (0.0,) * 6, hosts=2, group=group).groups == groups
 
 
 def test_what_is_not_said_has_its_default():
     request = CollectiveRequest((4, 4), 2, STILL)
-    assert ((request.collective, request.payload, request.hosts, request.busy_ms)
-            == ("all_to_all", "fp32", 1, 0.0))
+    assert ((request.collective, request.payload, request.hosts, request.busy_ms, request.group,
+             request.emulated) == ("all_to_all", "fp32", 1, 0.0, "world", None))
     sample = ComputeSample("id", Setting("x", 1), ComputeRequest((), 1), Spread(1.0, 1, 1, 3),
                            Spread(2.5, 2, 3, 3), 0.0)
     assert sample.total_ms == 3.5 and sample.slowdown == 1.0 and sample.error is None

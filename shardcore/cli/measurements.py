@@ -28,8 +28,8 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
                    "is one")
     p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and "
                    "end included")
-    p.add_argument("--samples", type=positive(int), metavar="N", help="stop after the first N different "
-                   "draws; default: when the time is up")
+    p.add_argument("--samples", type=natural, metavar="N", help="stop after the first N different "
+                   "draws, 0: measure no ops; default: when the time is up")
     p.add_argument("--again", type=natural, default=0, metavar="N", help="measure the first N draws again "
                    "though they are known: a repeatability set")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
@@ -54,6 +54,12 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--ranks", type=positive(int), default=2, help="processes (GPUs) of an exchange or a step")
     p.add_argument("--exchanges", type=natural, default=0, metavar="M", help="afterwards measure the first M "
                    "exchanges among --ranks of this machine, into the same dataset")
+    p.add_argument("--hosts", type=positive(int), metavar="H", help="spread --ranks evenly over H hosts "
+                   "that this machine emulates, for exchanges only (Linux, as root)")
+    p.add_argument("--between-gbit-s", type=positive(float), metavar="RATE", help="of each emulated host's "
+                   "link, Gbit/s each way")
+    p.add_argument("--within-gbit-s", type=positive(float), metavar="RATE", help="of each emulated host's "
+                   "loopback, Gbit/s; default: as fast as it is")
     p.add_argument("--steps", type=natural, default=0, metavar="P", help="afterwards replay a step of each "
                    "of the first P plans among --ranks: what exchanges take in steps")
     p.add_argument("--held-out", action="store_true", help="draw groups only from the tables that "

@@ -24,6 +24,7 @@ from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
+from shardcore.layouts import WORLD
 from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, Setting
@@ -42,7 +43,7 @@ _LEAST = 50
 class Measurements:
     """What models are trained and judged on, after drift correction.
 
-    compute, comm: each sample once.
+    compute, comm: each sample once. Exchanges over emulated links are left out.
     repeats: all timings of samples timed several times, the most often timed first.
     """
 
@@ -67,7 +68,9 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     # Each folder comes from one machine: drift is shared within a folder only.
     each = [corrected(dataset.read_timings(f, setting)) for f in folders]  # each from a machine of its own
     known = list({(s.id, s.measured_at): s for samples in each for s in samples}.values())
-    comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)}
+    # Emulated links are no links of the setting's hardware. And no law of groups is fitted.
+    comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)
+            if s.request.emulated is None and s.request.group == WORLD}
     return Measurements(compute=dataset.best_known(known), repeats=dataset.repeated(known),
                         comm=as_in_a_step(dataset.best_known(comm.values())))
 

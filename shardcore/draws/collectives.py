@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardcore.draws.problems import DIMS
-from shardcore.measurements import CollectiveRequest
+from shardcore.layouts import CROSS, HOST
+from shardcore.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.types import CAST, PAYLOADS
 
 _PLAIN = 0.5
@@ -19,6 +22,9 @@ _IDS = 0.1
 """Share of all draws that are exchanges of ids instead."""
 _BUCKETIZED = 0.07
 """Share of all draws that are exchanges of bucketized ids instead. Ranks receive nearly as much each."""
+_GROUPED = {"all_to_all": (CROSS, 0.4), "reduce_scatter": (HOST, 0.5)}
+"""The groups of a kind that divides rows within hosts. And the share of draws over hosts that are among them.
+"""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -59,10 +65,33 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
         payload = str(apart.choice([p for p in PAYLOADS if p != "fp32"]))
     if np.random.default_rng([5, seed, index, ranks]).random() < _IDS:
         collective, payload = "all_to_all_ids", "fp32"
-    elif (own := np.random.default_rng([7, seed, index, ranks])).random() < _BUCKETIZED:
+    elif (own := np.random.default_rng([8, seed, index, ranks])).random() < _BUCKETIZED:
         collective, payload = "all_to_all_ids_bucketized", "fp32"
         widths = [max(1, round(max(widths) * part)) for part in own.uniform(0.5, 1, ranks)]
     if collective == "all_reduce":
         # An all-reduce sums the same tensor on every rank.
         widths = [max(widths)] * ranks
     return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
+
+
+def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks,
+                     seed: int = 0) -> CollectiveRequest:
+    """Collective `index` among the ranks of emulated hosts, as comm_request draws them; some within a host or
+    across hosts.
+
+    ranks_on: hosts, and ranks of each.
+
+    Nobody computes before it: the ranks share this machine's cores.
+    """
+    hosts, each = ranks_on
+    request = replace(comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0,
+                      emulated=links)
+    group, share = _GROUPED.get(request.collective, ("", 0.0))
+    if each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
+        return request
+    # Across hosts travel the rows that a reduce-scatter within hosts left.
+    grouped = {"group": group, "batch": request.batch // each if group == CROSS else request.batch}
+    members = replace(request, widths=(1,) * len(request.widths), **grouped).groups
+    idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
+    widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
+    return replace(request, widths=widths, **grouped)

@@ -26,10 +26,10 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 from urllib.parse import urlparse
 
@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
-from shardcore.layouts import BUCKETIZED_IDS
-from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
+from shardcore.layouts import BUCKETIZED_IDS, WORLD
+from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
@@ -71,7 +71,8 @@ class CollectiveConfig:
 @dataclass(frozen=True)
 class RankTimes:
     """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; None for
-    a way that the collective does not run. oversubscribed: the rank's host has more ranks than cores."""
+    a way that the collective does not run. oversubscribed: the rank's machine has more ranks than
+    cores."""
 
     forward: tuple[tuple[float, ...], tuple[float, ...]] | None
     backward: tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -82,9 +83,12 @@ class RankTimes:
 
 
 def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting,
-                config: CollectiveConfig | None = None, device: str = "cpu") -> Iterator[CollectiveSample]:
+                config: CollectiveConfig | None = None, device: str = "cpu",
+                box: hosts.Box | None = None) -> Iterator[CollectiveSample]:
     """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a
     sample is yielded as soon as all ranks have it.
+
+    box: the hosts to emulate, with as many ranks in all. None: one host, this machine.
 
     Raises ShardCoreError before anything starts where a request is not for this gang or the machine lacks the
     GPUs, and while it runs where a rank dies or hangs: it names rank and reason, no process stays behind, and
@@ -92,21 +96,26 @@ def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Sett
     """
     config = config or CollectiveConfig()
     for request in requests:
-        _require_fits(request, ranks, hosts=1)
+        _require_fits(request, ranks, box.hosts if box else 1)
+        require(request.emulated == (box and box.links), f"exchange has links {request.emulated}; those here "
+                f"are {box and box.links}")
+    require(not box or box.ranks == ranks, f"box has {box and box.ranks} ranks; the gang has {ranks}")
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; "
                              f"here are {torch.cuda.device_count()}")
-    return _measured(list(requests), ranks, setting, config, device)
+    return _measured(list(requests), ranks, setting, config, (device, box))
 
 
 def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, config: CollectiveConfig,
-              device: str) -> Iterator[CollectiveSample]:
+              on: tuple[str, hosts.Box | None]) -> Iterator[CollectiveSample]:
     if not requests:
         return
+    device, box = on
     seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
     order = 0
-    with closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device),
-                                 config.timeout_s)) as heard:
+    with (hosts.box_of(box) if box else nullcontext()) as places, \
+            closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device),
+                                    config.timeout_s, places)) as heard:
         for rank, times in heard:
             seen[rank].append(times)
             if all(seen):
@@ -165,15 +174,7 @@ def host_id() -> str:
     """Tells hosts apart: processes with the same share a monotonic clock. Hosts of a box count as several,
     though they share one."""
     emulated = hosts.own_host()
-    return _machine_id() if emulated is None else f"{_machine_id()} host {emulated} of a box"
-
-
-def _machine_id() -> str:
-    """Tells machines apart, whose cores their ranks share."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return hosts.machine_id() + ("" if emulated is None else f" host {emulated} of a box")
 
 
 def _address(init_method: str) -> tuple[str, int] | None:
@@ -219,11 +220,12 @@ class Rank:
         if len(set(ranks_on.values())) > 1:
             raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; "
                                  "each needs as many")
-        machines = _gather(_machine_id())  # its cores are shared by all hosts of a box
+        machines = _gather(hosts.machine_id())  # its cores are shared by all hosts of a box
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
         nth = machines[:rank].count(machines[rank])
         self._cores = own_core.take(nth) if self.device.type == "cpu" else ()
         self._offset_s = self._clock_offset_s()
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
     def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
@@ -239,7 +241,7 @@ class Rank:
 
     def _measure(self, request: CollectiveRequest) -> RankTimes:
         _require_fits(request, self.ranks, self.hosts)
-        both = transfers(request, self.rank, self.device)
+        both = transfers(request, self.rank, self.device, self._group(request))
         first = next(transfer for transfer in both if transfer)
         times: tuple[list, list] = [], []
         for _ in range(self.config.warmups + self.config.repeats):
@@ -249,6 +251,16 @@ class Rank:
                     way.append(self._timed(transfer, start_ms, request.busy_ms))
         ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
         return RankTimes(*ways, self._oversubscribed)
+
+    def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
+        """torch's name for the ranks with which this one exchanges. None: all."""
+        if request.group != WORLD and request.group not in self._groups:
+            for ranks in request.groups:  # all ranks have to make each
+                made = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    self._groups[request.group] = made
+            own_core.let_network_wait()
+        return self._groups.get(request.group)
 
     def _compute(self, busy_ms: float) -> None:
         due = time.perf_counter() + busy_ms / 1e3
@@ -345,30 +357,34 @@ class Transfer:
         carried(self.into, self.source, self.payload, self.collective)
 
 
-def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu"
+def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu",
+              group: dist.ProcessGroup | None = None
               ) -> tuple[Transfer | IdTransfer | None, Transfer | None]:
     """What `rank` does of a request forward and backward (None: nothing), over buffers of its own that hold
-    zeros."""
+    zeros. group: torch's name for the ranks of its group; None: all."""
     def both(outputs: int, arrived: int, forward: Collective,
              backward: Collective) -> tuple[Transfer, Transfer]:
         there, here = _filled(outputs, device), _filled(arrived, device)
         return (Transfer(forward, there, here, request.payload),
                 Transfer(backward, here, there, request.payload))
 
-    ranks, batch, width = len(request.widths), request.batch, max(request.widths)
+    widths = [request.widths[r] for r in next(ranks for ranks in request.groups if rank in ranks)]
+    ranks, batch, width = len(widths), request.batch, max(widths)
     local = batch // ranks
     if request.collective == "all_to_all":
-        mine, theirs = [local * request.widths[rank]] * ranks, [local * w for w in request.widths]
+        mine, theirs = [local * request.widths[rank]] * ranks, [local * w for w in widths]
         return both(sum(mine), sum(theirs),
-                    lambda into, source: dist.all_to_all_single(into, source, theirs, mine),
-                    lambda into, source: dist.all_to_all_single(into, source, mine, theirs))
+                    lambda into, source: dist.all_to_all_single(into, source, theirs, mine, group),
+                    lambda into, source: dist.all_to_all_single(into, source, mine, theirs, group))
     if request.collective == "reduce_scatter":
-        return both(batch * width, local * width, reduce_scatter, all_gather)
+        return both(batch * width, local * width, partial(reduce_scatter, group=group),
+                    partial(all_gather, group=group))
     if request.collective in OF_IDS:
         groups = [range(ranks)] if request.collective == BUCKETIZED_IDS.collective else []
         return IdTransfer(*features_and_ids(request), local, rank, device, groups=groups), None
     dense = _filled(batch * width, device)
-    return None, Transfer(lambda into, source: dist.all_reduce(into), dense, dense, request.payload)
+    return None, Transfer(lambda into, source: dist.all_reduce(into, group=group), dense, dense,
+                          request.payload)
 
 
 def _filled(elements: int, device: torch.device | str) -> torch.Tensor:

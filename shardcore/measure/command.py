@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardcore import files
 from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
-from shardcore.draws.collectives import comm_request
+from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.draws.steps import first_step_plans
 from shardcore.errors import ShardCoreError
@@ -24,6 +26,7 @@ from shardcore.fused import OPTIMIZERS
 from shardcore.limits import WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.devices import device_of
+from shardcore.measure.hosts import Box
 from shardcore.measure.local_workers import LocalTransport
 from shardcore.measure.replay import ReplayConfig, of_samples, replay_all
 from shardcore.measure.supervise import BenchSpec, Supervisor
@@ -72,7 +75,8 @@ def measure(args: argparse.Namespace) -> None:
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
         raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, "
                              f"here are {cores}")
-    exchanges = _missing_exchanges(args, setting) if args.exchanges else []
+    box = _box(args, device)
+    exchanges = _missing_exchanges(args, setting, box) if args.exchanges else []
     of_steps = of_samples(arena_bytes, args.hang_s)
     steps = _missing_steps(args, live, setting, of_steps) if args.steps else []
     plans = sum(len(made) for _, made in steps)
@@ -97,12 +101,12 @@ def measure(args: argparse.Namespace) -> None:
                 beside = [compute_request(live, i, setting, args.seed, groups)
                           for i in range(config.interleave)]
                 _measure_compute(args, bench, missing, beside, pool, began)
-    else:
+    elif args.samples:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if exchanges and args.dry_run:
         print(f"{len(exchanges)} of the first {args.exchanges} exchanges are missing")
     elif exchanges:
-        _measure_exchanges(args, exchanges, setting, device)
+        _measure_exchanges(args, exchanges, setting, device, box)
     if plans and args.dry_run:
         print(f"{plans} of the first {args.steps} steps are missing")
     elif plans:
@@ -176,25 +180,53 @@ def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> N
         raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
 
 
-def _missing_exchanges(args: argparse.Namespace, setting: Setting) -> list[CollectiveRequest]:
+def _box(args: argparse.Namespace, device: str) -> Box | None:
+    """The hosts to emulate. None: none are asked for."""
+    if args.hosts is None:
+        if args.between_gbit_s or args.within_gbit_s:
+            raise ShardCoreError("--between-gbit-s and --within-gbit-s are of emulated hosts; they need "
+                                 "--hosts")
+        return None
+    if args.between_gbit_s is None:
+        raise ShardCoreError(f"--hosts is {args.hosts}; emulated hosts need --between-gbit-s, the rate of "
+                             "their links")
+    if not args.exchanges or args.steps or device != "cpu":
+        raise ShardCoreError(f"--hosts is {args.hosts}; emulated hosts only have exchanges on cpu: it needs "
+                             "--exchanges, no --steps, and --device cpu")
+    if args.ranks % args.hosts:
+        raise ShardCoreError(f"--ranks is {args.ranks}; each of {args.hosts} hosts needs as many")
+    return Box(args.hosts, args.ranks // args.hosts, args.between_gbit_s, args.within_gbit_s)
+
+
+def _missing_exchanges(args: argparse.Namespace, setting: Setting,
+                       box: Box | None) -> list[CollectiveRequest]:
     known = dataset.read_ids(args.out, "comm")
-    draws = different(lambda i: comm_request(i, args.ranks, setting.batch, args.seed),
-                       lambda r: dataset.comm_id(setting, r), args.exchanges)
+
+    def draw(i: int) -> CollectiveRequest:
+        if box is None:
+            return comm_request(i, args.ranks, setting.batch, args.seed)
+        return emulated_request(i, (box.hosts, box.ranks_per_host), setting.batch, box.links, args.seed)
+
+    draws = different(draw, lambda r: dataset.comm_id(setting, r), args.exchanges)
     return [r for key, r in draws if key not in known]
 
 
 def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveRequest], setting: Setting,
-                       device: str) -> None:
+                       device: str, box: Box | None) -> None:
     began, done = time.monotonic(), 0
+    among = f" among {args.ranks} ranks of {box.hosts} {box.links.words}" if box else ""
 
     def tell(_: CollectiveSample) -> None:
         nonlocal done
         done += 1
         if done % args.chunk == 0 or done == len(missing):
-            print(f"{done} of {len(missing)} exchanges, {done / (time.monotonic() - began):.1f} a second",
-                  flush=True)
+            rate = done / (time.monotonic() - began)
+            print(f"{done} of {len(missing)} exchanges{among}, {rate:.1f} a second", flush=True)
 
-    samples = collectives.measure_all(missing, args.ranks, setting, collectives.CollectiveConfig(), device)
+    config = collectives.CollectiveConfig()
+    if box:  # its ranks share cores, while they start too
+        config = replace(config, timeout_s=config.timeout_s * math.ceil(args.ranks / os.cpu_count()))
+    samples = collectives.measure_all(missing, args.ranks, setting, config, device, box)
     _keep(samples, args.chunk, lambda some: dataset.write_comm(args.out, some), tell)
 
 

@@ -16,20 +16,22 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardcore.errors import ShardCoreError
-from shardcore.limits import require_within
+from shardcore.limits import LINK_GBIT_S, require_within
+from shardcore.measurements import EmulatedLinks
 
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 """Set for processes in a box: the number of their host."""
 _LOGS = "TORCH_CPP_LOG_LEVEL"
 _INTERFACE, _BRIDGE = "eth0", "bridge0"
 _MOST_HOSTS, _MOST_RANKS = 64, 64
-_GBIT_S = (1e-3, 100.0)
 _BITS = 1e9
 _MTU = 9000
 """As GPU clusters have it. With 1,500 bytes, 5% of a link's rate would go to headers."""
@@ -60,11 +62,15 @@ class Box:
 
     def __post_init__(self) -> None:
         require_within(self, "box", hosts=(2, _MOST_HOSTS), ranks_per_host=(1, _MOST_RANKS),
-                       between_gbit_s=_GBIT_S, within_gbit_s=_GBIT_S)
+                       between_gbit_s=LINK_GBIT_S, within_gbit_s=LINK_GBIT_S)
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.ranks_per_host
+
+    @property
+    def links(self) -> EmulatedLinks:
+        return EmulatedLinks(self.between_gbit_s, self.within_gbit_s)
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,14 @@ class Place:
 def own_host() -> str | None:
     """The number of the emulated host that this process runs on. None: it is in no box."""
     return os.environ.get(HOST_VARIABLE)
+
+
+def machine_id() -> str:
+    """Tells machines apart, whose cores their ranks share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 @contextmanager

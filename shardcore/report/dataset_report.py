@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.measurements import CollectiveSample, ComputeSample
+from shardcore.layouts import WORLD
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeSample
 from shardcore.memory import gib
 from shardcore.samples.dataset import has_reference_op
 
@@ -70,7 +71,8 @@ def dataset_summary(samples: Sequence[ComputeSample],
 def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str]]:
     """What a dataset of collectives covers and how noisy it is: rows of name and value."""
     timed = [s for s in samples if s.error is None]
-    kinds = Counter(f"{s.request.collective} {s.request.payload}" for s in timed)
+    kinds = Counter(_kind(s.request) for s in timed)
+    emulated = Counter(f"{s.request.hosts} {s.request.emulated.words}" for s in timed if s.request.emulated)
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
         transfers = [x for s in timed for way in (s.forward, s.backward) if way for x in way
@@ -81,8 +83,14 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
                  ("transfer ms", _range([x.median_ms for x in transfers])),
                  ("spread of one transfer's repeats",
                   _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers])),
+                 *((f"over {words}", f"{n} exchanges") for words, n in sorted(emulated.items())),
                  ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges")]
     return rows
+
+
+def _kind(request: CollectiveRequest) -> str:
+    group = "" if request.group == WORLD else f" {request.group}"
+    return f"{request.collective}{group} {request.payload}"
 
 
 def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:

@@ -20,13 +20,23 @@ from typing import Any, TypeVar
 
 from shardcore import files
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
+from shardcore.limits import require
+from shardcore.measurements import (
+    CollectiveRequest,
+    CollectiveSample,
+    ComputeRequest,
+    ComputeSample,
+    EmulatedLinks,
+    Spread,
+)
 from shardcore.samples import parts
 from shardcore.samples.parts import Row
 from shardcore.schema import show
 from shardcore.types import Setting, Shard, Table
 
 REPLAYS = "replays"
+_ADDED = {"busy_ms": 0.0, "group": "world", "emulated": None}
+"""Fields of a CollectiveRequest that earlier versions lacked, and what they were then."""
 _FEWEST_OF_REFERENCE = 4
 ReferenceOp = tuple[ComputeRequest, float]
 """The op that runs throughout, to show the machine's slowdown, and its usual ms."""
@@ -53,8 +63,11 @@ def compute_id(setting: Setting, request: ComputeRequest) -> str:
 
 
 def comm_id(setting: Setting, request: CollectiveRequest) -> str:
-    # A request without busy_ms has the id that it had before there was one.
-    described = {name: value for name, value in vars(request).items() if name != "busy_ms" or value}
+    # A request without what was added has the id that it had before.
+    described = {name: value for name, value in vars(request).items()
+                 if name not in _ADDED or value != _ADDED[name]}
+    if request.emulated:
+        described["emulated"] = dataclasses.asdict(request.emulated)
     version = parts.MEASUREMENT_VERSIONS["comm"]
     return files.digest(["comm", version, _setting_json(setting), described])
 
@@ -87,7 +100,9 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
 def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
     """Write samples of collectives as one part."""
     rows = [{**_common(s, "comm"),
-             **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms")},
+             **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms", "group")},
+             "emulated_between_gbit_s": s.request.emulated and s.request.emulated.between_gbit_s,
+             "emulated_within_gbit_s": s.request.emulated and s.request.emulated.within_gbit_s,
              "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
              "forward": s.forward and [_spread_row(x) for x in s.forward],
              "backward": s.backward and [_spread_row(x) for x in s.backward],
@@ -195,9 +210,13 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 
 def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
     def sample(row: Row) -> CollectiveSample:
-        request = CollectiveRequest(tuple(row["widths"]), row["batch"], tuple(row["start_ms"]),
-                                    row["collective"],
-                              row["payload"], row["hosts"], row["busy_ms"])
+        between, within = row["emulated_between_gbit_s"], row["emulated_within_gbit_s"]
+        require(between is not None or within is None, f"it has emulated_within_gbit_s {within} only; it "
+                "needs emulated_between_gbit_s beside it")
+        request = CollectiveRequest(
+            tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"], row["payload"],
+            row["hosts"], row["busy_ms"], row["group"],
+            None if between is None else EmulatedLinks(between, within))
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
         made = CollectiveSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,

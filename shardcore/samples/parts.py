@@ -42,7 +42,8 @@ _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
 Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so a small file could unpack to
 any size.
 """
-_OPTIONAL = ("error", "forward", "backward", "relative_ci", "waiting_ms")
+_OPTIONAL = ("error", "forward", "backward", "relative_ci", "waiting_ms", "emulated_between_gbit_s",
+             "emulated_within_gbit_s")
 """Columns that may be null."""
 
 _SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()),
@@ -62,10 +63,13 @@ COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()
                   ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
                   ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
-                  ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64())])
-"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank."""
+                  ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64()), ("group", pa.string()),
+                  ("emulated_between_gbit_s", pa.float64()), ("emulated_within_gbit_s", pa.float64())])
+"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
+null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
-_ADDED = {"compute": {"software": ""}, "comm": {"busy_ms": 0.0}}
+_ADDED = {"compute": {"software": ""}, "comm": {
+    "busy_ms": 0.0, "group": "world", "emulated_between_gbit_s": None, "emulated_within_gbit_s": None}}
 """Columns that older parts lack, and what they were then."""
 
 Row = dict[str, Any]

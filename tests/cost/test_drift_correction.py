@@ -18,6 +18,7 @@ from shardcore.cost.drift_correction import (
     read,
 )
 from shardcore.errors import ShardCoreError
+from shardcore.measurements import EmulatedLinks
 from shardcore.samples import dataset
 from shardcore.types import Setting
 
@@ -136,6 +137,13 @@ def test_exchanges_of_a_collective_are_those_between_busy_ranks_once_there_are_e
         ("all_to_all", 20.0), ("all_reduce", 0.0)}
     failed = [dataclasses.replace(s, forward=None, backward=None, error="a rank died") for s in enough]
     assert as_in_a_step([*idle, *failed]) == idle
+
+
+def test_exchanges_over_emulated_links_and_within_groups_are_left_out(tmp_path):
+    real, *others = (comm_samples(10, ranks=(4,), hosts=2, **more) for more in (
+        {}, {"emulated": EmulatedLinks(0.4)}, {"group": "cross"}))
+    dataset.write_comm(tmp_path, [s for some in (real, *others) for s in some])
+    assert {s.id for s in read([tmp_path], SETTING).comm} == {s.id for s in real}
 
 
 def test_a_folder_of_another_setting_is_named(tmp_path):

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -7,12 +8,13 @@ from shapes import entering
 
 from shardcore import files
 from shardcore.draws import different
-from shardcore.draws.collectives import comm_request
+from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
 from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem, drawn_bytes, sized
 from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
+from shardcore.measurements import EmulatedLinks
 from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.samples import dataset
 from shardcore.types import OF_IDS, Setting
@@ -160,6 +162,21 @@ def test_exchanges_vary_in_balance_and_skew():
     ratios = [max(r.widths) / max(1, min(r.widths)) for r in requests]
     assert min(ratios) < 1.1 and max(ratios) > 1.5
     assert all(min(r.start_ms) == 0 for r in requests) and sum(max(r.start_ms) > 0 for r in requests) == 50
+
+
+def test_exchanges_over_emulated_hosts_are_of_all_groups():
+    links = EmulatedLinks(0.4)
+    requests = [emulated_request(i, (4, 2), 256, links) for i in range(200)]
+    kinds = Counter((r.collective, r.group) for r in requests)
+    assert set(kinds) == {("all_to_all", "world"), ("all_to_all", "cross"), ("reduce_scatter", "world"),
+                          ("reduce_scatter", "host"), ("all_reduce", "world"), ("all_to_all_ids", "world")}
+    assert min(kinds.values()) >= 10
+    assert {(r.hosts, r.emulated, r.busy_ms, len(r.widths)) for r in requests} == {(4, links, 0.0, 8)}
+    # rows that reduce-scatters within hosts of two left
+    assert {r.batch for r in requests if r.group == "cross"} <= {128, 64, 32, 16}
+    assert {emulated_request(i, (8, 1), 256, links).group for i in range(50)} == {"world"}
+    plain = comm_request(3, 8, 256, hosts=4)
+    assert (requests[3].widths, requests[3].start_ms) == (plain.widths, plain.start_ms)
 
 
 def test_steps_are_of_random_plans_of_all_ways_that_run(tables):

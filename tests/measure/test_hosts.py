@@ -14,16 +14,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import can_box
+from boxes import boxed
 from test_local_ranks import wait_forever
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from shardcore.measure.collectives import Rank
+from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all, transfers
 from shardcore.measure.hosts import Box, box_of
+from shardcore.measurements import CollectiveRequest
+from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[2]
-boxed = pytest.mark.skipif(not can_box(), reason="needs root, and Linux' ip, tc and tbf (measure/hosts.py)")
 SENT_BYTES = 1 << 20
 
 
@@ -117,6 +118,60 @@ def test_a_gang_sees_its_hosts_and_their_links():
     assert within_s > late_bits / 0.2e9 and between_s > late_bits / 0.1e9
     # they share a clock: what is found beyond 0 is the error of ping-pongs
     assert [last[r][-1] for r in (0, 1)] == [0.0, 0.0] and abs(offset_s) < 0.1
+
+
+GROUPED = [("all_to_all", "cross"), ("reduce_scatter", "host"), ("all_reduce", "host"),
+           ("all_to_all", "world")]
+
+
+def _delivered(rank, init_method, say):
+    """What arrives of values that tell their rank, of two columns of each, among the ranks of a group."""
+    member = Rank(rank, 4, init_method)
+    for collective, group in GROUPED:
+        request = over_links(collective, group)
+        for transfer in transfers(request, rank, group=member._group(request)):
+            if transfer is not None:
+                transfer.source.fill_(rank + 1)
+                transfer.run()
+                say(transfer.into.tolist())
+    member.close()
+
+
+def over_links(collective, group):
+    return CollectiveRequest((2,) * 4, 4, (0.0,) * 4, collective, hosts=2, group=group, emulated=Box().links)
+
+
+@boxed
+def test_groups_exchange_within_hosts_and_across_them():
+    with box_of(Box()) as places:
+        said = list(local_ranks.run("box", _delivered, 4, (), 60.0, places))
+    for rank in range(4):
+        host, across = ([r + 1 for r in ranks] for ranks in (
+            [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]))
+        arrived = [across, across, [sum(host)], host, [sum(host)], [1, 2, 3, 4], [1, 2, 3, 4]]
+        # equally much of each
+        assert [[x for x in dict.fromkeys(values)] for r, values in said if r == rank] == arrived
+
+
+@boxed
+def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
+    box = Box(between_gbit_s=0.1)
+    request = CollectiveRequest((64,) * 4, 2048, (0.0, 0.0, 0.0, 5.0), hosts=2, emulated=box.links)
+    grouped = [dataclasses.replace(over_links(*kind), emulated=box.links) for kind in GROUPED]
+    config = CollectiveConfig(repeats=2)
+    samples = list(measure_all([request, *grouped], 4, Setting("test", 2048), config, box=box))
+    assert [s.request for s in samples] == [request, *grouped]
+    # each host sends half of two ranks' outputs
+    physics_ms = (2 * 64 * 2048 * 4 / 2 - 64e3) * 8 / 0.1e9 * 1e3
+    assert max(s.median_ms for s in samples[0].forward) > physics_ms
+    assert all(s.oversubscribed == (4 > len(os.sched_getaffinity(0))) for s in samples)
+
+
+@pytest.mark.parametrize("box, said", [(None, "hosts 2 does not fit"), (Box(2, 4), "4 widths"),
+                                       (Box(between_gbit_s=0.2), "between_gbit_s=0.4.*between_gbit_s=0.2")])
+def test_exchanges_of_another_box_are_refused(box, said):
+    with pytest.raises(ShardCoreError, match=said):
+        measure_all([over_links("all_to_all", "world")], box.ranks if box else 4, Setting("test", 4), box=box)
 
 
 @boxed

@@ -3,7 +3,7 @@ import dataclasses
 from shardcore import report
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
-from shardcore.measurements import CollectiveSample, ComputeSample, Spread
+from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
 from shardcore.report import dataset_report
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, Setting
@@ -56,6 +56,10 @@ def test_exchanges_are_summed_up_by_kind():
     assert rows["exchanges"] == "20 timed, 1 failed" and rows["of them"].count("all_to_all fp32") == 1
     assert (rows["spread of one transfer's repeats"].startswith("10.0%") and rows["ranks"] == "2 to 2, "
             "median 2")
+    assert not any("emulated" in name for name in rows)
+    far = dataclasses.replace(requests[0], hosts=2, emulated=EmulatedLinks(0.4, 2.0))
+    rows = dict(dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0], request=far)]))
+    assert rows["over 2 emulated hosts, between 0.4 Gbit/s, within 2 Gbit/s"] == "1 exchanges"
 
 
 def test_tables_align():

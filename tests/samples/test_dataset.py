@@ -12,7 +12,14 @@ import pytest
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
 from shardcore.errors import ShardCoreError
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
+from shardcore.measurements import (
+    CollectiveRequest,
+    CollectiveSample,
+    ComputeRequest,
+    ComputeSample,
+    EmulatedLinks,
+    Spread,
+)
 from shardcore.samples import dataset, parts
 from shardcore.types import COLLECTIVES, Setting, Shard
 
@@ -85,6 +92,39 @@ def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
         dataset.read_compute(tmp_path)
 
 
+def over_links(emulated):
+    request = CollectiveRequest((8,) * 4, 256, (0.0,) * 4, hosts=2, group="cross", emulated=emulated)
+    return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 4, (SPREAD,) * 4,
+                            (0.0,) * 4, 1.0)
+
+
+def renamed(path, change):
+    """A part, its table changed, under the name of its new content."""
+    table = change(pq.read_table(path))
+    path.unlink()
+    pq.write_table(table, path)
+    path.rename(path.with_name(f"comm-{hashlib.sha256(path.read_bytes()).hexdigest()[:24]}.parquet"))
+
+
+def test_an_exchange_says_its_links_and_an_older_one_was_over_real_ones(tmp_path):
+    samples = [over_links(x) for x in (None, EmulatedLinks(0.4), EmulatedLinks(0.4, 2.0))]
+    dataset.write_comm(tmp_path / "new", samples)
+    assert dataset.read_comm(tmp_path / "new") == sorted(samples, key=lambda s: s.id)
+    path = dataset.write_comm(tmp_path / "old", [comm_sample(0)])
+    added = ["group", "emulated_between_gbit_s", "emulated_within_gbit_s"]
+    renamed(path, lambda table: table.drop_columns(added))
+    [sample] = dataset.read_comm(tmp_path / "old")
+    assert sample.request == comm_request(0, 2, 256) and sample.request.emulated is None
+
+
+def test_an_emulated_rate_without_the_other_is_refused(tmp_path):
+    path = dataset.write_comm(tmp_path, [over_links(EmulatedLinks(0.4, 2.0))])
+    at = parts.COMM.names.index("emulated_between_gbit_s")
+    renamed(path, lambda table: table.set_column(at, parts.COMM.field(at), pa.nulls(1, pa.float64())))
+    with pytest.raises(ShardCoreError, match="emulated_within_gbit_s 2.0 only; it needs emulated_between"):
+        dataset.read_comm(tmp_path)
+
+
 def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     for at in (1.0, 2.0):
@@ -118,9 +158,13 @@ def test_an_exchanges_id_is_all_of_its_request():
             {"widths": (8, 12)},
             {"busy_ms": 20.0},
             {"busy_ms": 10.0},
+            {"hosts": 2, "group": "cross"},
+            {"hosts": 2, "emulated": EmulatedLinks(0.4)},
+            {"hosts": 2, "emulated": EmulatedLinks(0.2)},
+            {"hosts": 2, "emulated": EmulatedLinks(0.4, 0.2)},
         )
     ]
-    assert len({dataset.comm_id(SETTING, r) for r in (request, *others)}) == 9
+    assert len({dataset.comm_id(SETTING, r) for r in (request, *others)}) == 13
 
 
 def test_ids_are_those_of_earlier_versions(tables):
