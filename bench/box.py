@@ -1,11 +1,12 @@
 """Exchanges among ranks on several hosts: a cluster in a box (shardcore/measure/hosts.py), whose hosts and
 links are emulated. Processes, gloo and TCP are real.
 
-    python -m bench.box exchanges --out DIR     # measure; a rerun goes on where the last one ended
-    python -m bench.box judge --out DIR         # the law, fitted to some shapes and asked for others
-    python -m bench.box shuffles --times 20     # whether shuffled ranks are found
+    python -m shardcore measure --device cpu --samples 0 --batch 512 --out DIR --exchanges 60 \\
+        --hosts H --ranks R --between-gbit-s RATE      # for each shape; the same into AGAIN
+    python -m bench.box judge DIR --again AGAIN        # the law, fitted to some shapes and asked for others
+    python -m bench.box shuffles --times 20            # whether shuffled ranks are found
 
-`judge` compares predictions of exchanges that nothing was fitted to. The law is fitted to KNOWN shapes; rates
+`judge` compares predictions of exchanges that nothing was fitted to. The law is fitted to shapes in KNOWN; its
 of links between hosts are scaled where the bandwidth is another. The explicit link model knows bandwidths and
 latency only. `twice` says how far two measurements of the same exchange differ.
 """
@@ -13,10 +14,8 @@ latency only. `twice` says how far two measurements of the same exchange differ.
 from __future__ import annotations
 
 import argparse
-import itertools
-import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,69 +23,29 @@ import numpy as np
 from shardcore import report
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
-from shardcore.draws import different
-from shardcore.draws.collectives import comm_request
-from shardcore.layouts import Channel
-from shardcore.measure import collectives, hosts, pairs
-from shardcore.measurements import CollectiveRequest, CollectiveSample
+from shardcore.layouts import WORLD, Channel
+from shardcore.measure import hosts, pairs
+from shardcore.measurements import CollectiveSample
 from shardcore.samples import dataset
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Setting
+from shardcore.types import COLLECTIVES
 
-BATCH = 480
-"""Divisible by all numbers of ranks here."""
-KNOWN = tuple(hosts.BoxConfig(*shape) for shape in ((2, 2, 400), (4, 2, 400), (2, 4, 400), (3, 2, 400)))
-UNKNOWN = tuple(hosts.BoxConfig(*shape) for shape in ((4, 4, 400), (8, 2, 400), (5, 3, 400), (4, 2, 200),
-                                                      (4, 2, 800)))
-AGAIN = 12
-"""Exchanges of each shape that are measured twice."""
-
-
-def setting(box: hosts.BoxConfig) -> Setting:
-    """Its name says what is emulated, wherever a figure of it stands."""
-    return Setting(f"emulated-hosts-{box.link_mbit}mbit", BATCH)
+KNOWN_GBIT_S = 0.4
+KNOWN = {(2, 4, KNOWN_GBIT_S), (4, 8, KNOWN_GBIT_S), (2, 8, KNOWN_GBIT_S)}
+"""Hosts, ranks and Gbit/s of a host's link: what the law is fitted to."""
+WITHIN_GBPS = 0.5
+"""Given to the explicit link model for links within a host: loopback among ranks that share cores."""
+Shape = tuple[int, int, float]
 
 
-def folder(out: Path, box: hosts.BoxConfig) -> Path:
-    return out / f"{box.hosts}x{box.ranks_per_host}-{box.link_mbit}mbit"
-
-
-def drawn(box: hosts.BoxConfig, n: int) -> list[CollectiveRequest]:
-    """Draws of FP32, of every collective about as often."""
-    draws = (r for _, r in different(lambda i: comm_request(i, box.ranks, BATCH, 3, hosts=box.hosts),
-                                     lambda r: dataset.comm_id(setting(box), r), 60 * n)
-             if r.payload == "fp32")
-    of: dict[str, list[CollectiveRequest]] = {c: [] for c in COLLECTIVES}
-    for request in draws:
-        if len(of[request.collective]) < -(-n // len(of)):
-            of[request.collective].append(request)
-    return [r for some in itertools.zip_longest(*of.values()) for r in some if r][:n]
-
-
-def measure(out: Path, boxes: Iterable[hosts.BoxConfig], n: int) -> None:
-    """Measure what is missing, and the first AGAIN of each shape again in a folder of their own."""
-    for box in boxes:
-        wanted = drawn(box, n)
-        for place, requests in ((folder(out, box), wanted), (folder(out / "again", box), wanted[:AGAIN])):
-            known = dataset.read_ids(place, "comm") if place.exists() else set()
-            missing = [r for r in requests if dataset.comm_id(setting(box), r) not in known]
-            if not missing:
-                continue
-            began, kept = time.monotonic(), []
-            with hosts.box(box) as on:
-                for sample in collectives.measure_all(missing, box.ranks, setting(box), on=on):
-                    kept.append(sample)
-                    if len(kept) == 10:
-                        dataset.write_comm(place, kept)
-                        kept = []
-            if kept:
-                dataset.write_comm(place, kept)
-            print(f"{box.words}: {len(missing)} exchanges in {time.monotonic() - began:.0f} s",
-                  file=sys.stderr, flush=True)
-
-
-def read(out: Path, box: hosts.BoxConfig) -> list[CollectiveSample]:
-    return collective_fit.priced([s for s in dataset.read_comm(folder(out, box)) if not s.error])
+def read(folder: Path) -> dict[Shape, list[CollectiveSample]]:
+    """Emulated exchanges in FP32 among all ranks, by shape."""
+    found: dict[Shape, list[CollectiveSample]] = defaultdict(list)
+    for s in collective_fit.priced([s for s in dataset.read_comm(folder) if not s.error]):
+        r = s.request
+        if r.emulated is not None and r.group == WORLD and r.payload == "fp32":
+            found[r.hosts, len(r.widths), r.emulated.between_gbit_s].append(s)
+    return dict(sorted(found.items()))
 
 
 def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
@@ -98,83 +57,97 @@ def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
     return found
 
 
-def explicit_ms(samples: Sequence[CollectiveSample], box: hosts.BoxConfig, way: str,
-                latency_ms: float) -> np.ndarray:
-    """What bandwidths and latency alone make us expect. Within a host, links are as good as infinite."""
-    gbps = box.link_mbit / 8e3 / box.ranks_per_host
-    devices = (Device(1 << 30, host=f"host-{rank // box.ranks_per_host}") for rank in range(box.ranks))
-    topology = Topology(tuple(devices), within_host_gbps=100.0, between_hosts_gbps=gbps,
+def shared_ms(samples: Sequence[CollectiveSample], shape: Shape, way: str, latency_ms: float) -> np.ndarray:
+    """The same, but ranks of a host share its link: the host that sends or receives most decides."""
+    n_hosts, ranks, gbit_s = shape
+    rates = dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0)
+    rates |= {"once": latency_ms, "near_busiest_bytes": 1 / (WITHIN_GBPS * 1e6),
+              "uplink_bytes": 1 / (gbit_s / 8 * 1e6)}
+    terms, _ = collective_fit.observed(samples, way)
+    return collective_model.transfer_ms(terms, np.array(list(rates.values())))
+
+
+def explicit_ms(samples: Sequence[CollectiveSample], shape: Shape, way: str, latency_ms: float) -> np.ndarray:
+    """What given bandwidths and latency make us expect. A device has a share of its host's link."""
+    n_hosts, ranks, gbit_s = shape
+    each = ranks // n_hosts
+    topology = Topology(tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks)),
+                        within_host_gbps=WITHIN_GBPS, between_hosts_gbps=gbit_s / 8 / each,
                         latency_ms=latency_ms)
-    found = [collective_model.collective_ms({}, Channel(s.request.collective), collective_fit.owned_bytes(s),
-                                            topology)[way == "backward"] for s in samples]
-    return np.concatenate(found)
+    return np.concatenate([
+        collective_model.collective_ms({}, Channel(s.request.collective), collective_fit.owned_bytes(s),
+                                       topology)[way == "backward"] for s in samples])
 
 
 def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
     return np.array([x.median_ms for s in samples for x in getattr(s, way)])
 
 
-def judge(out: Path, latency_ms: float) -> None:
-    known = [s for box in KNOWN for s in read(out, box)]
+def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
+    by_shape = read(folder)
+    known = [s for shape, samples in by_shape.items() if shape in KNOWN for s in samples]
     rates = collective_fit.fit(known, known, lambda *_: None)
-    kinds = [(c, way) for c, ways in COLLECTIVES.items() for way in ways]
-    rows, all_errors = [], {}
-    for box in (*KNOWN, *UNKNOWN):
-        samples = read(out, box)
-        own = scaled(rates, box.link_mbit / KNOWN[0].link_mbit)
-        for c, way in kinds:
+    twice = repeatability(by_shape, read(again) if again else {})
+    rows, of_kind = [], defaultdict(list)
+    for shape, samples in by_shape.items():
+        own, where = scaled(rates, shape[2] / KNOWN_GBIT_S), "fitted" if shape in KNOWN else "asked"
+        for c, ways in COLLECTIVES.items():
             of = [s for s in samples if s.request.collective == c]
-            if not of:
-                continue
-            predicted, took = collective_fit.predicted(own, of, way)
-            law, explicit = mape(predicted, took), mape(explicit_ms(of, box, way, latency_ms), took)
-            known_here = "fitted" if box in KNOWN else "asked"
-            all_errors.setdefault((known_here, c, way), []).append((law, explicit, len(of)))
-            rows.append((box.words, known_here, f"{c} {way}", str(len(of)), f"{law:.1f}", f"{explicit:.1f}"))
-    print(report.text_table(
-        ("box", "shape", "collective", "exchanges", "law, error %", "links given, error %"), rows))
+            for way in ways if of else ():
+                predicted, took = collective_fit.predicted(own, of, way)
+                errors = (mape(predicted, took), mape(explicit_ms(of, shape, way, latency_ms), took),
+                          mape(shared_ms(of, shape, way, latency_ms), took))
+                of_kind[where, c, way].append((*errors, len(of)))
+                rows.append((f"{shape[0]} x {shape[1] // shape[0]}, {shape[2]:g} Gbit/s", where, f"{c} {way}",
+                             len(of), *(f"{x:.1f}" for x in errors)))
+    heads = ("law, error %", "links given, error %", "shared links given, error %")
+    print(report.text_table(("hosts x ranks", "shape", "collective", "exchanges", *heads), rows))
     print()
-    twice = repeatability(out)
-    print(report.text_table(("shapes", "collective", "law, error %", "links given, error %", "twice, %"), [
-        (where, f"{c} {way}", *(f"{np.average([x[k] for x in found], weights=[x[2] for x in found]):.1f}"
-                                for k in (0, 1)), f"{twice.get((c, way), float('nan')):.1f}")
-        for (where, c, way), found in sorted(all_errors.items())]))
-    asked = [x for (where, *_), found in all_errors.items() if where == "asked" for x in found]
-    print("\nasked, mean of all: " + ", ".join(
-        f"{name} {np.average([x[k] for x in asked], weights=[x[2] for x in asked]):.1f}%"
-        for k, name in ((0, "law"), (1, "links given"))))
+    print(report.text_table(("shapes", "collective", "exchanges", *heads, "twice, %"), [
+        (where, f"{c} {way}", sum(n for *_, n in found), *(f"{_mean(found, k):.1f}" for k in range(3)),
+         f"{twice[c, way]:.1f}" if (c, way) in twice else "-")
+        for (where, c, way), found in sorted(of_kind.items())]))
+    for where in ("fitted", "asked"):
+        found = [x for (of, *_), some in of_kind.items() if of == where for x in some]
+        if found:
+            print(f"\n{where}, all: law {_mean(found, 0):.1f}%, links given {_mean(found, 1):.1f}%, shared "
+                  f"{_mean(found, 2):.1f}%")
 
 
-def repeatability(out: Path) -> dict[tuple[str, str], float]:
+def _mean(found: Sequence[tuple[float, ...]], k: int) -> float:
+    """The mean of errors number k, by the number of exchanges."""
+    return float(np.average([x[k] for x in found], weights=[x[-1] for x in found]))
+
+
+def repeatability(first: dict[Shape, list[CollectiveSample]],
+                  second: dict[Shape, list[CollectiveSample]]) -> dict[tuple[str, str], float]:
     """Median of how far two measurements of an exchange differ, in percent of their mean, by collective."""
-    apart: dict[tuple[str, str], list[float]] = {}
-    for box in (*KNOWN, *UNKNOWN):
-        place = folder(out / "again", box)
-        again = {s.id: s for s in dataset.read_comm(place)} if place.exists() else {}
-        for s in read(out, box):
-            for way in COLLECTIVES[s.request.collective] if s.id in again else ():
-                a, b = (np.mean(measured_ms([x], way)) for x in (s, again[s.id]))
-                apart.setdefault((s.request.collective, way), []).append(200 * abs(a - b) / (a + b))
+    again = {s.id: s for samples in second.values() for s in samples}
+    apart: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for s in (s for samples in first.values() for s in samples if s.id in again):
+        for way in COLLECTIVES[s.request.collective]:
+            a, b = (np.mean(measured_ms([x], way)) for x in (s, again[s.id]))
+            apart[s.request.collective, way].append(200 * abs(a - b) / (a + b))
     return {kind: float(np.median(found)) for kind, found in apart.items()}
 
 
 def shuffles(times: int, seed: int) -> None:
     """Ranks of a gang shuffled over hosts: whether times of pairs tell the hosts."""
     found = 0
-    shapes = [hosts.BoxConfig(*shape) for shape in ((2, 4, 400), (4, 2, 1000), (3, 3, 200), (2, 2, 2000))]
+    boxes = [hosts.Box(*shape) for shape in ((2, 4, 0.4), (4, 2, 1.0), (3, 3, 0.2), (2, 2, 2.0))]
     for k in range(times):
-        box = shapes[k % len(shapes)]
+        box = boxes[k % len(boxes)]
         dealt = np.random.default_rng([seed, k]).permutation(box.ranks)
-        with hosts.box(box) as on:
-            where = [hosts.host_of_rank(int(place), on, box.ranks) for place in dealt]
+        with hosts.box_of(box) as places:
+            where = [places[i] for i in dealt]
             near = pairs.measure(box.ranks, pairs.PairConfig(), on=where)
-        truth: dict[str, list[int]] = {}
-        for rank, host in enumerate(where):
-            truth.setdefault(host.address, []).append(rank)
+        truth: dict[int, list[int]] = defaultdict(list)
+        for rank, place in enumerate(where):
+            truth[place.host].append(rank)
         right = near.levels == [tuple(map(tuple, truth.values()))]
         found += right
         outcome = "found" if right else f"{near.levels} instead of {list(truth.values())}"
-        print(f"{k}: {box.words}: {outcome}; "
+        print(f"{k}: {box.hosts} x {box.ranks_per_host}, {box.between_gbit_s:g} Gbit/s: {outcome}; "
               f"{near.links.within_gbps or 0:.3f} and {near.links.between_gbps or 0:.4f} GB/s a rank, "
               f"{near.links.latency_ms:.1f} ms", flush=True)
     print(f"hosts found in {found} of {times} shuffles")
@@ -183,21 +156,19 @@ def shuffles(times: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.box", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["exchanges", "judge", "shuffles"])
-    parser.add_argument("--out", type=Path, help="folder of the exchanges")
-    parser.add_argument("--n", type=int, default=48, help="exchanges of each shape (48)")
-    parser.add_argument("--latency-ms", type=float, default=1.0, help="given to the explicit link model (1)")
-    parser.add_argument("--times", type=int, default=20, help="shuffles (20)")
-    parser.add_argument("--seed", type=int, default=0)
+    commands = parser.add_subparsers(required=True, dest="what")
+    p = commands.add_parser("judge")
+    p.add_argument("folder", type=Path, help="dataset of emulated exchanges")
+    p.add_argument("--again", type=Path, help="dataset of the same, measured again")
+    p.add_argument("--latency-ms", type=float, default=2.0, help="given to the explicit link model (2)")
+    p = commands.add_parser("shuffles")
+    p.add_argument("--times", type=int, default=20)
+    p.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.what == "shuffles":
         shuffles(args.times, args.seed)
-    elif args.out is None:
-        parser.error("--out is needed")
-    elif args.what == "exchanges":
-        measure(args.out, (*KNOWN, *UNKNOWN), args.n)
     else:
-        judge(args.out, args.latency_ms)
+        judge(args.folder, args.again, args.latency_ms)
 
 
 if __name__ == "__main__":
