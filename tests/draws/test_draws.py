@@ -169,7 +169,8 @@ def test_exchanges_over_emulated_hosts_are_of_all_groups():
     requests = [emulated_request(i, (4, 2), 256, links) for i in range(200)]
     kinds = Counter((r.collective, r.group) for r in requests)
     assert set(kinds) == {("all_to_all", "world"), ("all_to_all", "cross"), ("reduce_scatter", "world"),
-                          ("reduce_scatter", "host"), ("all_reduce", "world"), *((c, "world") for c in OF_IDS)}
+                          ("reduce_scatter", "host"), ("all_reduce", "world"),
+                          *((c, "world") for c in OF_IDS)}
     assert min(kinds.values()) >= 8
     assert {(r.hosts, r.emulated, r.busy_ms, len(r.widths)) for r in requests} == {(4, links, 0.0, 8)}
     # rows that reduce-scatters within hosts of two left
