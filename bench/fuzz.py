@@ -49,17 +49,18 @@ import yaml
 from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS
-from shardcore import files, report, schema
+from shardcore import files, grouped_plans, report, schema
 from shardcore.cost import accuracy, fit, neural, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import MOST_CHARACTERS, ShardCoreError
-from shardcore.export import fbgemm_statistics, torchrec_json
+from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
+from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, members, problem_of_group
 from shardcore.types import COLLECTIVES, Placement, Plan, Problem, Shard
 from shardcore.workload import lower
 from tasks import cache, params, served_model
@@ -140,9 +141,15 @@ def make(folder: Path) -> None:
         "embedding_specs": [[20000, 8], [300, 12]], "feature_table_map": [0, 0, 1],
         "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
         "batch_params": {"Bs": [256, 256, 256]}, "indices_params_list": [law, law, law]})
+    # One device could not hold all tables.
+    grouping = Grouping(2, CONTIGUOUS, 5)
+    one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
+    grouped_plans.write_grouped(folder / "grouped.json", one, problem)
     if HAS_TORCHREC:
         torchrec_json.write_torchrec(folder / "torchrec.json",
                                      to_torchrec(plan, problem, "model.bags", "cpu"))
+        dmp_collection.write_dmp_collection(
+            folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5)
 
 
 def _write(path: Path, value: Any) -> None:
@@ -183,6 +190,17 @@ def use_pool(folder: Path, sound: Sound) -> None:
 
 def use_plan(folder: Path, sound: Sound) -> None:
     _priced(files.read_plan(folder / "plan.json", sound.problem), sound.problem, sound.model)
+
+
+def use_grouped(folder: Path, sound: Sound) -> None:
+    found = grouped_plans.read_grouped(folder / "grouped.json", sound.problem)
+    lower(found.plan, found.problem)
+    _require(members(sound.problem.topology, found.grouping), "there are no groups")
+
+
+def use_dmp(folder: Path, sound: Sound) -> None:
+    arguments, every = dmp_collection.read_dmp_collection(folder / "dmp.json")
+    _require(every >= 1 and arguments["world_size"] % arguments["sharding_group_size"] == 0, "groups differ")
 
 
 def use_model(folder: Path, sound: Sound) -> None:
@@ -518,11 +536,13 @@ FORMATS = {
     "problem": Format(("problem.json",), _json("problem.json"), use_problem),
     "pool": Format(("pool.json",), _json("pool.json", sealed), use_pool),
     "plan": Format(("plan.json",), _json("plan.json", sealed), use_plan),
+    "grouped": Format(("grouped.json",), _json("grouped.json", sealed), use_grouped),
     "model": Format(("model",), damage_model, use_model),
     "plans": Format(("plans",), damage_decision, use_plans),
     "replays": Format(("replays",), _json("replays/replays.json", sealed), use_replays),
     "measurements": Format(("measurements",), damage_part, use_measurements),
     "torchrec": Format(("torchrec.json",), _json("torchrec.json", sealed), use_torchrec),
+    "dmp": Format(("dmp.json",), _json("dmp.json", sealed), use_dmp),
     "fbgemm": Format(("fbgemm.json",), _json("fbgemm.json"), use_fbgemm),
     "params": Format(("params.yaml",), lambda folder, rng: damage_yaml(folder / "params.yaml", rng),
                      use_params),
@@ -530,7 +550,7 @@ FORMATS = {
     "request": Format(("request.json",), _json("request.json"), use_request),
 }
 if not HAS_TORCHREC:
-    del FORMATS["torchrec"]
+    del FORMATS["torchrec"], FORMATS["dmp"]
 
 
 def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = True) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     pins = dict(problem.constraints.pinned)
     require(not pins, f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
             "for one of each group")
-    spread = [_numbered([topology.devices[d].host for d in group]) for group in each]
+    spread = [numbered([topology.devices[d].host for d in group]) for group in each]
     for number, hosts in enumerate(spread):
         if hosts != spread[0]:
             raise Infeasible(f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
@@ -182,8 +182,8 @@ def require_size(text: str, problem: Problem) -> tuple[int, ...]:
                          f"{', '.join(map(str, reversed(allowed[-8:])))}{', ...' * (len(allowed) > 8)}")
 
 
-def _numbered(hosts: list[str]) -> tuple[int, ...]:
-    """Hosts as numbers, in order of appearance."""
+def numbered(hosts: list[str]) -> tuple[int, ...]:
+    """Names of hosts as numbers, in order of appearance."""
     number = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
     return tuple(number[host] for host in hosts)
 

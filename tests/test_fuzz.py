@@ -6,7 +6,7 @@ from bench import fuzz
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
 OF_EACH = 42
-"""Cases, which makes 504 of all formats."""
+"""Cases, which makes 588 of all formats."""
 
 
 @pytest.fixture(scope="module")

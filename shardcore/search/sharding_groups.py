@@ -32,6 +32,7 @@ from shardcore.sharding_groups import (
     GroupedPlan,
     Grouping,
     groupings,
+    numbered,
     problem_of_group,
     replicas,
     replicated_gradient_bytes,
@@ -113,7 +114,7 @@ def _sync_ms(n_bytes: Sequence[tuple[int, int]], alike: Sequence[Sequence[int]],
     for (weights, state), devices in zip(n_bytes, alike, strict=True):
         among = replace(topology, devices=tuple(topology.devices[d] for d in devices))
         # Replicas that are spread alike over hosts are priced once: the last of them counts.
-        spread = tuple(among.hosts.index(d.host) for d in among.devices)
+        spread = numbered([d.host for d in among.devices])
         before = largest.get(spread, (0, 0))
         largest[spread] = max(before[0], weights), max(before[1], state)
         of_links[spread] = among

@@ -40,6 +40,13 @@ def test_all_sizes_and_layouts_are_shown_and_the_best_is_written(asked, stored, 
     assert found.grouping.sync_every == 1_000_000 and "model_digest" in found.plan.provenance
 
 
+def test_groups_are_planned_with_confidence_and_explained(asked, stored, capsys):
+    assert main([*asked, "--groups", "2", "--confidence", "0.9", "--explain"]) == 0
+    assert "\nThe plan of one group:\n" in capsys.readouterr().out
+    found = read_grouped(stored / "grouped.json", files.read_problem(stored / "problem.json"))
+    assert found.plan.provenance["confidence"] == 0.9
+
+
 def test_one_group_of_all_devices_is_a_plain_plan(asked, stored, capsys):
     assert main([*asked, "--groups", "4"]) == 0
     assert "all 4 devices as one group" in capsys.readouterr().out

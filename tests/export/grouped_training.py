@@ -69,6 +69,9 @@ def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
     own = problem_of_group(given, grouping)
     a, b, c, d, e = own.tables
     n, hosts = len(own.topology), own.topology.on_hosts
+    if n == 1:
+        whole = (column(t, 0) for t in (a, b, c, e))
+        return GroupedPlan(grouping, Plan((*whole, replica(d, own.topology))), own)
     nested = len(hosts) > 1 and len(hosts[0]) > 1
     placements = [column(a, 1), row(b, own.topology), column(c, 0, 0, 12), column(c, n - 1, 12, 32),
                   replica(d, own.topology),
@@ -276,7 +279,8 @@ def compare(given: Problem, groupings: Sequence[Grouping], optimizers: Sequence[
 def _apart(given: Problem, plan: GroupedPlan, run: Run, trained: Sequence[Sequence[dict[str, Any]]]) -> Apart:
     each = members(given.topology, plan.grouping)
     group_of = {rank: number for number, ranks in enumerate(each) for rank in ranks}
-    strips = {name: [slice(0, 12), slice(12, 32)] if name == "c" else [slice(0, dim)]
+    cut = plan.grouping.size > 1
+    strips = {name: [slice(0, 12), slice(12, 32)] if name == "c" and cut else [slice(0, dim)]
               for name, (_, dim) in TABLES.items() if name != "d"}
     like = expected(each, run, plan.grouping.sync_every, strips)
     one = expected([given.topology.ranks], run, 1, strips)

@@ -35,9 +35,9 @@ def require_trained(n_hosts: int, per_host: int, groupings: list[Grouping]) -> N
             assert [alike for _, alike in apart.ranks] == [of_rank[r] for r in range(len(given.topology))]
 
 
-def test_groups_of_two_on_four_ranks_train_as_unsharded():
+def test_groups_of_two_and_of_one_on_four_ranks_train_as_unsharded():
     require_trained(2, 2, [Grouping(2, "contiguous", 1), Grouping(2, "strided", 1),
-                           Grouping(2, "strided", 2)])
+                           Grouping(2, "strided", 2), Grouping(1, "contiguous", 2)])
 
 
 @pytest.mark.long
@@ -45,9 +45,3 @@ def test_groups_of_two_on_four_ranks_train_as_unsharded():
 def test_groups_of_four_on_eight_ranks_train_as_unsharded(hosts, layout):
     """The first two have rows divided over a host of the group."""
     require_trained(hosts, 8 // hosts, [Grouping(4, layout, 1), Grouping(4, layout, 3)])
-
-
-@pytest.mark.long
-def test_torchrec_synchronises_no_adam():
-    with pytest.raises(AssertionError, match="KeyError: 'sum'"):
-        training.compare(training.problem(1, 4), [Grouping(2, "strided")], ["adam"])

@@ -1,0 +1,53 @@
+"""Which sharding groups would be chosen for MLPerf's DLRM-DCNv2 on 32 devices, under given rates.
+
+  python -m bench.groups --sync-every 500
+
+Four hosts of eight devices of 80 GB, 150 GB/s within hosts and 25 between. Rates are those of AnalyticModel.
+Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from shardcore import report
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.sharding_groups import Candidate, best, candidates
+from shardcore.sharding_groups import sizes
+from shardcore.tables.public import public_pool
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting
+
+GB = 10**9
+HEADERS = ("size", "layout", "step ms", "synchronise ms", "total ms", "fullest device", "why not")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sync-every", type=int, default=500, help="steps between synchronisations (500)")
+    parser.add_argument("--budget-evals", type=int, default=20_000, help="of each search (20000)")
+    args = parser.parse_args()
+    devices = tuple(Device(80 * GB, host=f"host-{h}") for h in range(4) for _ in range(8))
+    links = Topology(devices, within_host_gbps=150.0, between_hosts_gbps=25.0, latency_ms=0.05)
+    problem = Problem("dcnv2", public_pool("mlperf-dlrm-dcnv2"), links, 65536, "rowwise_adagrad",
+                      Constraints(reserved_bytes=12 * GB))
+    model = AnalyticModel(Setting("given", problem.global_batch, optimizer=problem.optimizer))
+    of = candidates(problem, model, SHARDERS["anneal_columns"], sizes(problem), args.sync_every,
+                    budget=Budget(evals=args.budget_evals))
+    rows = [(c.grouping.size, c.grouping.layout, *_costs(c), c.why) for c in of]
+    print(report.markdown_table(HEADERS, rows))
+    found = best(of).grouping
+    print(f"\nchosen: size {found.size}, {found.layout}")
+
+
+def _costs(of: Candidate) -> tuple[str, ...]:
+    if of.cost is None:
+        return ("-",) * 4
+    costs_ms = of.cost.step_ms, of.cost.sync_ms, of.cost.total_ms
+    return (*(f"{ms:.3f}" for ms in costs_ms), f"{of.fullest[1]:.0%}")
+
+
+if __name__ == "__main__":
+    main()
