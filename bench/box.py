@@ -6,9 +6,9 @@ links are emulated. Processes, gloo and TCP are real.
     python -m bench.box judge DIR --again AGAIN        # the law, fitted to some shapes and asked for others
     python -m bench.box shuffles --times 20            # whether shuffled ranks are found
 
-`judge` compares predictions of exchanges that nothing was fitted to. The law is fitted to shapes in KNOWN;
-rates of links between hosts are scaled where the bandwidth is another. The explicit link model knows bandwidths
-and latency only. `twice` says how far two measurements of the same exchange differ.
+`judge` compares predictions of exchanges that nothing was fitted to. The law is fitted to shapes in KNOWN.
+Rates of links between hosts are scaled where the bandwidth is another. The explicit link model knows
+bandwidths and latency only. `twice` says how far two measurements of the same exchange differ.
 """
 
 from __future__ import annotations
