@@ -138,7 +138,7 @@ def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel) -
     best = grouped.chosen(args, problem, cautious, _budget(args))
     found, own = grouped.write(args, best, problem, _provenance(args))
     print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
-          f"{time.monotonic() - began:.2f} s by {args.algorithm}")
+          f"{time.monotonic() - began:.2f} s by {found.provenance['algorithm']}")
     if args.explain:
         print("\nThe plan of one group:")
         _say_explained(found, own, cautious.for_problem(own), _budget(args))

@@ -18,6 +18,7 @@ Shapes: C channels, M devices of a group, R groups.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.memory import held_bytes, used_bytes
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import Sharder
+from shardcore.search.sharders import SHARDERS, Sharder
 from shardcore.sharding_groups import (
     GroupedPlan,
     Grouping,
@@ -43,6 +44,12 @@ from shardcore.types import Problem, StepCost
 from shardcore.workload import lower
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
+EVEN_BYTES = "size_greedy"
+"""A sharder that deals bytes evenly.
+
+Sharders see the step, not the synchronisation, which takes as long as the device with most bytes. So its plan
+is tried beside that of the sharder that was asked for.
+"""
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,8 @@ def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iter
     among: sizes that divide the devices evenly (see sharding_groups.sizes). That of all devices is the plain
       plan.
     budget: of each search.
+
+    The plan of EVEN_BYTES is tried too, and kept where it is cheaper in all.
     """
     found = []
     for grouping in groupings(problem, sync_every, among):
@@ -154,7 +163,12 @@ def _searched(problem: Problem, grouping: Grouping, model: CostModel, sharder: S
     own = problem_of_group(problem, grouping)
     fitting = model.for_problem(own)
     own.require_setting(fitting.setting)
-    grouped = GroupedPlan(grouping, sharder(own, fitting, seed=seed, budget=budget), own)
+    plans = [sharder(own, fitting, seed=seed, budget=budget)]
+    if grouping.size < len(problem.topology):
+        with suppress(Infeasible):
+            plans.append(SHARDERS[EVEN_BYTES](own, fitting, seed=seed, budget=budget))
+    tried = [GroupedPlan(grouping, plan, own) for plan in plans]
+    grouped = min(tried, key=lambda one: cost_of(one, problem, fitting).total_ms)
     shares = [used / max(1, free)
               for used, free in zip(used_bytes(grouped.plan, own), held_bytes(own), strict=True)]
     fullest = max(range(len(shares)), key=shares.__getitem__)
