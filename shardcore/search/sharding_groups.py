@@ -41,7 +41,7 @@ from shardcore.sharding_groups import (
 )
 from shardcore.topology import Topology
 from shardcore.types import Problem, StepCost
-from shardcore.workload import lower
+from shardcore.workload import Workload, lower
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
 EVEN_BYTES = "size_greedy"
@@ -103,40 +103,53 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
     problem: the whole. model: for the problem of a group.
     """
     topology, grouping = problem.topology, grouped.grouping
-    alike = replicas(topology, grouping)
     step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
-    if len(alike[0]) > 1:
+    if grouping.size < len(topology):
         if n_bytes := replicated_gradient_bytes(grouped.plan):
-            dense = max(0.0, _all_reduce_ms(n_bytes, topology, model)
-                        - _all_reduce_ms(n_bytes, grouped.problem.topology, model))
-        sync = _sync_ms(synced_bytes(grouped.plan, grouped.problem), alike, topology, model)
+            of_all, of_group = (_comm_ms(_all_reduce(n_bytes, among, problem), model)
+                                for among in (topology, grouped.problem.topology))
+            dense = max(0.0, of_all - of_group)
+        # All devices average their weights, then their state. Each waits for the last.
+        sync = sum(max((_comm_ms(part, model) for part in parts), default=0.0)
+                   for parts in synchronisation(grouped, problem))
     return GroupedCost(step, dense, sync, grouping.sync_every)
 
 
-def _sync_ms(n_bytes: Sequence[tuple[int, int]], alike: Sequence[Sequence[int]], topology: Topology,
-             model: CostModel) -> float:
-    """ms of a synchronisation. n_bytes: [M] of weights and of state. alike: [M][R] devices."""
+def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:
+    """The all-reduces of a synchronisation: of weights, and then of optimizer state.
+
+    One for each way in which replicas are spread over hosts, of the device with most bytes.
+    problem: the whole.
+    """
+    topology = problem.topology
     largest: dict[tuple[int, ...], tuple[int, int]] = {}
     of_links: dict[tuple[int, ...], Topology] = {}
-    for (weights, state), devices in zip(n_bytes, alike, strict=True):
+    for (weights, state), devices in zip(synced_bytes(grouped.plan, grouped.problem),
+                                         replicas(topology, grouped.grouping), strict=True):
         among = replace(topology, devices=tuple(topology.devices[d] for d in devices))
         # Replicas that are spread alike over hosts are priced once: the last of them counts.
         spread = numbered([d.host for d in among.devices])
         before = largest.get(spread, (0, 0))
         largest[spread] = max(before[0], weights), max(before[1], state)
         of_links[spread] = among
-    # All devices average their weights, then their state.
-    return sum(max(_all_reduce_ms(both[i], of_links[spread], model) for spread, both in largest.items())
-               for i in range(2))
+    return tuple([_all_reduce(both[i], of_links[spread], grouped.problem)
+                  for spread, both in largest.items() if both[i]] for i in range(2))
 
 
-def _all_reduce_ms(n_bytes: int, topology: Topology, model: CostModel) -> float:
-    """ms of an all-reduce of so many bytes of each device."""
-    if not n_bytes or len(topology) < 2:
-        return 0.0
-    traffic = np.zeros((len(CHANNELS), len(topology)))
+def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
+    """An all-reduce of so many bytes of each device, and nothing else."""
+    n_devices = len(topology)
+    traffic = np.zeros((len(CHANNELS), n_devices))
     traffic[_ALL_REDUCE] = n_bytes
-    return float(model.comm(traffic, np.zeros(len(topology)), topology).backward_ms.max())
+    return Workload(ops=((),) * n_devices, traffic=traffic, memory_bytes=(0,) * n_devices, topology=topology,
+                    global_batch=problem.global_batch, job=problem.job)
+
+
+def _comm_ms(work: Workload, model: CostModel) -> float:
+    """ms of a workload's backward collectives."""
+    if len(work.topology) < 2:
+        return 0.0
+    return float(model.comm(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())
 
 
 def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iterable[int],
