@@ -110,12 +110,13 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
     from shardcore.search.sharding_groups import synchronisation
     from shardcore.workload import lower
 
-    found = mixed.out_of_range(model, lower(grouped.plan, grouped.problem))
+    found = []
+    # First, for only the first few are shown: all weights travel at once, much more than steps exchange.
     if grouped.grouping.size < len(problem.topology):
         for works in synchronisation(grouped, problem):
             found += [f"synchronising: {sentence}" for work in works
                       for sentence in mixed.out_of_range(model, work)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys((*found, *mixed.out_of_range(model, lower(grouped.plan, grouped.problem)))))
 
 
 def export(args: argparse.Namespace, problem: Problem) -> None:
