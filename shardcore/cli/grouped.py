@@ -61,18 +61,19 @@ def _costs(candidate: Candidate) -> tuple[str, ...]:
 
 
 def write(args: argparse.Namespace, candidate: Candidate, problem: Problem, provenance: Mapping[str, Any]
-          ) -> tuple[Plan, Problem]:
-    """Write the best groups' plan; a plain plan where all devices are one group. The plan and its problem."""
+          ) -> GroupedPlan:
+    """Write the best groups' plan, with more provenance. A plain plan where all devices are one group."""
     from shardcore import files
     from shardcore.grouped_plans import write_grouped
 
-    grouped = candidate.found
-    plan = Plan(grouped.plan.placements, {**grouped.plan.provenance, **provenance})
+    plan = candidate.found.plan
+    plan = Plan(plan.placements, {**plan.provenance, **provenance})
+    grouped = dataclasses.replace(candidate.found, plan=plan)
     if grouped.grouping.size == len(problem.topology):
         files.write_plan(args.out, plan, problem)
     else:
-        write_grouped(args.out, dataclasses.replace(grouped, plan=plan), problem)
-    return plan, grouped.problem
+        write_grouped(args.out, grouped, problem)
+    return grouped
 
 
 def words(candidate: Candidate, problem: Problem) -> str:
@@ -98,6 +99,24 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
     return {"total_ms": cost.total_ms, "groups": dataclasses.asdict(grouped.grouping),
             "step_ms": cost.step_ms, "sync_ms": cost.sync_ms, **dataclasses.asdict(cost.step),
             "memory_bytes": list(lower(grouped.plan, grouped.problem).memory_bytes)}
+
+
+def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
+    """As mixed.out_of_range, of a step of one group and of synchronising the replicas.
+
+    model: for the problem of a group.
+    """
+    from shardcore.cost import mixed
+    from shardcore.search.sharding_groups import synchronisation
+    from shardcore.workload import lower
+
+    found = []
+    # First, for only the first few are shown: all weights travel at once, much more than steps exchange.
+    if grouped.grouping.size < len(problem.topology):
+        for works in synchronisation(grouped, problem):
+            found += [f"synchronising: {sentence}" for work in works
+                      for sentence in mixed.out_of_range(model, work)]
+    return list(dict.fromkeys((*found, *mixed.out_of_range(model, lower(grouped.plan, grouped.problem)))))
 
 
 def export(args: argparse.Namespace, problem: Problem) -> None:

@@ -135,19 +135,18 @@ def _budget(args: argparse.Namespace) -> Budget | None:
 
 
 def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel) -> None:
-    from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
-    from shardcore.workload import lower
 
     began, cautious = time.monotonic(), at_confidence(model, args.confidence)
     best = grouped.chosen(args, problem, cautious, _budget(args))
-    found, own = grouped.write(args, best, problem, _provenance(args))
+    of_groups = grouped.write(args, best, problem, _provenance(args))
+    found, own = of_groups.plan, of_groups.problem
     print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
-          f"{time.monotonic() - began:.2f} s by {args.algorithm}")
+          f"{time.monotonic() - began:.2f} s by {found.provenance['algorithm']}")
     if args.explain:
         print("\nThe plan of one group:")
         _say_explained(found, own, cautious.for_problem(own), _budget(args))
-    _say_extrapolated(mixed.out_of_range(model.for_problem(own), lower(found, own)))
+    _say_extrapolated(grouped.extrapolated(of_groups, problem, model.for_problem(own)))
 
 
 def _require_agreeing(args: argparse.Namespace) -> None:
@@ -252,11 +251,11 @@ def price(args: argparse.Namespace) -> None:
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
     own = as_planned(found, own)
     workload, cautious = lower(found, own), at_confidence(model, args.confidence)
-    beyond = mixed.out_of_range(model, workload)
     if of_groups:
         body = grouped.price(of_groups, whole, cautious)
+        beyond = grouped.extrapolated(of_groups, whole, model)
     else:
-        cost = predicted(workload, cautious)
+        cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
         body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
                 "memory_bytes": list(workload.memory_bytes)}
     body["extrapolated"] = beyond

@@ -285,7 +285,7 @@ QUANTITIES = {
     "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
     "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
     "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
-    "exchange_bytes": Quantity("exchanges {} of pooled outputs", show=gib),
+    "exchange_bytes": Quantity("exchanges {}", show=gib),
     "exchange_id_bytes": Quantity("receives {} of ids", show=gib),
 }
 

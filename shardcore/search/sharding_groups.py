@@ -18,6 +18,7 @@ Shapes: C channels, M devices of a group, R groups.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.memory import held_bytes, used_bytes
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import Sharder
+from shardcore.search.sharders import SHARDERS, Sharder
 from shardcore.sharding_groups import (
     GroupedPlan,
     Grouping,
@@ -40,9 +41,15 @@ from shardcore.sharding_groups import (
 )
 from shardcore.topology import Topology
 from shardcore.types import Problem, StepCost
-from shardcore.workload import lower
+from shardcore.workload import Workload, lower
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
+EVEN_BYTES = "size_greedy"
+"""A sharder that deals bytes evenly.
+
+Sharders see the step, not the synchronisation, which takes as long as the device with most bytes. So its plan
+is tried beside that of the sharder that was asked for.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,40 +103,53 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
     problem: the whole. model: for the problem of a group.
     """
     topology, grouping = problem.topology, grouped.grouping
-    alike = replicas(topology, grouping)
     step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
-    if len(alike[0]) > 1:
+    if grouping.size < len(topology):
         if n_bytes := replicated_gradient_bytes(grouped.plan):
-            dense = max(0.0, _all_reduce_ms(n_bytes, topology, model)
-                        - _all_reduce_ms(n_bytes, grouped.problem.topology, model))
-        sync = _sync_ms(synced_bytes(grouped.plan, grouped.problem), alike, topology, model)
+            of_all, of_group = (_comm_ms(_all_reduce(n_bytes, among, problem), model)
+                                for among in (topology, grouped.problem.topology))
+            dense = max(0.0, of_all - of_group)
+        # All devices average their weights, then their state. Each waits for the last.
+        sync = sum(max((_comm_ms(part, model) for part in parts), default=0.0)
+                   for parts in synchronisation(grouped, problem))
     return GroupedCost(step, dense, sync, grouping.sync_every)
 
 
-def _sync_ms(n_bytes: Sequence[tuple[int, int]], alike: Sequence[Sequence[int]], topology: Topology,
-             model: CostModel) -> float:
-    """ms of a synchronisation. n_bytes: [M] of weights and of state. alike: [M][R] devices."""
+def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:
+    """The all-reduces of a synchronisation: of weights, and then of optimizer state.
+
+    One for each way in which replicas are spread over hosts, of the device with most bytes.
+    problem: the whole.
+    """
+    topology = problem.topology
     largest: dict[tuple[int, ...], tuple[int, int]] = {}
     of_links: dict[tuple[int, ...], Topology] = {}
-    for (weights, state), devices in zip(n_bytes, alike, strict=True):
+    for (weights, state), devices in zip(synced_bytes(grouped.plan, grouped.problem),
+                                         replicas(topology, grouped.grouping), strict=True):
         among = replace(topology, devices=tuple(topology.devices[d] for d in devices))
         # Replicas that are spread alike over hosts are priced once: the last of them counts.
         spread = numbered([d.host for d in among.devices])
         before = largest.get(spread, (0, 0))
         largest[spread] = max(before[0], weights), max(before[1], state)
         of_links[spread] = among
-    # All devices average their weights, then their state.
-    return sum(max(_all_reduce_ms(both[i], of_links[spread], model) for spread, both in largest.items())
-               for i in range(2))
+    return tuple([_all_reduce(both[i], of_links[spread], grouped.problem)
+                  for spread, both in largest.items() if both[i]] for i in range(2))
 
 
-def _all_reduce_ms(n_bytes: int, topology: Topology, model: CostModel) -> float:
-    """ms of an all-reduce of so many bytes of each device."""
-    if not n_bytes or len(topology) < 2:
-        return 0.0
-    traffic = np.zeros((len(CHANNELS), len(topology)))
+def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
+    """An all-reduce of so many bytes of each device, and nothing else."""
+    n_devices = len(topology)
+    traffic = np.zeros((len(CHANNELS), n_devices))
     traffic[_ALL_REDUCE] = n_bytes
-    return float(model.comm(traffic, np.zeros(len(topology)), topology).backward_ms.max())
+    return Workload(ops=((),) * n_devices, traffic=traffic, memory_bytes=(0,) * n_devices, topology=topology,
+                    global_batch=problem.global_batch, job=problem.job)
+
+
+def _comm_ms(work: Workload, model: CostModel) -> float:
+    """ms of a workload's backward collectives."""
+    if len(work.topology) < 2:
+        return 0.0
+    return float(model.comm(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())
 
 
 def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iterable[int],
@@ -139,6 +159,8 @@ def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iter
     among: sizes that divide the devices evenly (see sharding_groups.sizes). That of all devices is the plain
       plan.
     budget: of each search.
+
+    The plan of EVEN_BYTES is tried too, and kept where it is cheaper in all.
     """
     found = []
     for grouping in groupings(problem, sync_every, among):
@@ -154,7 +176,12 @@ def _searched(problem: Problem, grouping: Grouping, model: CostModel, sharder: S
     own = problem_of_group(problem, grouping)
     fitting = model.for_problem(own)
     own.require_setting(fitting.setting)
-    grouped = GroupedPlan(grouping, sharder(own, fitting, seed=seed, budget=budget), own)
+    plans = [sharder(own, fitting, seed=seed, budget=budget)]
+    if grouping.size < len(problem.topology):
+        with suppress(Infeasible):
+            plans.append(SHARDERS[EVEN_BYTES](own, fitting, seed=seed, budget=budget))
+    tried = [GroupedPlan(grouping, plan, own) for plan in plans]
+    grouped = min(tried, key=lambda one: cost_of(one, problem, fitting).total_ms)
     shares = [used / max(1, free)
               for used, free in zip(used_bytes(grouped.plan, own), held_bytes(own), strict=True)]
     fullest = max(range(len(shares)), key=shares.__getitem__)

@@ -63,6 +63,7 @@ def test_price_of_groups_is_what_plan_said(grouped, stored, model, capsys):
     assert found["groups"] == {"size": 2, "layout": found["groups"]["layout"], "sync_every": 20}
     assert found["total_ms"] == pytest.approx(found["step_ms"] + found["sync_ms"] / 20)
     assert found["sync_ms"] > 0
+    assert found["extrapolated"][0].startswith("synchronising: ")
     assert len(found["memory_bytes"]) == len(found["waiting_ms"]) == 2
     assert main([*price, "--explain"]) == 0
     assert capsys.readouterr().out.startswith("\nThe plan of one group:\n")

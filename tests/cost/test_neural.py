@@ -340,7 +340,7 @@ def test_the_slack_of_a_range_and_its_two_ends():
                                            "exchange_id_bytes": [0, 3000]}})
     assert beyond(model, (table,), 2, two) == [
         "the topology has 2 devices; fewest measured 3",
-        "device 1 exchanges 4096 bytes of pooled outputs (and 1 more); largest measured 2000 bytes",
+        "device 1 exchanges 4096 bytes (and 1 more); largest measured 2000 bytes",
         "device 1 receives 5120 bytes of ids (and 1 more); largest measured 3000 bytes",
         "column shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured"]
 
