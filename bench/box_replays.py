@@ -3,7 +3,7 @@ Compute of each device was measured before, and ranks sleep for it (shardcore/me
 
     python -m bench.box_replays MODEL --measurements DIR --problems 20 --out FOLDER
 
-Problems have 10 to 30 tables of the calibrated pool at dims up to 64. Links are slow, so that the network
+Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
 decides. The topology gives their bandwidth, so the explicit link model prices exchanges. Nothing of it was
 fitted. All sharders get the same model and topology. `torchrec` is TorchRec's planner, swept; it knows
 hosts. The rivals are it, NeuroShard's search, and the greedy order that the model prefers.
@@ -42,12 +42,12 @@ BOXES = ((2, 2, 0.2), (4, 2, 0.4), (2, 4, 0.4), (4, 1, 0.2))
 WITHIN_GBPS, LATENCY_MS = 0.5, 2.0
 """Given to the explicit link model: loopback among ranks that share cores, and what gloo takes at least."""
 RIVALS = ("torchrec", "neuroshard", "best greedy")
-MOST_BYTES = 128 << 20
+MAX_DIM, MOST_BYTES = 32, 512 << 20
 
 
 def problem_of(pool, model: neural.NeuralModel, index: int, seed: int) -> tuple[Problem, hosts.Box]:
     box = hosts.Box(*BOXES[index % len(BOXES)])
-    shape = ProblemConfig(box.ranks, 10, 30, 64)
+    shape = ProblemConfig(box.ranks, 10, 30, MAX_DIM)
     drawn = draw_problem(pool, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
     devices = (Device(memory, host=f"host-{rank // box.ranks_per_host}") for rank in range(box.ranks))
@@ -94,10 +94,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=77, help="of the problems (77)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats, warmups=2), []
+    model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
-    pool = [dataclasses.replace(t, dim=64) for t in generate_pool()]
-    pool = [t for t in pool if 1 << 20 <= t.bytes <= MOST_BYTES]
+    pool = [dataclasses.replace(t, dim=MAX_DIM) for t in generate_pool()]
+    pool = [t for t in pool if t.bytes <= MOST_BYTES]
     for i in range(args.problems):
         problem, box = problem_of(pool, model, i, args.seed)
         own = model.for_problem(problem)
