@@ -29,11 +29,13 @@ class Links:
 
     within_gbps: GB/s of one rank to another of its group.
     between_gbps: GB/s of one rank to another group's, while all ranks send. None with one group.
+    host_gbps: GB/s of a group to others, where its ranks share a link. None where each has its own.
     latency_ms: of a collective of all ranks that carries next to nothing.
     """
 
     within_gbps: float | None
     between_gbps: float | None
+    host_gbps: float | None
     latency_ms: float
 
 
@@ -102,4 +104,5 @@ def topology_of(found: Sequence[Groups], links: Links, before: Topology) -> Topo
             for rank in group}
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
     return replace(before, devices=devices, within_host_gbps=links.within_gbps,
-                   between_hosts_gbps=links.between_gbps, latency_ms=links.latency_ms)
+                   between_hosts_gbps=None if links.host_gbps else links.between_gbps,
+                   host_link_gbps=links.host_gbps, latency_ms=links.latency_ms)

@@ -135,7 +135,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         for alike in replicas(topology, grouping))
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
-    return replace(problem, name=name, topology=replace(topology, devices=devices),
+    return replace(problem, name=name, topology=replace(topology.among(each[0]), devices=devices),
                    global_batch=problem.local_batch * grouping.size)
 
 

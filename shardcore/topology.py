@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,9 @@ from shardcore.limits import (
     require_name,
     require_within,
 )
+
+LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
+"""What a topology may give of its links."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Topology:
     devices: of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
     within_host_gbps, between_hosts_gbps: bandwidths per device, GB/s; None: as the cost model measured them.
+    host_link_gbps: bandwidth of each host to the others, GB/s, where its devices share one link. Given
+      instead of between_hosts_gbps.
     latency_ms: of a collective, ms; None: as the cost model measured it.
     """
 
@@ -57,6 +63,7 @@ class Topology:
     within_host_gbps: float | None = None
     between_hosts_gbps: float | None = None
     latency_ms: float | None = None
+    host_link_gbps: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -65,7 +72,11 @@ class Topology:
         require(self.hardware is None or is_path_name(self.hardware),
                 f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
         gbps = (1 / MOST_GBPS, MOST_GBPS)
-        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps)
+        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps, host_link_gbps=gbps)
+        require(self.between_hosts_gbps is None or self.host_link_gbps is None,
+                f"topology has between_hosts_gbps {self.between_hosts_gbps} and host_link_gbps "
+                f"{self.host_link_gbps}; it needs the first where each device has a link of its own to other "
+                "hosts, and the second where those of a host share one")
         require_within(self, "topology", latency_ms=(0, MOST_MS))
 
     @cached_property
@@ -90,13 +101,26 @@ class Topology:
         """Whether all hosts have the same number of devices."""
         return len({len(devices) for devices in self.on_hosts}) == 1
 
+    @property
+    def gives_links(self) -> bool:
+        """Whether it gives bandwidths or latency, so that its exchanges are not priced as measured."""
+        return any(getattr(self, name) is not None for name in LINKS)
+
+    def among(self, devices: Sequence[int]) -> Topology:
+        """Some of the devices, while the others do the same: they share the links of hosts with them."""
+        link = self.host_link_gbps
+        if link is not None:
+            picked = set(devices)
+            link *= min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
+        return replace(self, devices=tuple(self.devices[d] for d in devices), host_link_gbps=link)
+
     def __len__(self) -> int:
         return len(self.devices)
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.devices, self.hardware, self.within_host_gbps, self.between_hosts_gbps,
-                     self.latency_ms))
+                     self.latency_ms, self.host_link_gbps))
 
     def __hash__(self) -> int:  # of thousands of devices, and looked up often
         return self._hash

@@ -1,5 +1,7 @@
 """Ranks that are near each other, found from the times of their pairs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.rank_order import Links, levels, order, topology_of
 from shardcore.topology import Device, Topology
 
-LINKS = Links(5.0, 0.5, 0.1)
+LINKS = Links(5.0, 0.5, None, 0.1)
 
 
 def times(places, seed=0, noise=0.15, of=(1.0, 10.0, 40.0)):
@@ -90,8 +92,10 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
     assert [d.memory_bytes >> 30 for d in found.devices] == [1, 3, 2, 4]
     assert [d.speed for d in found.devices] == [1.0, 3.0, 2.0, 4.0]
     assert (found.within_host_gbps, found.between_hosts_gbps, found.latency_ms) == (5.0, 0.5, 0.1)
-    assert found.hardware == "cpu"
-    alone = topology_of([], Links(5.0, None, 0.1), before)
+    assert found.hardware == "cpu" and found.host_link_gbps is None
+    shared = topology_of(levels(times(places)), replace(LINKS, host_gbps=0.9), before)
+    assert (shared.between_hosts_gbps, shared.host_link_gbps) == (None, 0.9)
+    alone = topology_of([], Links(5.0, None, None, 0.1), before)
     assert len(alone.hosts) == 1 and alone.between_hosts_gbps is None
     with pytest.raises(ShardCoreError, match="4 devices and the gang 2 ranks"):
         topology_of([((0,), (1,))], LINKS, before)

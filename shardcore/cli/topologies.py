@@ -91,6 +91,8 @@ def said(found: Found, arranged: tuple[int, ...]) -> list[str]:
     links = found.links
     carried = [f"{name} {gbps:.3g} GB/s" for name, gbps in (("within", links.within_gbps),
                                                               ("between", links.between_gbps)) if gbps]
+    if links.host_gbps:
+        carried.append(f"{links.host_gbps:.3g} GB/s between hosts, shared by all ranks of one")
     return [*lines, f"links of a rank carry {' and '.join(carried)}; a collective takes "
             f"{links.latency_ms:.3g} ms", f"order of ranks: {' '.join(map(str, arranged))}",
             "Device i of the new problem is that of the i-th rank in this order. Start ranks in it."]

@@ -13,11 +13,11 @@ import numpy as np
 from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, ID_CHANNELS, Channel
 from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import Topology
-from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
+from shardcore.types import OF_IDS, PRECISION_BYTES, Problem, Setting, Shard
 
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
@@ -152,11 +152,15 @@ class AnalyticModel:
         members, hosts = groups_of(channel, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
-            ms[..., members] = self._among(sent_bytes[..., members], hosts, topology)
+            ms[..., members] = self._among(sent_bytes[..., members], hosts, topology, channel)
         return ms
 
-    def _among(self, sent_bytes: np.ndarray, hosts: np.ndarray, topology: Topology) -> np.ndarray:
-        """[..., n] ms among the n devices of one group. hosts: [n] number of each device's host."""
+    def _among(self, sent_bytes: np.ndarray, hosts: np.ndarray, topology: Topology,
+               channel: Channel) -> np.ndarray:
+        """[..., G, n] ms among the n devices of each of G groups.
+
+        hosts: [n] number of each device's host.
+        """
         n_devices = len(hosts)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
         # [n, n] masks of pairs. A device sends nothing to itself.
@@ -164,11 +168,19 @@ class AnalyticModel:
         other_host = ~same_host & ~np.eye(n_devices, dtype=bool)
         # a link is as busy as the busier of its two directions
         within = np.maximum(own * same_host.sum(1), own @ same_host)
-        between = np.maximum(own * other_host.sum(1), own @ other_host)
+        out, into = own * other_host.sum(1), own @ other_host
+        if topology.host_link_gbps and channel.collective in ("all_to_all", *OF_IDS):
+            # A host's link carries what all of its devices send and receive. Of a ring, one does.
+            on_host = hosts[:, None] == hosts
+            out, into = (x @ on_host for x in (out, into))
+            if channel.group == CROSS:
+                out, into = (np.broadcast_to(x.sum(-2, keepdims=True), x.shape) for x in (out, into))
+        between = np.maximum(out, into)
+        link_gbps = topology.host_link_gbps or topology.between_hosts_gbps or self.exchange_gbps
         # Both kinds of link transfer at the same time; the slower one decides.
         slowest = np.maximum(
             within / ((topology.within_host_gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS),
-            between / ((topology.between_hosts_gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS),
+            between / (link_gbps * BYTES_PER_MS_PER_GBPS),
         ).max(-1, keepdims=True)
         latency = self.exchange_latency_ms if topology.latency_ms is None else topology.latency_ms
         return np.broadcast_to(np.where(all_bytes > 0, latency + slowest, 0.0), np.shape(sent_bytes))

@@ -295,7 +295,8 @@ def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
 def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0) -> np.ndarray:
     """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
 
-    Bandwidths are those of one device. The busiest device's bytes decide.
+    The busiest device's bytes decide. Between hosts whose devices share a link, the busiest host's do. If
+    nothing is known of links within such hosts, a device's are as fast.
     share: of the bytes, that travel.
     """
     rates = rates.copy()
@@ -305,6 +306,11 @@ def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0) ->
         rates[NEAR] = (0, share / (topology.within_host_gbps * BYTES_PER_MS_PER_GBPS))
     if topology.between_hosts_gbps:
         rates[FAR] = (0, share / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0)
+    if topology.host_link_gbps:
+        of_byte = share / (topology.host_link_gbps * BYTES_PER_MS_PER_GBPS)
+        rates[FAR] = (0, 0, 0, of_byte)
+        if not rates[NEAR].any():
+            rates[NEAR] = (0, of_byte)
     return rates
 
 

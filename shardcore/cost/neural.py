@@ -21,7 +21,7 @@ from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel, kinds_of
 from shardcore.memory import gib
 from shardcore.tables import access
-from shardcore.topology import Topology
+from shardcore.topology import LINKS, Topology
 from shardcore.types import COLLECTIVES, Problem, Setting, Shard
 from shardcore.workload import Workload
 
@@ -354,13 +354,11 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     used = [c for c, sent in zip(CHANNELS, workload.traffic, strict=True)
             if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1]
     links = [collective_model.measured_links(model.weights, c) for c in used]
-    given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
-             if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms")
-             and getattr(topology, f.name) is not None]
+    given = [f"{name} {getattr(topology, name):g}" for name in LINKS if getattr(topology, name) is not None]
     if given and len(topology) > 1:
         yield (f"the topology gives {', '.join(given)}: the explicit link model prices its exchanges from "
                "there, not measured")
-    if (len(topology.hosts) > 1 and topology.between_hosts_gbps is None
+    if (len(topology.hosts) > 1 and topology.between_hosts_gbps is topology.host_link_gbps is None
         and any("between" not in x for x in links)):
         yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
     if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:

@@ -22,7 +22,6 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
-from shardcore.topology import Topology
 from shardcore.types import COLLECTIVES, StepCost
 from shardcore.workload import Workload
 
@@ -39,7 +38,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     meta["steps"]: the number of steps used. The model itself is returned where none is usable.
     Replays run on one host. They say nothing of collectives measured between hosts only.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and _are_measured(w.topology)
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not w.topology.gives_links
              and w.job.forward_payload == w.job.backward_payload == "fp32"]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
@@ -81,11 +80,6 @@ _PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNEL
           "input_ms": ("forward", list(ID_CHANNELS))}
 """Parts of a StepCost, with the direction and the channels that they time."""
 _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
-
-
-def _are_measured(topology: Topology) -> bool:
-    """Whether the model prices the links from measurements, not from given bandwidths."""
-    return topology.within_host_gbps is topology.between_hosts_gbps is topology.latency_ms is None
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:

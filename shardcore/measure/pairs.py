@@ -168,22 +168,24 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
     """What links within and between these groups carry, and what a collective takes at least."""
     rank, n = dist.get_rank(), dist.get_world_size()
     load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=device)
-    gbps = {}
-    # One pair within each group, alone in it; then all ranks, each with one of another group.
-    within = [(group[0], group[1]) for group in groups if len(group) > 1]
-    for name, pairs in (("within", within), ("between", _between(groups))):
+
+    def carried(pairs: Sequence[tuple[int, int]]) -> float | None:
+        """GB/s of each first rank to its second while all of these pairs do so."""
         if not pairs:
-            gbps[name] = None
-            continue
+            return None
         mine = next((pair for pair in pairs if rank in pair), None)
         took = float("inf")
         for _ in range(config.repeats):
             dist.barrier()
             began = time.perf_counter()
             if mine:
-                _both_ways(load, mine[1 - mine.index(rank)])
+                _one_way(load, *mine)
             took = min(took, _slowest(time.perf_counter() - began if mine else 0.0))
-        gbps[name] = len(load) / took / _GB
+        return len(load) / took / _GB
+
+    # One pair within each group; one rank of each group, each with one of another; then all ranks.
+    within = carried([(group[0], group[1]) for group in groups if len(group) > 1])
+    alone, between = (carried(_between(some)) for some in (tuple(g[:1] for g in groups), groups))
     small, into = torch.zeros(n, device=device), torch.zeros(n, device=device)
     once = []
     for _ in range(config.repeats + 1):
@@ -193,7 +195,19 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
         if small.is_cuda:
             torch.cuda.synchronize(small.device)
         once.append(_slowest(time.perf_counter() - began))
-    return Links(gbps["within"], gbps["between"], 1e3 * float(np.median(once[1:])))
+    return Links(within, between, _shared_gbps(groups, alone, between), 1e3 * float(np.median(once[1:])))
+
+
+def _shared_gbps(groups: Groups, alone: float | None, together: float | None) -> float | None:
+    """GB/s of a link that the ranks of a group share. None where each rank has its own.
+
+    alone: of a rank while no other of its group sends. together: while all do.
+    """
+    size = max(map(len, groups))
+    # Half way, on a scale of ratios, from links of their own to one link.
+    if alone is None or together is None or alone < together * size**0.5 or size == 1:
+        return None
+    return together * size
 
 
 def _between(groups: Groups) -> list[tuple[int, int]]:
@@ -205,12 +219,12 @@ def _between(groups: Groups) -> list[tuple[int, int]]:
     return [pair for pair in pairs if group_of[pair[0]] != group_of[pair[1]]]
 
 
-def _both_ways(load: torch.Tensor, other: int) -> None:
-    """Send to another rank, and receive from it, at once."""
-    into = torch.empty_like(load)
-    both = [dist.P2POp(dist.isend, load, other), dist.P2POp(dist.irecv, into, other)]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
+def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
+    """One rank sends to another. Both at once share a connection, where gloo's requests wait behind data."""
+    if dist.get_rank() == sender:
+        dist.send(load, receiver)
+    else:
+        dist.recv(load, sender)
     if load.is_cuda:
         torch.cuda.synchronize(load.device)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
     of_links: dict[tuple[int, ...], Topology] = {}
     for (weights, state), devices in zip(synced_bytes(grouped.plan, grouped.problem),
                                          replicas(topology, grouped.grouping), strict=True):
-        among = replace(topology, devices=tuple(topology.devices[d] for d in devices))
+        among = topology.among(devices)
         # Replicas that are spread alike over hosts are priced once: the last of them counts.
         spread = numbered([d.host for d in among.devices])
         before = largest.get(spread, (0, 0))

@@ -195,12 +195,17 @@ class _Theirs:
         self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
         self.bandwidths = self._bandwidths(model)
 
+    def _share_of_link(self) -> float | None:
+        """GB/s of a host's link for each of the devices that share it."""
+        link = self.problem.topology.host_link_gbps
+        return link and link / self.per_host
+
     def _bandwidths(self, model: CostModel) -> dict[str, float]:
         """Bandwidths in bytes per ms, by TorchRec's names. Unknown ones are left out."""
         ours, known = self.problem.topology, {}
         one_ms = exchange_ms(self.problem, model)
         for name, gbps in (("intra_host_bw", ours.within_host_gbps),
-                           ("inter_host_bw", ours.between_hosts_gbps)):
+                           ("inter_host_bw", ours.between_hosts_gbps or self._share_of_link())):
             if gbps or one_ms > 0:
                 known[name] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
         topology = self.topology(known)

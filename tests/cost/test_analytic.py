@@ -99,6 +99,21 @@ def test_a_link_is_as_busy_as_the_busier_of_its_directions():
     np.testing.assert_allclose(cost.forward_ms, [20.0] * 4)  # 2 of 4 MB stay on the host
 
 
+def test_devices_of_a_host_share_its_link():
+    shared = on_hosts("aabb", within_host_gbps=10.0, host_link_gbps=1.0, latency_ms=0.0)
+    even = MODEL.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), shared)
+    np.testing.assert_allclose(even.forward_ms, [4.0] * 4)  # 2 of 4 MB of each device leave the host
+    one = MODEL.comm(sends(all_to_all=np.array([4e6, 0, 0, 0])), np.zeros(4), shared)
+    np.testing.assert_allclose(one.forward_ms, [2.0] * 4)
+    # Exchanges across hosts, one of each device of a host, share its link too.
+    problem = Problem("p", (TABLE,), shared, 1000)
+    apart = dataclasses.replace(problem, topology=on_hosts("aabb", within_host_gbps=10.0,
+                                                           between_hosts_gbps=1.0, latency_ms=0.0))
+    across = [price(lower(Plan((host_row(TABLE, (0, 1)),)), p), MODEL).forward_comm_ms[2]
+              for p in (problem, apart)]
+    assert across == pytest.approx([2 * 8000 / 1e6, 8000 / 1e6])
+
+
 def test_each_collective_runs_only_where_it_has_bytes():
     some = np.array([2e6, 2e6])  # 1 MB leaves each device: 0.25 + 0.5 ms
     compute = np.zeros(2)

@@ -169,9 +169,21 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
     for given, expected in (({"latency_ms": 0.25}, [*latency, *rates[4:]]),
                             ({"latency_ms": 0.0}, [0, 0, 0, 0, *rates[4:]]),
                             ({"within_host_gbps": 2.0}, [*rates[:4], *near, *rates[6:]]),
-                            ({"between_hosts_gbps": 0.5}, [*rates[:6], *far]), ({}, rates)):
+                            ({"between_hosts_gbps": 0.5}, [*rates[:6], *far]),
+                            ({"host_link_gbps": 0.5}, [*rates[:6], 0, 0, 0, 1 / 5e5]), ({}, rates)):
         assert collective_model.explicit_links(rates, on_hosts(1, 1, **given)) == pytest.approx(expected)
+    far_only = np.where(np.arange(10) < 6, 0.0, rates)
+    given = collective_model.explicit_links(far_only, on_hosts(1, 1, host_link_gbps=0.5))
+    assert given == pytest.approx([0, 0, 0, 0, 0, 1 / 5e5, 0, 0, 0, 1 / 5e5])  # within hosts no faster
     assert rates == pytest.approx(np.arange(1.0, 11.0))
+
+
+def test_devices_of_a_host_share_its_link_where_the_topology_says_so():
+    owned = np.array([0.0, 4e6, 4e6, 4e6])
+    links = {"within_host_gbps": 10.0, "latency_ms": 0.0}
+    shared, own = (collective_model.collective_ms({}, ALL_TO_ALL, owned, on_hosts(2, 2, **links, **given))[0]
+                   for given in ({"host_link_gbps": 1.0}, {"between_hosts_gbps": 1.0}))
+    assert shared == pytest.approx([4.0] * 4) and own == pytest.approx([2.0] * 4)
 
 
 # --- fit

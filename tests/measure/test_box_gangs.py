@@ -29,11 +29,12 @@ SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 
 def test_shuffled_ranks_are_found():
     with box_of(SLOW) as places:
-        found = pairs.measure(4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=64),
+        found = pairs.measure(4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=256),
                               on=[places[i] for i in (0, 2, 3, 1)])
     assert found.levels == [((0, 3), (1, 2))]
     assert found.links.between_gbps < 2 * SLOW.between_gbit_s / 8
     assert found.links.within_gbps > found.links.between_gbps
+    assert 0.5 * SLOW.between_gbit_s / 8 < found.links.host_gbps < 2 * SLOW.between_gbit_s / 8
 
 
 @pytest.mark.long
