@@ -29,7 +29,6 @@ from shardcore.measurements import EmulatedLinks
 
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 """Set for processes in a box: the number of their host."""
-_LOGS = "TORCH_CPP_LOG_LEVEL"
 _INTERFACE, _BRIDGE = "eth0", "bridge0"
 _MOST_HOSTS, _MOST_RANKS = 64, 64
 _BITS = 1e9
@@ -131,9 +130,6 @@ def box_of(config: Box) -> Iterator[list[Place]]:
     """
     _require_root()
     with ExitStack() as kept:
-        if _LOGS not in os.environ:  # else each rank's torch says that it finds no name for another's address
-            os.environ[_LOGS] = "ERROR"
-            kept.callback(os.environ.pop, _LOGS, None)
         switch, *of_hosts = (kept.enter_context(_kept_network()) for _ in range(config.hosts + 1))
         _join(config, switch, of_hosts)
         places = [Place(i, _address(i), f"/proc/{pid}/ns/net", os.stat(f"/proc/{pid}/ns/net").st_ino)

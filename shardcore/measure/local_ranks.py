@@ -7,11 +7,8 @@ complaints, the rank that failed is named, not those that lost it.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardcore.errors import ShardCoreError
+from shardcore.measure import processes
 from shardcore.measure.hosts import Place
 
 _LOOPBACK = "127.0.0.1"
@@ -53,22 +51,22 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
     none says anything for timeout_s: it names the rank and the reason. No process is left when the iterator
     ends, raises or is closed.
     """
-    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    pipes, running = [], []
     address = places[0].address if places else _LOOPBACK
     with _reserved_port(address, places[0] if places else None) as port:
         try:
             for rank in range(ranks):
-                pipe, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_process, name=f"{name}-rank-{rank}", daemon=True,
-                                          args=(theirs, places and places[rank], work, rank,
-                                                f"tcp://{address}:{port}", arguments))
+                pipe, theirs = processes.context().Pipe(duplex=False)
+                process = processes.made(f"{name}-rank-{rank}", _rank_process,
+                                         (theirs, places and places[rank], work, rank,
+                                          f"tcp://{address}:{port}", arguments))
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
-                processes.append(process)
-            yield from _heard(name, pipes, processes, timeout_s)
+                running.append(process)
+            yield from _heard(name, pipes, running, timeout_s)
         finally:
-            for pipe, process in zip(pipes, processes, strict=True):
+            for pipe, process in zip(pipes, running, strict=True):
                 process.kill()
                 process.join()
                 pipe.close()
@@ -98,20 +96,9 @@ def _socket_at(place: Place | None) -> socket.socket:
         return mover.submit(made).result()
 
 
-def end_with_parent() -> None:
-    """Have this process, which multiprocessing started, end as soon as the one that started it has, however
-    that ended."""
-    def watch() -> None:
-        wait([multiprocessing.parent_process().sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _rank_process(pipe: Connection, place: Place | None, work: Callable[..., None], rank: int,
                   init_method: str, arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
-    end_with_parent()
     try:
         if place:
             place.settle()

@@ -3,7 +3,6 @@ lives."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.measure import local_ranks
+from shardcore.measure import local_ranks, processes
 from shardcore.measure.supervise import BenchSpec, Counts, DeviceBench, Ended, Refused
 
 _BEAT_S, _BEATS = 1.0, 4
@@ -43,12 +42,11 @@ class LocalWorker:
     """said: the kind and the value of its answer, once it is there."""
 
     def __init__(self, spec: BenchSpec, reference_ms: float | None, beat_s: float):
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = processes.context().Pipe()
         self.said: tuple[str, Any] | None = None
         self.counts = Counts()
-        self._process = context.Process(target=_serve, name=f"measure-{spec.device}", daemon=True,
-                                        args=(theirs, spec, reference_ms, beat_s))
+        self._process = processes.made(f"measure-{spec.device}", _serve,
+                                       (theirs, spec, reference_ms, beat_s))
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
@@ -85,7 +83,6 @@ class LocalWorker:
 def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s: float) -> None:
     """The process: answers calls in turn, and says every beat_s what its kernels have run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
-    local_ranks.end_with_parent()
     bench, sending = None, threading.Lock()
 
     def say(kind: str, value: object = None) -> None:

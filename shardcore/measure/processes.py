@@ -1,0 +1,64 @@
+"""Processes that measure, or take part in a gang. They end when this process does, however that ends.
+
+Without a GPU each is forked from a server, which has imported torch and FBGEMM and done nothing else: so it
+starts at once. With one each starts anew: importing may ask CUDA for its devices, after which forks cannot.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_METHOD = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
+_IMPORTED = ["shardcore.measure.replay", "shardcore.measure.supervise", "shardcore.measure.id_transfer",
+             "fbgemm_gpu.split_table_batched_embeddings_ops_training"]
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Torch reads it once. Else each rank in a box says that other hosts' addresses have no names."""
+
+
+def context() -> BaseContext:
+    """Makes pipes to processes."""
+    return multiprocessing.get_context(_METHOD)
+
+
+def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> BaseProcess:
+    """A process, to be started, that runs work(*arguments).
+
+    `work` and `arguments` need to be picklable. It has the environment that this process has now.
+    """
+    environment = _QUIET | os.environ
+    if _METHOD == "forkserver":
+        _start_server(environment)
+    return context().Process(target=_run, name=name, daemon=True, args=(environment, work, arguments))
+
+
+def _start_server(environment: Mapping[str, str]) -> None:
+    """Does nothing where there is one."""
+    forkserver.set_forkserver_preload(_IMPORTED)
+    before = dict(os.environ)
+    os.environ |= environment
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+    os.environ.clear()
+    os.environ |= environment
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    work(*arguments)
+
+
+def _end_with_parent() -> None:
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
