@@ -217,7 +217,7 @@ def copy_project(folder: Path) -> None:
 def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[bool, str]:
     """Whether they pass in a copy, and the line that says what failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=",
-               "-m", "not long", "--tb=line", *options, *tests]
+               "--tb=line", *options, *tests]
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, start_new_session=True)

@@ -114,6 +114,7 @@ def test_noise_averages_out():
     assert accuracy.evaluate(model, clean, [])["compute_mape"] < 6
 
 
+@pytest.mark.long
 def test_same_seed_same_model():
     compute, comm = compute_samples(cache_law, 80), comm_samples(20)
     a, b = (fit.train(c, comm, SETTING, QUICK).model for c in (compute, compute[::-1]))
@@ -182,6 +183,7 @@ def test_bad_config(params, message):
         schema.build(fit.FitConfig, params, "train")
 
 
+@pytest.mark.long
 def test_shards_that_contend_are_learned():
     def contended(shards, batch):
         forward, backward = linear_law(shards, batch)
@@ -202,6 +204,7 @@ def known():
     return fit.train(compute_samples(cache_law, 200), comm_samples(), SETTING, fit.FitConfig(epochs=30)).model
 
 
+@pytest.mark.long
 def test_ops_that_are_slower_for_one_wide_shard_are_learned():
     """As on GPUs, where the widest table of an op decides which kernel runs."""
     def widest_law(shards, batch: int) -> tuple[float, float]:
@@ -214,6 +217,7 @@ def test_ops_that_are_slower_for_one_wide_shard_are_learned():
     assert accuracy.evaluate(model, accuracy.held_out(samples), [])["compute_mape"] < 1.5
 
 
+@pytest.mark.long
 def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
     """Shards that cost less the more there are pull contention below 0, where an op would cost less for a
     shard more."""
@@ -244,6 +248,7 @@ def test_fine_tuning_widens_what_is_known():
         assert np.array_equal(tuned.weights[name], known.weights[name])
 
 
+@pytest.mark.long
 def test_fine_tuning_needs_fewer_samples(known):
     def slower(shards, batch):  # another machine: a third of the slowdown, and backward costs more again
         forward, backward = cache_law(shards, batch)

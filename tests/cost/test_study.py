@@ -47,6 +47,7 @@ def test_repeatability_by_hand():
     assert study.repeatability([[three[1], timed(20.0, 0.1)], [timed(10.0, None)] * 3]) == 0
 
 
+@pytest.mark.long
 def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     compute = compute_samples(cache_law, 400)
     pool = {x.table for s in compute for x in s.request.shards}
@@ -67,6 +68,7 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     assert study.unseen_tables([s for s in compute if s not in alone], SETTING, QUICK) is None
 
 
+@pytest.mark.long
 def test_a_learning_curve_is_of_models_of_ever_more_samples_on_the_test_split():
     seen, compute = [], compute_samples(cache_law, 500)
     curve = study.learning_curve(compute, SETTING, fit.FitConfig(epochs=1), lambda *row: seen.append(row))

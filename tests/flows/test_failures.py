@@ -58,6 +58,7 @@ def empty(tmp_path_factory, prefect_api, prefect_home):
     return copy_project(tmp_path_factory.mktemp("project"), prefect_api, prefect_home)
 
 
+@pytest.mark.long
 def test_no_champion_is_named(empty):
     files_error = empty.error_of("flows.publish")
     assert "champion" in files_error and "shardcore-cost-" in files_error

@@ -83,6 +83,7 @@ def test_a_dry_run_estimates_and_takes_nothing(toy, cluster, monkeypatch, capsys
     assert not (toy.folder / "data/measurements").exists() and not workers(cluster)
 
 
+@pytest.mark.long
 def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy, cluster):
     """Every metric of ours that the dashboard asks for, with the labels that it groups by."""
     asked = {name: set() for name in re.findall(r"ray_shardcore_measure_\w+", BOARD)}

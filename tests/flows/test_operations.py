@@ -256,6 +256,7 @@ def decisions(project, name="one"):
     return list(store.history(project.folder / "plans", name))
 
 
+@pytest.mark.long
 def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_restored(project, inside):
     name = registry.model_name(SETTING.hardware)
     versions = [registered(project, inside, law) for law in (linear_law, cache_law)]
@@ -338,6 +339,7 @@ def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, cha
             and store.names(project.folder / "elsewhere") == sorted(NAMES))
 
 
+@pytest.mark.long
 def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside,
                                                                              monkeypatch):
     """Parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""

@@ -147,6 +147,7 @@ def test_a_second_run_has_nothing_to_do(project):
     assert "up to date" in log and not stages_run(log)
 
 
+@pytest.mark.long
 def test_edits_make_just_the_stages_stale_that_depend_on_them_and_more_samples_keep_those_there(project):
     """A comment in the code of measuring, and a parameter."""
     before = measured_at(project)

@@ -58,6 +58,7 @@ def signalled(bench, *numbers):
         thread.join()
 
 
+@pytest.mark.long
 def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_others_are_measured(tables):
     """What ran beside it is measured by the next process; what fails in itself costs nobody else anything.
     The reference's usual ms (a thousand times what it takes) go from process to process."""

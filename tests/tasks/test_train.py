@@ -102,6 +102,7 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(joined):
     assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
 
 
+@pytest.mark.long
 def test_without_datasets_and_learning_curve_there_is_neither(joined):
     metrics = train(learning_curve=False)
     assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES[:180]))
@@ -109,6 +110,7 @@ def test_without_datasets_and_learning_curve_there_is_neither(joined):
             and "Twice" not in Path("data/card.md").read_text())
 
 
+@pytest.mark.long
 def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     train(learning_curve=False)
     model, topology = neural.load("data/model"), Topology((Device(1 << 30),) * 2)

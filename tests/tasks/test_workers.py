@@ -86,6 +86,7 @@ def test_every_request_is_measured_once_though_a_worker_died_before_calibrating(
     until(lambda: not actor_processes("DeviceWorker", "measure[compute]"))
 
 
+@pytest.mark.long
 def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(requests, caplog):
     bad = {9: "its process died: Worker unexpectedly exits", 15: "it hung: no op ended for 1 s"}
     for (i, _), kind in zip(bad.items(), (Poison, Sleep), strict=True):
@@ -99,6 +100,7 @@ def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(req
     assert "measured again one by one" in caplog.text
 
 
+@pytest.mark.long
 def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(requests, another_node,
                                                                               actor_processes, caplog):
     """Its raylet and its actor are killed, and no replacement finds room."""
