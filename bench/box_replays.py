@@ -1,11 +1,12 @@
 """Plans for a cluster in a box, predicted and replayed on it. Hosts and links are emulated, exchanges real.
 Compute of each device was measured before, and ranks sleep for it (shardcore/measure/replay.py).
 
-    python -m bench.box_replays MODEL --measurements DIR --problems 20 --out FOLDER
+    python -m bench.box_replays MODEL --exchanges BOX --measurements DIR --problems 20 --out FOLDER
 
 Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
-decides. The topology gives their bandwidth, so the explicit link model prices exchanges. Nothing of it was
-fitted. All sharders get the same model and topology. `torchrec` is TorchRec's planner, swept; it knows
+decides. Exchanges are priced by rates fitted to those in BOX, which `measure --hosts` made at the same rate
+of links (see bench.box); without BOX by given links, shared by the ranks of a host. Nothing was fitted to
+replays. All sharders get the same model and topology. `torchrec` is TorchRec's planner, swept; it knows
 hosts. The rivals are it, NeuroShard's search, and the greedy order that the model prefers.
 
 FOLDER gets what bench.replays writes. A rerun goes on after the problems done.
@@ -22,8 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import box
 from bench import replays as one_host
-from shardcore.cost import neural, replay_metrics, replay_records
+from shardcore.cost import collective_fit, neural, replay_metrics, replay_records
+from shardcore.cost.collective_model import BUCKETIZE
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.job import Job
@@ -37,23 +40,36 @@ from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
-BOXES = ((2, 2, 0.2), (4, 2, 0.4), (2, 4, 0.4), (4, 1, 0.2))
-"""Hosts, ranks of each, and Gbit/s of a host's link."""
+BETWEEN_GBIT_S = 0.05
+BOXES = ((2, 2), (4, 2), (2, 4), (4, 4), (8, 2))
+"""Hosts, and ranks of each. `measure` need not have seen the last two."""
 WITHIN_GBPS, LATENCY_MS = 0.5, 2.0
-"""Given to the explicit link model: loopback among ranks that share cores, and what gloo takes at least."""
+"""Given of links within a host: loopback among ranks that share cores. And what gloo takes at least."""
 RIVALS = ("torchrec", "neuroshard", "best greedy")
 MAX_DIM, MOST_BYTES = 32, 512 << 20
 
 
-def problem_of(pool, model: neural.NeuralModel, index: int, seed: int) -> tuple[Problem, hosts.Box]:
-    box = hosts.Box(*BOXES[index % len(BOXES)])
-    shape = ProblemConfig(box.ranks, 10, 30, MAX_DIM)
+def of_box(model: neural.NeuralModel, exchanges: Path | None) -> neural.NeuralModel:
+    """The model with rates of exchanges fitted to those of boxes. What they take in steps is not known."""
+    compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", BUCKETIZE))}
+    measured = [] if exchanges is None else [
+        s for (_, _, gbit_s), samples in box.read(exchanges).items() for s in samples
+        if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
+    return dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
+
+
+def problem_of(pool, model: neural.NeuralModel, index: int, seed: int,
+               fitted: bool) -> tuple[Problem, hosts.Box]:
+    where = hosts.Box(*BOXES[index % len(BOXES)], BETWEEN_GBIT_S)
+    shape = ProblemConfig(where.ranks, 10, 30, MAX_DIM)
     drawn = draw_problem(pool, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
-    devices = (Device(memory, host=f"host-{rank // box.ranks_per_host}") for rank in range(box.ranks))
-    topology = Topology(tuple(devices), None, WITHIN_GBPS, box.between_gbit_s / 8 / box.ranks_per_host,
-                        LATENCY_MS)
-    return dataclasses.replace(drawn, topology=topology, job=Job("none")), box
+    devices = (Device(memory, host=f"host-{rank // where.ranks_per_host}") for rank in range(where.ranks))
+    topology = Topology(tuple(devices), within_host_gbps=WITHIN_GBPS)
+    if not fitted:
+        topology = dataclasses.replace(topology, latency_ms=LATENCY_MS,
+                                       host_link_gbps=where.between_gbit_s / 8)
+    return dataclasses.replace(drawn, topology=topology, job=Job("none")), where
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
@@ -87,6 +103,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--exchanges", type=Path, metavar="BOX", help="dataset of emulated exchanges")
     parser.add_argument("--measurements", type=Path, help="the dataset of MODEL, whose reference op tells "
                         "the machine's slowdown")
     parser.add_argument("--problems", type=int, default=20)
@@ -95,21 +112,22 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
+    model = of_box(model, args.exchanges)
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     pool = [dataclasses.replace(t, dim=MAX_DIM) for t in generate_pool()]
     pool = [t for t in pool if t.bytes <= MOST_BYTES]
     for i in range(args.problems):
-        problem, box = problem_of(pool, model, i, args.seed)
+        problem, where = problem_of(pool, model, i, args.seed, args.exchanges is not None)
         own = model.for_problem(problem)
         made = plans(problem, own)
-        with hosts.box_of(box) as places:
+        with hosts.box_of(where) as places:
             kept.append(replays.keep(
                 args.out / problem.name, problem, made, own.setting, config,
                 lambda w: replay_all(w, own.setting, config, "cpu", reference, places)))  # noqa: B023
         rows = replay_records.judge(kept[-1:], own)
         said = ", ".join(f"{r.algorithm} {r.replayed_ms:.1f} ({r.predicted_ms:.1f})" for r in rows)
-        print(f"problem {i + 1} of {args.problems}, {box}: {len(problem.tables)} tables: {said}",
-              file=sys.stderr, flush=True)
+        print(f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}: "
+              f"{len(problem.tables)} tables: {said}", file=sys.stderr, flush=True)
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])
     print(one_host.write(args.out, kept, model, (

@@ -72,7 +72,8 @@ def measured_rows(comm: Sequence[CollectiveSample],
         for way in ways if held_out else ():
             predicted, found = collective_fit.predicted(rates, held_out, way)
             proxy, _ = collective_fit.predicted(as_all_to_all, held_out, way)
-            usual = np.concatenate([[slowdown(s)] * len(s.request.widths) for s in held_out])
+            usual = np.concatenate([[slowdown(s)] * len(collective_fit.observed([s], way)[1])
+                                    for s in held_out])
             spread = np.median([(x.q3_ms - x.q1_ms) / x.median_ms for s in held_out for x in getattr(s, way)])
             rows.append((collective, way, str(len(held_out)), f"{mape(predicted, found):.1f}",
                          folds[collective, way],

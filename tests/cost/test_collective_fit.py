@@ -4,12 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law
+from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
 from shardcore.layouts import BUCKETIZED_IDS
+from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.types import OF_IDS
 
 
@@ -131,3 +132,17 @@ def test_ids_and_gradients_of_replicas_have_no_payload():
         np.testing.assert_array_equal(whole.backward_ms, short.backward_ms)
         np.testing.assert_array_equal(whole.input_ms, short.input_ms)
     assert collective_model.knows_payload(model.weights, ALL_REDUCE, "backward", "fp16")
+
+
+def test_over_several_hosts_the_last_rank_counts():
+    times = tuple(spread(ms) for ms in (3.0, 9.0, 5.0, 4.0))
+    request = CollectiveRequest((8, 16, 8, 8), 16, (0.0,) * 4)
+    one, two = (CollectiveSample("id", SETTING, dataclasses.replace(request, hosts=hosts), times, times,
+                                 (0.0,) * 4, 0.0) for hosts in (1, 2))
+    assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
+    terms, measured = collective_fit.observed([one, two], "backward")
+    assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
+    rates = {collective_model.weight(ALL_TO_ALL, "backward"): np.eye(10)[6]}  # far_bytes
+    predicted, found = collective_fit.predicted(rates, [two], "backward")
+    # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
+    assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])
