@@ -37,7 +37,7 @@ from shardcore.search import SHARDERS, greedy
 from shardcore.search.anneal.sharder import anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 BETWEEN_GBIT_S = 0.05
@@ -58,11 +58,17 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None) -> neural.NeuralMo
     return dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
 
 
-def problem_of(pool, model: neural.NeuralModel, index: int, seed: int,
+def pool() -> list[Table]:
+    """Tables that fit into what a rank may take."""
+    widest = (dataclasses.replace(t, dim=MAX_DIM) for t in generate_pool())
+    return [t for t in widest if t.bytes <= MOST_BYTES]
+
+
+def problem_of(tables: Sequence[Table], model: neural.NeuralModel, index: int, seed: int,
                fitted: bool) -> tuple[Problem, hosts.Box]:
     where = hosts.Box(*BOXES[index % len(BOXES)], BETWEEN_GBIT_S)
     shape = ProblemConfig(where.ranks, 10, 30, MAX_DIM)
-    drawn = draw_problem(pool, index, model.setting, seed, shape)
+    drawn = draw_problem(tables, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
     devices = (Device(memory, host=f"host-{rank // where.ranks_per_host}") for rank in range(where.ranks))
     topology = Topology(tuple(devices), within_host_gbps=WITHIN_GBPS)
@@ -114,10 +120,9 @@ def main() -> None:
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
     model = of_box(model, args.exchanges)
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
-    pool = [dataclasses.replace(t, dim=MAX_DIM) for t in generate_pool()]
-    pool = [t for t in pool if t.bytes <= MOST_BYTES]
+    tables = pool()
     for i in range(args.problems):
-        problem, where = problem_of(pool, model, i, args.seed, args.exchanges is not None)
+        problem, where = problem_of(tables, model, i, args.seed, args.exchanges is not None)
         own = model.for_problem(problem)
         made = plans(problem, own)
         with hosts.box_of(where) as places:
