@@ -1,0 +1,70 @@
+"""A Ray gang over several hosts: raylets on the emulated hosts of a box, one on each."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from boxes import boxed
+
+from shardcore.measure.hosts import HOST_VARIABLE, Box, box_of
+
+BOX = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.04)
+DRIVER = """
+import json, sys
+import ray
+from shardcore.measure.collectives import combine
+from shardcore.measurements import CollectiveRequest
+from shardcore.types import Setting
+from tasks import actors
+from tasks.measure import Exchange, MeasureConfig
+
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="warning")
+config = MeasureConfig(comm_repeats=3).comm()
+requests = [CollectiveRequest((64,) * 4, 1024, (0.0,) * 4, collective, hosts=2)
+            for collective in ("all_to_all", "all_reduce")]
+with actors.gang(Exchange, "measure[comm]", 4, "cpu", hosts=2) as members:
+    [address] = actors.when_started([members[0].address.remote()])
+    actors.answers("exchanges", [m.join.remote(i, 4, address, "cpu", config)
+                                 for i, m in enumerate(members)], 90)
+    times = actors.answers("exchanges", [m.measure.remote(requests) for m in members], 90)
+    nodes = [ray.get(m.__ray_call__.remote(lambda self: ray.util.get_node_ip_address())) for m in members]
+samples = [combine(Setting("cpu", 1024), r, seen) for r, seen in zip(requests, zip(*times))]
+print(json.dumps({"nodes": nodes, "ms": [max(x.median_ms for x in s.backward) for s in samples]}))
+"""
+
+
+def ray_on(place, *options):
+    """A node of Ray on a host, in a session of its own."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", HOST_VARIABLE: str(place.host)}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2",
+               f"--node-ip-address={place.address}", f"--object-store-memory={80 << 20}", *options]
+    return subprocess.Popen(["nsenter", f"--net={place.namespace}", *command], env=env,
+                            start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@boxed
+@pytest.mark.long
+def test_a_gang_of_two_hosts_exchanges_over_their_link(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    with box_of(BOX) as places, contextlib.ExitStack() as ends:
+        first, second = places[0], places[2]
+        for place, options in ((first, ["--head", "--port=6379", "--include-dashboard=false"]),
+                               (second, [f"--address={first.address}:6379"])):
+            node = ray_on(place, *options)
+            ends.callback(os.killpg, node.pid, signal.SIGKILL)
+            time.sleep(8)
+        done = subprocess.run(["nsenter", f"--net={first.namespace}", sys.executable,
+                               str(tmp_path / "driver.py"), f"{first.address}:6379"],
+                              capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    nodes = said["nodes"]  # consecutive ranks share a host, whichever Ray took first
+    assert nodes[0] == nodes[1] and nodes[2] == nodes[3]
+    assert {nodes[0], nodes[2]} == {first.address, second.address}
+    # Half of what a host's two ranks own leaves it: 256 KiB each, at 5 MB/s. Loopback takes a few ms.
+    assert said["ms"][0] > 0.7 * 256 * 1024 / 5e3
