@@ -20,6 +20,9 @@ _VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
 data-parallel tables."""
 _IDS = 0.1
 """Share of all draws that are exchanges of ids instead."""
+_HOT = 1.0
+"""How far ranks differ in the ids that they receive (of their logarithms). A few hot tables have most
+lookups, so ranks that own equally many columns may receive a hundred times as many ids."""
 _BUCKETIZED = 0.07
 """Share of all draws that are exchanges of bucketized ids instead. Ranks receive nearly as much each."""
 _GROUPED = {"all_to_all": (CROSS, 0.4), "reduce_scatter": (HOST, 0.5)}
@@ -63,8 +66,10 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     apart = np.random.default_rng([6, seed, index, ranks])
     if collective in CAST and apart.random() >= _FP32:
         payload = str(apart.choice([p for p in PAYLOADS if p != "fp32"]))
-    if np.random.default_rng([5, seed, index, ranks]).random() < _IDS:
+    if (hot := np.random.default_rng([5, seed, index, ranks])).random() < _IDS:
         collective, payload = "all_to_all_ids", "fp32"
+        shares = hot.lognormal(0.0, _HOT, ranks)
+        widths = [round(sum(widths) * share) for share in shares / shares.sum()]
     elif (own := np.random.default_rng([8, seed, index, ranks])).random() < _BUCKETIZED:
         collective, payload = "all_to_all_ids_bucketized", "fp32"
         widths = [max(1, round(max(widths) * part)) for part in own.uniform(0.5, 1, ranks)]
