@@ -65,8 +65,8 @@ def pool() -> list[Table]:
 
 
 def problem_of(tables: Sequence[Table], model: neural.NeuralModel, index: int, seed: int,
-               fitted: bool) -> tuple[Problem, hosts.Box]:
-    where = hosts.Box(*BOXES[index % len(BOXES)], BETWEEN_GBIT_S)
+               fitted: bool, boxes: Sequence[tuple[int, int]] = BOXES) -> tuple[Problem, hosts.Box]:
+    where = hosts.Box(*boxes[index % len(boxes)], BETWEEN_GBIT_S)
     shape = ProblemConfig(where.ranks, 10, 30, MAX_DIM)
     drawn = draw_problem(tables, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
