@@ -38,7 +38,7 @@ from shardcore.workload import require_cover
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,18 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     """The tables of all EmbeddingBagCollections and EmbeddingCollections in a module, by our names.
 
     Our name is the table's own, or path.name if another collection has that name too.
+
+    Raises ShardCoreError for a module that wraps a collection. TorchRec shards it as a whole, by a sharder of
+    its own. A plan of the collection within would leave out what the wrapper does.
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-    found = []
+    found, wrappers = [], _wrappers()
     for path, child in module.named_modules():
+        if isinstance(child, wrappers):
+            raise ShardCoreError(f"module {path!r} is a {type(child).__name__}, which wraps its tables and "
+                                 "has a sharder of its own; ShardCore plans plain EmbeddingBagCollections "
+                                 "and EmbeddingCollections, so far")
         if type(child) is EmbeddingBagCollection:
             found += [ModelTable(path, c.name, c, True, child.is_weighted())
                       for c in child.embedding_bag_configs()]
@@ -89,6 +96,28 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
             found += [ModelTable(path, c.name, c, False) for c in child.embedding_configs()]
     having = Counter(t.name for t in found)
     return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
+
+
+def _wrappers() -> tuple[type, ...]:
+    """TorchRec's modules that have collections within, and are sharded in their place."""
+    from torchrec.modules import embedding_tower, fp_embedding_modules, mc_embedding_modules
+
+    return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
+            fp_embedding_modules.FeatureProcessedEmbeddingBagCollection,
+            mc_embedding_modules.ManagedCollisionEmbeddingBagCollection,
+            mc_embedding_modules.ManagedCollisionEmbeddingCollection)
+
+
+def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+    """Raise ShardCoreError for a collection of the module that none of the sharders takes."""
+    taken = {sharder.module_type for sharder in sharders}
+    children = dict(module.named_modules())
+    for table in tables_of(module).values():
+        kind = type(children[table.path])
+        if kind not in taken:
+            raise ShardCoreError(f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
+                                 f"there are {sorted(type(s).__name__ for s in sharders)}: add "
+                                 f"{kind.__name__}Sharder()")
 
 
 # --- to TorchRec --------------------------------------------------------------------------------------------

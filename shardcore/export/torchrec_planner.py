@@ -20,7 +20,7 @@ from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export import fbgemm_statistics
-from shardcore.export.torchrec import ModelTable, sharded, tables_of, to_torchrec
+from shardcore.export.torchrec import ModelTable, require_sharders, sharded, tables_of, to_torchrec
 from shardcore.export.torchrec_settings import unpriced
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
@@ -149,8 +149,15 @@ class ShardCorePlanner:
         self.unpriced: list[str] = []
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
-        """A plan for the module's collections. Raises as `plan_for` and `to_torchrec` do."""
+        """A plan for the module's collections.
+
+        sharders: those of DistributedModelParallel. None or empty: its defaults.
+
+        Raises as `plan_for` and `to_torchrec` do, and for a collection that no sharder takes.
+        """
         theirs = tables_of(module)
+        if sharders:
+            require_sharders(module, sharders)
         lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
         whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t))
                       and set(asked) <= WHOLE_TYPES)

@@ -249,3 +249,42 @@ def test_a_planner_takes_any_batch_that_its_model_prices():
     assert two.problem.global_batch == 32 and MODEL.setting.batch == 64
     _, problem = plan_for(MODULE, FOUR, MODEL, LOOKUPS, "size_greedy", global_batch=32)
     assert problem.global_batch == 32
+
+
+def wrapped(kind: str) -> torch.nn.Module:
+    bags = table_in(DataType.FP32)
+    if kind == "FeatureProcessedEmbeddingBagCollection":
+        from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+        from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+        bags._is_weighted = True
+        return FeatureProcessedEmbeddingBagCollection(bags, PositionWeightedModuleCollection({"f0": 4}))
+    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
+
+    remap = MCHManagedCollisionModule(4, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 10)
+    return ManagedCollisionEmbeddingBagCollection(
+        bags, ManagedCollisionCollection({"t": remap}, bags.embedding_bag_configs()))
+
+
+@pytest.mark.parametrize("kind", ["FeatureProcessedEmbeddingBagCollection",
+                                  "ManagedCollisionEmbeddingBagCollection"])
+def test_a_wrapped_collection_is_refused_by_name(kind):
+    with pytest.raises(ShardCoreError, match=f"module 'inner' is a {kind}, which wraps its tables"):
+        planner().plan(torch.nn.ModuleDict({"inner": wrapped(kind)}))
+
+
+def test_a_collection_that_no_sharder_takes_is_refused_by_name():
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+
+    constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
+    one = torch.nn.ModuleDict({"bags": table_in(DataType.FP32)})
+    with pytest.raises(ShardCoreError, match="module 'bags' is an EmbeddingBagCollection, which no sharder "
+                                             "takes; there are .'EmbeddingCollectionSharder'.*"
+                                             "EmbeddingBagCollectionSharder"):
+        planner(constraints).plan(one, [EmbeddingCollectionSharder()])
+    assert planner(constraints).plan(one).plan.keys() == {"bags"}
