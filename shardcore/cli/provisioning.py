@@ -1,0 +1,77 @@
+"""The command provision: which cluster to rent or buy for a problem."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from pathlib import Path
+
+from shardcore.cli.options import command, natural, positive
+from shardcore.errors import ShardCoreError
+
+_PROVISION = """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or
+the fastest for a price. Every number of hosts of every offer is searched. The problem's own topology does not
+count."""
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    p = command(commands, provision, _PROVISION)
+    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
+    p.add_argument("--offers", type=Path, required=True, metavar="OFFERS.json", help="types of machines, "
+                   "with devices, memory, links, price and cost model (docs/plan.md)")
+    target = p.add_mutually_exclusive_group(required=True)
+    target.add_argument("--step-ms", type=positive(float), help="the longest step that will do")
+    target.add_argument("--samples-per-s", type=positive(float), help="the fewest samples a second")
+    target.add_argument("--price-per-hour", type=positive(float), help="what the cluster may cost; the "
+                        "fastest that it buys is wanted")
+    p.add_argument("--algorithm", help="searches plans; anneal_columns, the default, or another of `plan`")
+    p.add_argument("--budget-evals", type=positive(int), default=5000, help="plans to price a cluster")
+    p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets problem.json and plan.json "
+                   "of the chosen cluster, clusters.json with all of them, and curve.png")
+
+
+def provision(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.cost import mixed
+    from shardcore.provision import Target, best_of_each, read_offers, sweep
+    from shardcore.report import provision_report
+    from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
+    from shardcore.workload import lower
+
+    sharder = SHARDERS[known(args.algorithm or DEFAULT_SHARDER)]
+    problem, offers = files.read_problem(args.problem), read_offers(args.offers)
+    target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
+    # Folders of models are relative to the file that names them.
+    models = {offer.model: mixed.load([args.offers.parent / offer.model]) for offer in offers}
+    if args.out.exists() and not args.out.is_dir():
+        raise ShardCoreError(f"--out {args.out} is a file; it needs to be a folder")
+    began = time.monotonic()
+    found = sweep(problem, offers, models, sharder, args.seed, Budget(args.budget_evals), _say)
+    first, *others = best_of_each(found, target)
+    args.out.mkdir(parents=True, exist_ok=True)
+    files.write_problem(args.out / "problem.json", first.problem)
+    files.write_plan(args.out / "plan.json", first.plan, first.problem)
+    files.write_json(args.out / "clusters.json", [
+        {"offer": c.offer.name, "hosts": c.hosts, "devices": len(c.problem.topology),
+         "price_per_hour": c.price_per_hour, "watts": c.watts,
+         **({"step_ms": c.step_ms, "samples_per_s": c.samples_per_s} if c.cost else {"why": c.why})}
+        for c in found])
+    drawn = io.BytesIO()
+    provision_report.figure(found, first).savefig(drawn, dpi=120, format="png")
+    files.write_atomic(args.out / "curve.png", drawn.getvalue())
+    print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
+          f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
+    print(provision_report.table([first, *others]))
+    if none := [c for c in found if c.cost is None]:
+        print(f"\n{len(none)} clusters have no plan, such as {none[0].words}: {none[0].why}")
+    model = models[first.offer.model].for_problem(first.problem)
+    for line in mixed.out_of_range(model, lower(first.plan, first.problem)):
+        print(f"extrapolated: {line}", file=sys.stderr)
+
+
+def _say(done: int, of: int) -> None:
+    if done % max(1, of // 10) == 0 or done == of:
+        print(f"clusters: {done} of {of} searched", file=sys.stderr, flush=True)

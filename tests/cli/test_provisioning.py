@@ -1,0 +1,39 @@
+"""provision: the files it writes, and what it says."""
+
+import json
+
+from shardcore import files
+from shardcore.cli import main
+
+OFFER = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",
+         "most_hosts": 2, "within_host_gbps": 10.0, "host_link_gbps": 1.0, "latency_ms": 0.1}
+
+
+def asked(folder, model, problem, *target):
+    files.write_problem(folder / "problem.json", problem)
+    (folder / "model").symlink_to(model)  # named in the offer, relative to its file
+    offers = [OFFER, OFFER | {"name": "poor", "memory_bytes": 1000, "price_per_hour": 1.0}]
+    (folder / "offers.json").write_text(json.dumps({"schema": "shardcore/offers", "version": 1,
+                                                    "offers": offers}))
+    return main(["provision", str(folder / "problem.json"), "--offers", str(folder / "offers.json"), *target,
+                 "--budget-evals", "500", "--out", str(folder / "out")])
+
+
+def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, model, tmp_path, capsys):
+    assert asked(tmp_path, model, problem, "--step-ms", "1e6") == 0
+    out, err = capsys.readouterr()
+    assert "1 x 'box', 3.00 an hour" in out and "2 clusters have no plan, such as 1 x 'poor': " in out
+    assert "4 of 4 searched" in err and "extrapolated: the topology gives" in err
+    made = files.read_problem(tmp_path / "out/problem.json")
+    plan = files.read_plan(tmp_path / "out/plan.json", made)
+    assert len(made.topology) == 2 and made.tables == problem.tables and plan.placements
+    found = json.loads((tmp_path / "out/clusters.json").read_text())
+    assert [(c["offer"], c["hosts"]) for c in found] == [("box", 1), ("box", 2), ("poor", 1), ("poor", 2)]
+    assert found[0]["step_ms"] > 0 and "why" in found[2]
+    assert (tmp_path / "out/curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_target_out_of_reach_is_one_line_and_writes_nothing(problem, model, tmp_path, capsys):
+    assert asked(tmp_path, model, problem, "--step-ms", "1e-9") == 1
+    assert "error: no cluster of 4 reaches step_ms 1e-09; the nearest, " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,126 @@
+"""Which cluster is chosen, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.provision import (
+    Cluster,
+    Offer,
+    Target,
+    best_of_each,
+    clusters,
+    frontier,
+    read_offers,
+    sweep,
+)
+from shardcore.search import SHARDERS
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, StepCost, Table
+
+GIB = 1 << 30
+TABLES = tuple(Table(f"t{i}", 100_000, 16, 10.0) for i in range(12))
+PROBLEM = Problem("p", TABLES, Topology((Device(GIB),)), 1536)
+MODELS = {"m": AnalyticModel(Setting("cpu", 1536), lookup_ns=50.0)}
+SMALL = Offer("small", 1, GIB, 1.0, "m", most_hosts=5, watts=100.0)
+PLAIN = {"name": "a", "devices": 1, "memory_bytes": 1, "price_per_hour": 1, "model": "m"}
+LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, watts=300.0, within_host_gbps=100.0)
+
+
+def of(offer: Offer, hosts: int, ms: float) -> Cluster:
+    n = hosts * offer.devices
+    cost = StepCost((ms,) * n, *((0.0,) * n for _ in range(4)))
+    return Cluster(offer, hosts, replace(PROBLEM, topology=offer.topology(hosts)), cost=cost)
+
+
+def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
+    found = [(c.offer.name, c.hosts, len(c.problem.topology)) for c in clusters(PROBLEM, [SMALL, LARGE])]
+    # 1,536 samples are not divided evenly by 5 devices.
+    assert found == [("small", n, n) for n in (1, 2, 3, 4)] + [("large", 1, 4), ("large", 2, 8)]
+    two = list(clusters(PROBLEM, [LARGE]))[1].problem
+    assert two.topology.hosts == ("host-0", "host-1") and two.topology.within_host_gbps == 100.0
+    assert two.tables == PROBLEM.tables and two.global_batch == 1536
+
+
+def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen():
+    noted = []
+    found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"],
+                  note=lambda *done: noted.append(done))
+    assert noted == [(n, 6) for n in range(1, 7)] and all(c.plan for c in found)
+    alone, four = found[0], found[3]
+    assert four.step_ms < alone.step_ms and four.price_per_hour == 4 and four.watts == 400
+    assert four.samples_per_s == pytest.approx(1536e3 / four.step_ms)
+    [cheapest, *_] = best_of_each(found, Target(step_ms=four.step_ms))
+    assert cheapest.step_ms <= four.step_ms
+    assert cheapest.price_per_hour == min(c.price_per_hour for c in found if c.step_ms <= four.step_ms)
+
+
+def test_targets_of_time_speed_and_price():
+    found = [of(SMALL, 1, 12.0), of(SMALL, 2, 6.0), of(SMALL, 4, 4.0), of(LARGE, 1, 3.0), of(LARGE, 2, 2.0)]
+
+    def chosen(**target):
+        return [(c.offer.name, c.hosts) for c in best_of_each(found, Target(**target))]
+
+    assert chosen(step_ms=6.0) == [("small", 2), ("large", 1)]
+    assert chosen(step_ms=3.5) == [("large", 1)]
+    assert chosen(samples_per_s=1536 / 4e-3) == [("small", 4), ("large", 1)]
+    assert chosen(price_per_hour=5.0) == [("small", 4)]
+    assert chosen(price_per_hour=12.0) == [("large", 2), ("small", 4)]
+    assert [c.step_ms for c in frontier(found)] == [12.0, 6.0, 4.0, 3.0, 2.0]
+    assert frontier([*found, of(LARGE, 1, 5.0)])[-2].step_ms == 3.0
+
+
+def test_equally_cheap_clusters_rank_by_power_then_by_speed():
+    thrifty = replace(SMALL, name="thrifty", watts=50.0)
+    found = [of(SMALL, 2, 5.0), of(thrifty, 2, 6.0)]
+    assert [c.offer.name for c in best_of_each(found, Target(step_ms=7.0))] == ["thrifty", "small"]
+    same = replace(thrifty, name="same")
+    assert best_of_each([*found, of(same, 2, 5.5)], Target(step_ms=7.0))[0].offer is same
+
+
+def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nearest():
+    tight = replace(SMALL, memory_bytes=20 << 20)
+    found = sweep(PROBLEM, [tight], MODELS, SHARDERS["size_greedy"])
+    assert not found[0].plan and found[0].why and found[0].step_ms == float("inf")
+    with pytest.raises(Infeasible, match="no cluster of 1 has a plan; such as 1 x 'small': "):
+        best_of_each(found[:1], Target(step_ms=1.0))
+    with pytest.raises(ShardCoreError, match="no cluster of 2 reaches step_ms 1; the nearest, 2 x 'small'"):
+        best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(step_ms=1.0))
+    with pytest.raises(ShardCoreError, match="price_per_hour 0.5; the nearest, 1 x 'small', has 1"):
+        best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(price_per_hour=0.5))
+
+
+@pytest.mark.parametrize("make, said", [
+    (lambda: replace(SMALL, devices=0), "offer 'small' has devices 0"),
+    (lambda: replace(SMALL, price_per_hour=-1.0), "price_per_hour -1.0"),
+    (lambda: replace(LARGE, most_hosts=60_000), "most_hosts 60000 of 4 devices; a problem has 65536"),
+    (lambda: replace(SMALL, host_link_gbps=1.0, between_hosts_gbps=1.0), "between_hosts_gbps 1.0"),
+    (lambda: Target(), "the target has nothing"),
+    (lambda: Target(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
+    (lambda: list(clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])),
+     "constraints.pinned"),
+    (lambda: sweep(replace(PROBLEM, global_batch=7), [LARGE], MODELS, SHARDERS["random"]),
+     "global_batch 7, which no number of hosts of offers large"),
+])
+def test_what_makes_no_sense_is_named(make, said):
+    with pytest.raises(ShardCoreError) as error:
+        make()
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("offers, said", [
+    ([], "no offers"),
+    ([{"name": "a"}], "lacks the key 'devices'"),
+    ([PLAIN] * 2, "two offers 'a'"),
+    ([PLAIN | {"gpus": 1}], "'gpus'"),
+])
+def test_a_file_of_offers_is_checked(offers, said, tmp_path):
+    document = {"schema": "shardcore/offers", "version": 1, "offers": offers}
+    (tmp_path / "o.json").write_text(json.dumps(document))
+    with pytest.raises(ShardCoreError) as error:
+        read_offers(tmp_path / "o.json")
+    assert said in str(error.value) and "o.json" in str(error.value)
