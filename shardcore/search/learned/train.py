@@ -67,8 +67,7 @@ def train(name: str, problems: Sequence[Problem], validation: Sequence[Problem],
 def _train(name: str, problems: Sequence[Problem], validation: Sequence[Problem], model: CostModel,
            config: PolicyConfig, progress: Progress) -> TrainedPolicy:
     places, unseen = ([Place(p, model) for p in some] for some in (problems, validation))
-    greedy_ms = np.array([min(order(p, model.for_problem(p)).provenance["predicted_ms"]
-                              for order in ORDERS.values()) for p in validation])
+    of_greedy = np.array([greedy_ms(p, model.for_problem(p)) for p in validation])
     learner_of = AutoShardLearner if isinstance(NETS[name], AutoShard) else DreamShardLearner
     learner = learner_of(name, places, config)
     best, best_round, kept, curves = np.inf, 0, {}, []
@@ -79,7 +78,7 @@ def _train(name: str, problems: Sequence[Problem], validation: Sequence[Problem]
         rolled = [Rollouts(learner.net, learner.arrays).run(place.cache, place.keys) for place in unseen]
         ms = np.array([float(r.total_ms[0, 0]) for r in rolled])
         # A plan that does not fit counts as twice the greedy one.
-        cost = float(np.where(np.isfinite(ms), ms / greedy_ms, 2.0).mean())
+        cost = float(np.where(np.isfinite(ms), ms / of_greedy, 2.0).mean())
         curves.append({"round": i + 1, "validation_cost": cost, **values})
         progress(i + 1, curves[-1])
         if cost < best:
@@ -90,3 +89,8 @@ def _train(name: str, problems: Sequence[Problem], validation: Sequence[Problem]
     meta = {"config": dataclasses.asdict(config),
             "metrics": {"validation_cost": best, "rounds": best_round + 1}}
     return TrainedPolicy(Policy(name, model.setting, kept, meta), curves)
+
+
+def greedy_ms(problem: Problem, model: CostModel) -> float:
+    """Cost of the best greedy order."""
+    return min(order(problem, model).provenance["predicted_ms"] for order in ORDERS.values())
