@@ -148,8 +148,8 @@ def released_dreamshard(checkout: Path, folder: Path, made: dict[str, list[Probl
     memory_gib = made["train"][0].topology.devices[0].memory_bytes / 2**30
     args = SimpleNamespace(num_iterations=10, bench_steps=10, rl_num_batches=10, rl_batch_size=10,
                            ndevices=DEVICES, bench_training_steps=300, entropy_weight=0.001, batch_size=64,
-                           max_memory=memory_gib, data_dir=str(folder), task_path=str(folder / "train.txt"), gpu_devices="0,1,2,3",
-                           out_dir=str(out))
+                           max_memory=memory_gib, data_dir=str(folder), task_path=str(folder / "train.txt"),
+                           gpu_devices="0,1,2,3", out_dir=str(out))
     began = time.perf_counter()
     training.train(args)
     seconds = time.perf_counter() - began
@@ -289,7 +289,8 @@ def main() -> None:
                      " ".join(f"{x:.4f}" for x in np.nanmean(ms / greedy, 1)), int(np.isnan(ms).sum()),
                      f"{np.mean(seconds[arm]):.0f}" if arm in seconds else ""))
     print(f"{model.setting}; {TASKS} test tasks of {args.tables} tables at dim {DIM} on {DEVICES} devices\n")
-    print(report.text_table(("arm", "cost", "worst", "of released", "cost by seed", "failed", "seconds"), rows))
+    print(report.text_table(("arm", "cost", "worst", "of released", "cost by seed", "failed", "seconds"),
+                            rows))
 
 
 if __name__ == "__main__":

@@ -29,9 +29,11 @@ from tasks.refresh import (
 from tasks.setting import SettingConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
+from tasks.train_policy import TrainPolicyConfig
 
 SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": MeasureConfig, "train": TrainConfig,
-            "evaluate": EvaluateConfig, "promote": PromoteConfig, "publish": PublishConfig}
+            "train_policy": TrainPolicyConfig, "evaluate": EvaluateConfig, "promote": PromoteConfig,
+            "publish": PublishConfig}
 
 
 @flow(name="refresh")

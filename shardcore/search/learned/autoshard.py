@@ -42,8 +42,8 @@ class AutoShardLearner(Learner):
 
     def policy_update(self) -> tuple[float, float]:
         losses, found = [], []
-        for place in self.drawn(self.config.problems):
-            rolled = self.roll(place, self.config.plans, True)
+        for place in self.drawn(self.config.problems_at_once):
+            rolled = self.roll(place, self.config.plans_each, True)
             self.plans.append(PricedPlan.of(place, rolled, self.arrays["scale_ms"]))
             compute = rolled.parts_ms[0, ..., 0] + rolled.parts_ms[0, ..., 2]
             balance = compute.min(-1) / np.maximum(compute.max(-1), 1e-9)

@@ -49,8 +49,8 @@ class DreamShardLearner(Learner):
 
     def policy_update(self) -> float:
         losses, entropies = [], []
-        for place in self.drawn(self.config.problems):
-            rolled = self.roll(place, self.config.plans, self.net.asks_model)
+        for place in self.drawn(self.config.problems_at_once):
+            rolled = self.roll(place, self.config.plans_each, self.net.asks_model)
             ms = rolled.total_ms[0]
             if not self.net.asks_model:
                 ms = np.where(np.isfinite(ms), self.net.overall(self.arrays, rolled.latents[0]), np.inf)

@@ -32,8 +32,8 @@ class PolicyConfig:
     priced: plans that a round prices for the cost network.
     cost_updates: of the cost network in a round.
     policy_updates: in a round.
-    problems: of a policy update.
-    plans: of each of them.
+    problems_at_once: of a policy update.
+    plans_each: of each of them.
     learning_rate: of the first round; it falls to 0 with the last.
     entropy: weight of the policy's entropy in its loss.
     seed: of weights, problems and plans.
@@ -44,8 +44,8 @@ class PolicyConfig:
     priced: int = 20
     cost_updates: int = 100
     policy_updates: int = 20
-    problems: int = 4
-    plans: int = 16
+    problems_at_once: int = 4
+    plans_each: int = 16
     learning_rate: float = 2e-3
     entropy: float = 1e-3
     seed: int = 0
@@ -53,8 +53,8 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         count = (1, MOST_COUNT)
         require_within(self, "policy config", rounds=count, patience=count, priced=count, cost_updates=count,
-                       policy_updates=count, problems=count, plans=(2, MOST_COUNT), entropy=(0, 1),
-                       seed=(0, MOST_SEED))
+                       policy_updates=count, problems_at_once=count, plans_each=(2, MOST_COUNT),
+                       entropy=(0, 1), seed=(0, MOST_SEED))
         if not 0 < self.learning_rate < 1:
             raise ShardCoreError(f"policy config has learning_rate {self.learning_rate}; "
                                  "it needs to be within 0 and 1")

@@ -22,6 +22,7 @@ from shardcore.types import Setting
 NETS: dict[str, Net] = {"dreamshard": DreamShard(), "dreamshard_direct": DreamShard(asks_model=True),
                         "autoshard": AutoShard()}
 """Networks by name. dreamshard_direct has no cost network: it sees, and learns from, the CostModel's."""
+POLICY_JSON = "policy.json"
 _LIMIT = 1e6
 """Of a weight. Trained ones are below 100."""
 
