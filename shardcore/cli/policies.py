@@ -26,8 +26,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--max-tables", type=positive(int), default=60, help="of a problem")
     p.add_argument("--max-dim", type=positive(int), default=128, help="of a table")
     p.add_argument("--problems", type=positive(int), default=60, help="to learn from")
-    p.add_argument("--rounds", type=positive(int), default=40, help="of training, at most")
-    p.add_argument("--patience", type=positive(int), default=15, help="rounds without a better plan before "
+    p.add_argument("--rounds", type=positive(int), default=30, help="of training, at most")
+    p.add_argument("--patience", type=positive(int), default=10, help="rounds without a better plan before "
                    "training stops")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="POLICY", help="folder to write")

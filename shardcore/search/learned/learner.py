@@ -39,12 +39,12 @@ class PolicyConfig:
     seed: of weights, problems and plans.
     """
 
-    rounds: int = 40
-    patience: int = 15
+    rounds: int = 30
+    patience: int = 10
     priced: int = 20
     cost_updates: int = 100
     policy_updates: int = 20
-    problems_at_once: int = 4
+    problems_at_once: int = 2
     plans_each: int = 16
     learning_rate: float = 2e-3
     entropy: float = 1e-3
