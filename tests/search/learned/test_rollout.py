@@ -11,13 +11,15 @@ from policies import untrained
 
 from shardcore.cost.model import price
 from shardcore.search import Budget, sharder
+from shardcore.search.learned.autoshard import AutoShardLearner
+from shardcore.search.learned.dreamshard import DreamShardLearner
 from shardcore.search.learned.features import FEATURES, features
-from shardcore.search.learned.learner import Place, held_before
+from shardcore.search.learned.learner import Place, PolicyConfig, held_before
 from shardcore.search.learned.nets import Seen
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.shards import placed
-from shardcore.tables import access
+from shardcore.tables import access, streams
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Shard, Table, Zipf
 from shardcore.workload import lower
@@ -126,7 +128,40 @@ def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
 
 
 def test_a_power_laws_reuse_bins_are_those_of_its_streams():
-    from shardcore.tables import streams
     table = Table("t", 5000, 16, 8.0, Zipf(1.05))
     drawn = np.mean([access.reuse_of(streams.stream(table, 256, seed)[0], 256).bins for seed in range(20)], 0)
     assert access.reuse_bins(table, 256) == pytest.approx(drawn, abs=0.02)
+
+
+@each_net
+def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name):
+    place = Place(draw_problem(4, n_tables=5), MODEL)
+    strip = int(np.argmax(place.cache.size))
+    units = int(place.cache.size[strip]) // 4
+    keys = [(s, int(place.cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
+    place.cache.add(keys)
+    policy = untrained(name)
+    rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
+    found = rollouts.run(place.cache, np.array([keys]))
+    latents, in_order = rollouts.latents_of(place.cache), np.array(keys)[found.order[0]]
+    met = 0
+    for k in range(20):
+        held = np.zeros((5, len(place.cache.speed)), int)
+        np.add.at(held, (in_order[:, 0], found.devices[0, k]), in_order[:, 1])
+        met += (held[strip] > units).any()
+        expected = latents[place.cache.numbers(np.arange(5)[:, None], held)].sum(0)
+        assert found.latents[0, k] == pytest.approx(expected / place.cache.speed[:, None], abs=1e-3)
+    assert met
+
+
+@each_net
+def test_an_update_gives_illegal_devices_no_share(name):
+    problem = CASES["pinned"]
+    place = Place(problem, model_for(problem))
+    learner_of = AutoShardLearner if name == "autoshard" else DreamShardLearner
+    learner = learner_of(name, [place], PolicyConfig(plans_each=4))
+    found = learner.roll(place, 4, True)
+    shares = learner.logits(place, found)[0].softmax(-1).detach().numpy()
+    somewhere = found.legal[0].any(-1)  # a step without a legal device teaches nothing
+    legal, shares = found.legal[0][somewhere], shares[somewhere]
+    assert not legal.all() and (shares[~legal] == 0).all() and (shares[legal] > 0).all()
