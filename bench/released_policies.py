@@ -194,6 +194,8 @@ def released_autoshard(checkout: Path, folder: Path, made: dict[str, list[Proble
                             grad_norm_clipping=40.0, num_actors=1)
     began = cpu_seconds()
     training.train(flags)
+    for actor in torch.multiprocessing.active_children():
+        actor.join()  # or its seconds are not known
     seconds = cpu_seconds() - began
     # Its checkpoint, written a moment ago, holds numpy's numbers.
     torch.load = partial(torch.load, weights_only=False)
