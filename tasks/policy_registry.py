@@ -10,7 +10,7 @@ from mlflow.entities.model_registry import ModelVersion
 from shardcore import files
 from shardcore.errors import ShardCoreError
 from shardcore.search.learned.policy import POLICY_JSON, Policy, read_policy
-from tasks import registry
+from tasks import paths, registry
 from tasks.registry import CHAMPION, DIGEST_TAG
 
 POLICY = "policy"
@@ -68,8 +68,7 @@ def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tu
     registered = policy_name(name, hardware)
     version = registry.find(client, registered, CHAMPION)
     if version is None:
-        raise ShardCoreError(f"there is no policy {name!r} for {hardware!r}: {registered!r} has no version "
-                             f"with the alias {CHAMPION!r} in the registry at {mlflow.get_tracking_uri()}; "
-                             f"set train_policy.algorithm to {name} in params.yaml, run "
-                             "`dvc repro train_policy` and `python -m flows.promote`")
+        raise ShardCoreError(f"there is no policy {name!r} for {hardware!r}: set train_policy.algorithm "
+                             f"in {paths.PARAMS} to it, run `dvc repro train_policy` and then "
+                             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at {mlflow.get_tracking_uri()})")
     return registry.downloaded(version, POLICY_JSON, read_policy), version

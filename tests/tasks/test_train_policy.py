@@ -58,7 +58,7 @@ def test_the_run_holds_parameters_curves_and_files(metrics):
 
 def test_without_a_policy_it_cannot_be_published_by(place):
     with pytest.raises(ShardCoreError, match="there is no policy 'autoshard' for 'law'.*train_policy.algo"
-                                             "rithm to autoshard in params.yaml.*flows.promote"):
+                                             "rithm in params.yaml to it.*flows.promote"):
         policy_registry.champion_policy(registry.connect(), "autoshard", "law")
     with pytest.raises(ShardCoreError, match="'dreamshard' needs a policy 'dreamshard', and none was given"):
         Publisher(neural.load(paths.MODEL), "plans", PublishConfig(algorithm="dreamshard"), {})
