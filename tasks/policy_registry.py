@@ -70,5 +70,6 @@ def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tu
     if version is None:
         raise ShardCoreError(f"there is no policy {name!r} for {hardware!r}: set train_policy.algorithm "
                              f"in {paths.PARAMS} to it, run `dvc repro train_policy` and then "
-                             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at {mlflow.get_tracking_uri()})")
+                             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
+                             f"{mlflow.get_tracking_uri()})")
     return registry.downloaded(version, POLICY_JSON, read_policy), version
