@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shardcore.search.learned import nets
-from shardcore.search.learned.learner import Learner, Place, PolicyConfig, mean_entropy, step
+from shardcore.search.learned.learner import Learner, PolicyConfig, Prepared, mean_entropy, step
 from shardcore.search.learned.nets import VALUE_SHAPES, AutoShard
 from shardcore.search.learned.priced_plans import BATCH, KEPT, Batch, PricedPlan
 
@@ -22,8 +22,8 @@ class AutoShardLearner(Learner):
 
     net: AutoShard
 
-    def __init__(self, name: str, places: Sequence[Place], config: PolicyConfig) -> None:
-        super().__init__(name, places, config, VALUE_SHAPES)
+    def __init__(self, name: str, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
+        super().__init__(name, all_prepared, config, VALUE_SHAPES)
         self.all = self.optimizer([k for k in self.w if k not in ("low", "high", "mean", "sd", "scale_ms")])
         self.plans: deque[PricedPlan] = deque(maxlen=KEPT)
 
@@ -42,13 +42,13 @@ class AutoShardLearner(Learner):
 
     def policy_update(self) -> tuple[float, float]:
         losses, found = [], []
-        for place in self.drawn(self.config.problems_at_once):
-            rolled = self.roll(place, self.config.plans_each, True)
-            self.plans.append(PricedPlan.of(place, rolled, self.arrays["scale_ms"]))
+        for prepared in self.drawn(self.config.problems_at_once):
+            rolled = self.roll(prepared, self.config.plans_each, True)
+            self.plans.append(PricedPlan.of(prepared, rolled, self.arrays["scale_ms"]))
             compute = rolled.parts_ms[0, ..., 0] + rolled.parts_ms[0, ..., 2]
             balance = compute.min(-1) / np.maximum(compute.max(-1), 1e-9)
             reward = torch.from_numpy(np.where(np.isfinite(rolled.total_ms[0]), balance, -1.0)).float()
-            logits, context = self.logits(place, rolled)
+            logits, context = self.logits(prepared, rolled)
             value = nets.value(self.w, context)  # [N]
             wrong = reward[:, None] - value
             losses.append(self.policy_loss(logits, rolled, wrong.detach()) + 0.5 * (wrong**2).mean())

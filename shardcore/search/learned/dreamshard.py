@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shardcore.search.learned.learner import Learner, Place, PolicyConfig, mean_entropy, step
+from shardcore.search.learned.learner import Learner, PolicyConfig, Prepared, mean_entropy, step
 from shardcore.search.learned.nets import DreamShard
 from shardcore.search.learned.priced_plans import BATCH, KEPT, Batch, PricedPlan
 
@@ -21,8 +21,8 @@ class DreamShardLearner(Learner):
 
     net: DreamShard
 
-    def __init__(self, name: str, places: Sequence[Place], config: PolicyConfig) -> None:
-        super().__init__(name, places, config, {})
+    def __init__(self, name: str, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
+        super().__init__(name, all_prepared, config, {})
         of_costs = [k for k in self.w if k.startswith(("cost_table", "heads", "overall"))]
         self.costs = None if self.net.asks_model else self.optimizer(of_costs)
         self.policy = self.optimizer([k for k in self.w if k.startswith(("table", "costs", "choice"))])
@@ -31,8 +31,8 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         values = {}
         if self.costs:
-            self.plans += [PricedPlan.of(place, self.roll(place, 1, True), self.arrays["scale_ms"])
-                           for place in self.drawn(self.config.priced)]
+            self.plans += [PricedPlan.of(prepared, self.roll(prepared, 1, True), self.arrays["scale_ms"])
+                           for prepared in self.drawn(self.config.priced)]
             losses = [self.cost_update() for _ in range(self.config.cost_updates)]
             values["cost_loss"] = float(np.mean(losses))
         values["entropy"] = float(np.mean([self.policy_update() for _ in range(self.config.policy_updates)]))
@@ -49,12 +49,12 @@ class DreamShardLearner(Learner):
 
     def policy_update(self) -> float:
         losses, entropies = [], []
-        for place in self.drawn(self.config.problems_at_once):
-            rolled = self.roll(place, self.config.plans_each, self.net.asks_model)
+        for prepared in self.drawn(self.config.problems_at_once):
+            rolled = self.roll(prepared, self.config.plans_each, self.net.asks_model)
             ms = rolled.total_ms[0]
             if not self.net.asks_model:
                 ms = np.where(np.isfinite(ms), self.net.overall(self.arrays, rolled.latents[0]), np.inf)
-            logits, _ = self.logits(place, rolled)
+            logits, _ = self.logits(prepared, rolled)
             losses.append(self.policy_loss(logits, rolled, _standardised(-ms)[:, None]))
             entropies.append(mean_entropy(logits))
         step(self.policy, sum(losses) / len(losses))

@@ -60,8 +60,13 @@ class PolicyConfig:
                                  "it needs to be within 0 and 1")
 
 
-class Place:
-    """A problem to place: its cache, and its shards."""
+class Prepared:
+    """A problem, ready for rollouts.
+
+    keys: [1, N, 2] its shards, each a strip and units.
+    x: [M, F] features of all shards of the cache; a bundle has several rows.
+    bundle: [M] number of each row's shard in the cache.
+    """
 
     def __init__(self, problem: Problem, model: CostModel) -> None:
         shards = feasible_shards(problem)
@@ -76,11 +81,11 @@ class Place:
 class Learner:
     """What both policies share: weights, and gradients of the plans that were made."""
 
-    def __init__(self, name: str, places: Sequence[Place], config: PolicyConfig,
+    def __init__(self, name: str, all_prepared: Sequence[Prepared], config: PolicyConfig,
                  more: dict[str, tuple[int, ...]]) -> None:
-        self.net, self.places, self.config = NETS[name], places, config
+        self.net, self.all_prepared, self.config = NETS[name], all_prepared, config
         self.rng = np.random.default_rng([5, config.seed])
-        self.w = _initial({**self.net.shapes, **more}, places, config.seed)
+        self.w = _initial({**self.net.shapes, **more}, all_prepared, config.seed)
         # The same memory: what an update changes, the next rollout uses.
         self.arrays = {k: v.detach().numpy() for k, v in self.w.items()}
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -91,26 +96,26 @@ class Learner:
         self.optimizers.append(made)
         return made
 
-    def roll(self, place: Place, plans: int, priced: bool) -> Rollout:
+    def roll(self, prepared: Prepared, plans: int, priced: bool) -> Rollout:
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng, greedy_first=False, priced=priced)
-        return rollouts.run(place.cache, place.keys)
+        return rollouts.run(prepared.cache, prepared.keys)
 
-    def drawn(self, n: int) -> list[Place]:
-        return [self.places[i] for i in self.rng.integers(len(self.places), size=n)]
+    def drawn(self, n: int) -> list[Prepared]:
+        return [self.all_prepared[i] for i in self.rng.integers(len(self.all_prepared), size=n)]
 
-    def latents(self, place: Place) -> torch.Tensor:
+    def latents(self, prepared: Prepared) -> torch.Tensor:
         """[R, L], with gradients."""
-        rows = self.net.latents(self.w, torch.from_numpy(place.x), torch)
-        found = torch.zeros(len(place.cache.made), rows.shape[1]).index_add(0, torch.from_numpy(place.bundle),
-                                                                            rows)
+        rows = self.net.latents(self.w, torch.from_numpy(prepared.x), torch)
+        zeros = torch.zeros(len(prepared.cache.made), rows.shape[1])
+        found = zeros.index_add(0, torch.from_numpy(prepared.bundle), rows)
         return found * (torch.arange(len(found)) > 0)[:, None]  # number 0 is nothing
 
-    def logits(self, place: Place, rolled: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logits(self, prepared: Prepared, rolled: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[K, N, D] scores of the devices as the rollout saw them, legal ones only; and contexts [N, H]."""
-        of_number, speed = self.latents(place), torch.from_numpy(place.cache.speed.astype(np.float32))
-        held = torch.from_numpy(held_before(place, rolled))
-        keys = place.keys[0][rolled.order[0]]
-        sequence = of_number[place.cache.numbers(keys[:, 0], keys[:, 1])]
+        of_number, speed = self.latents(prepared), torch.from_numpy(prepared.cache.speed.astype(np.float32))
+        held = torch.from_numpy(held_before(prepared, rolled))
+        keys = prepared.keys[0][rolled.order[0]]
+        sequence = of_number[prepared.cache.numbers(keys[:, 0], keys[:, 1])]
         context = self.net.context(self.w, sequence, torch)
         costs = None if rolled.costs is None else torch.from_numpy(rolled.costs[0])
         seen = Seen(held @ of_number / speed[:, None], torch.from_numpy(rolled.used[0]), costs, context)
@@ -128,11 +133,11 @@ class Learner:
         return -gain.sum() / choice.sum().clamp(min=1)
 
 
-def held_before(place: Place, rolled: Rollout) -> np.ndarray:
+def held_before(prepared: Prepared, rolled: Rollout) -> np.ndarray:
     """[K, N, D, R] float32: 1 for what the devices held before each shard of the rollout's first state."""
-    cache, devices = place.cache, rolled.devices[0]
+    cache, devices = prepared.cache, rolled.devices[0]
     (n_plans, n), n_devices = devices.shape, len(cache.speed)
-    keys = place.keys[0][rolled.order[0]]
+    keys = prepared.keys[0][rolled.order[0]]
     held = np.zeros((n_plans, n, n_devices, len(cache.made)), np.float32)
     units = np.zeros((n_plans, n_devices, len(cache)), np.int64)
     each = np.arange(n_plans)
@@ -145,10 +150,10 @@ def held_before(place: Place, rolled: Rollout) -> np.ndarray:
     return np.cumsum(held, axis=1, out=held)
 
 
-def _initial(shapes: dict[str, tuple[int, ...]], places: Sequence[Place],
+def _initial(shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared],
              seed: int) -> dict[str, torch.Tensor]:
-    """Weights at the start. Features of the places set their scaling."""
-    x = np.concatenate([place.x[place.bundle > 0] for place in places])
+    """Weights at the start. Features of the problems' tables set their scaling."""
+    x = np.concatenate([prepared.x[prepared.bundle > 0] for prepared in all_prepared])
     scaling = {"low": x.min(0), "high": x.max(0), "mean": x.mean(0),
                "sd": np.where(x.std(0) > 1e-6, x.std(0), 1.0)}
     generator = torch.Generator().manual_seed(seed)
@@ -157,7 +162,7 @@ def _initial(shapes: dict[str, tuple[int, ...]], places: Sequence[Place],
         if name in scaling:
             w[name] = torch.from_numpy(scaling[name].astype(np.float32))
         elif name == "scale_ms":
-            w[name] = torch.tensor([_typical_ms(places)], dtype=torch.float32)
+            w[name] = torch.tensor([_typical_ms(all_prepared)], dtype=torch.float32)
         else:
             # As torch.nn.Linear does.
             reach = (shape[0] if len(shape) == 2 and name != "heads.1.weight" else shape[-1]) ** -0.5
@@ -165,10 +170,10 @@ def _initial(shapes: dict[str, tuple[int, ...]], places: Sequence[Place],
     return w
 
 
-def _typical_ms(places: Sequence[Place]) -> float:
-    """Compute of a device in an even plan, the mean of the places."""
-    found = [place.cache.single_ms[place.cache.numbers(*place.keys[0].T)].sum() / place.cache.speed.sum()
-             for place in places]
+def _typical_ms(all_prepared: Sequence[Prepared]) -> float:
+    """Compute of a device in an even plan, the mean of the problems."""
+    found = [one.cache.single_ms[one.cache.numbers(*one.keys[0].T)].sum() / one.cache.speed.sum()
+             for one in all_prepared]
     return max(float(np.mean(found)), 1e-6)
 
 

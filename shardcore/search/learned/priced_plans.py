@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardcore.search.learned.learner import Place
+from shardcore.search.learned.learner import Prepared
 from shardcore.search.learned.rollout import Rollout
 
 KEPT, BATCH = 5_000, 64
@@ -36,14 +36,14 @@ class PricedPlan:
     total: float
 
     @classmethod
-    def of(cls, place: Place, rolled: Rollout, scale_ms: np.ndarray) -> PricedPlan:
+    def of(cls, prepared: Prepared, rolled: Rollout, scale_ms: np.ndarray) -> PricedPlan:
         """The first plan of a rollout."""
-        cache, keys = place.cache, place.keys[0][rolled.order[0]]
+        cache, keys = prepared.cache, prepared.keys[0][rolled.order[0]]
         device_of = np.full(len(cache.made), -1)
         device_of[cache.numbers(keys[:, 0], keys[:, 1])] = rolled.devices[0, 0]
-        devices = device_of[place.bundle]
+        devices = device_of[prepared.bundle]
         total = rolled.total_ms[0, 0]
-        return cls(place.x[devices >= 0], devices[devices >= 0], cache.speed.astype(np.float32)[:, None],
+        return cls(prepared.x[devices >= 0], devices[devices >= 0], cache.speed.astype(np.float32)[:, None],
                    (rolled.parts_ms[0, 0] / scale_ms).astype(np.float32),
                    float(total / scale_ms[0]) if np.isfinite(total) else 0.0)
 

@@ -22,7 +22,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.autoshard import AutoShardLearner
 from shardcore.search.learned.dreamshard import DreamShardLearner
-from shardcore.search.learned.learner import Place, PolicyConfig
+from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.nets import AutoShard
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollouts
@@ -66,16 +66,16 @@ def train(name: str, problems: Sequence[Problem], validation: Sequence[Problem],
 
 def _train(name: str, problems: Sequence[Problem], validation: Sequence[Problem], model: CostModel,
            config: PolicyConfig, progress: Progress) -> TrainedPolicy:
-    places, unseen = ([Place(p, model) for p in some] for some in (problems, validation))
+    all_prepared, unseen = ([Prepared(p, model) for p in some] for some in (problems, validation))
     of_greedy = np.array([greedy_ms(p, model.for_problem(p)) for p in validation])
     learner_of = AutoShardLearner if isinstance(NETS[name], AutoShard) else DreamShardLearner
-    learner = learner_of(name, places, config)
+    learner = learner_of(name, all_prepared, config)
     best, best_round, kept, curves = np.inf, 0, {}, []
     for i in range(config.rounds):
         for optimizer in learner.optimizers:
             optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - i / config.rounds)
         values = learner.round()
-        rolled = [Rollouts(learner.net, learner.arrays).run(place.cache, place.keys) for place in unseen]
+        rolled = [Rollouts(learner.net, learner.arrays).run(one.cache, one.keys) for one in unseen]
         ms = np.array([float(r.total_ms[0, 0]) for r in rolled])
         # A plan that does not fit counts as twice the greedy one.
         cost = float(np.where(np.isfinite(ms), ms / of_greedy, 2.0).mean())

@@ -14,7 +14,7 @@ from shardcore.search import Budget, sharder
 from shardcore.search.learned.autoshard import AutoShardLearner
 from shardcore.search.learned.dreamshard import DreamShardLearner
 from shardcore.search.learned.features import FEATURES, features
-from shardcore.search.learned.learner import Place, PolicyConfig, held_before
+from shardcore.search.learned.learner import PolicyConfig, Prepared, held_before
 from shardcore.search.learned.nets import Seen
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
@@ -28,21 +28,21 @@ each_net = pytest.mark.parametrize("name", NETS)
 
 
 def rolled(name, problem, plans=6, seed=0, greedy_first=True):
-    policy, place = untrained(name), Place(problem, replace(MODEL, setting=replace(
+    policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=replace(
         MODEL.setting, batch=problem.global_batch)))
     rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(seed), greedy_first)
-    return place, rollouts.run(place.cache, place.keys)
+    return prepared, rollouts.run(prepared.cache, prepared.keys)
 
 
 @each_net
 def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
     problem = draw_problem(3, n_tables=7)
-    place, found = rolled(name, problem)
-    keys = place.keys[0][found.order[0]]
+    prepared, found = rolled(name, problem)
+    keys = prepared.keys[0][found.order[0]]
     for k in range(6):
-        bundles = place.cache.bundles([tuple(key) for key in keys.tolist()])
+        bundles = prepared.cache.bundles([tuple(key) for key in keys.tolist()])
         plan = Plan(tuple(placed(bundles, found.devices[0, k], problem)))
-        cost = price(lower(plan, problem), place.cache.model)
+        cost = price(lower(plan, problem), prepared.cache.model)
         assert cost.total_ms == pytest.approx(found.total_ms[0, k])
         parts = np.stack([cost.forward_compute_ms, cost.backward_comm_ms, cost.backward_compute_ms], 1)
         assert found.parts_ms[0, k] == pytest.approx(parts)
@@ -61,17 +61,17 @@ def test_only_legal_devices_are_taken_whatever_the_scores(name):
 def test_torch_scores_what_numpy_placed_by(name):
     """The update must score what the rollout saw: the argmax of its scores is the first plan."""
     problem = draw_problem(5, n_tables=9)
-    place, found = rolled(name, problem, plans=2)
+    prepared, found = rolled(name, problem, plans=2)
     w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
     net = NETS[name]
-    rows = net.latents(w, torch.from_numpy(place.x), torch)
-    latents = torch.zeros(len(place.cache.made), rows.shape[1])
-    latents = latents.index_add(0, torch.from_numpy(place.bundle), rows)
+    rows = net.latents(w, torch.from_numpy(prepared.x), torch)
+    latents = torch.zeros(len(prepared.cache.made), rows.shape[1])
+    latents = latents.index_add(0, torch.from_numpy(prepared.bundle), rows)
     latents[0] = 0
-    held = torch.from_numpy(held_before(place, found))
-    keys = place.keys[0][found.order[0]]
-    context = net.context(w, latents[place.cache.numbers(keys[:, 0], keys[:, 1])], torch)
-    speed = torch.from_numpy(place.cache.speed.astype(np.float32))[:, None]
+    held = torch.from_numpy(held_before(prepared, found))
+    keys = prepared.keys[0][found.order[0]]
+    context = net.context(w, latents[prepared.cache.numbers(keys[:, 0], keys[:, 1])], torch)
+    speed = torch.from_numpy(prepared.cache.speed.astype(np.float32))[:, None]
     costs = None if found.costs is None else torch.from_numpy(found.costs[0])
     seen = Seen(held @ latents / speed, torch.from_numpy(found.used[0]), costs, context)
     scores = net.scores(w, seen, torch)
@@ -135,33 +135,33 @@ def test_a_power_laws_reuse_bins_are_those_of_its_streams():
 
 @each_net
 def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name):
-    place = Place(draw_problem(4, n_tables=5), MODEL)
-    strip = int(np.argmax(place.cache.size))
-    units = int(place.cache.size[strip]) // 4
-    keys = [(s, int(place.cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
-    place.cache.add(keys)
+    prepared = Prepared(draw_problem(4, n_tables=5), MODEL)
+    strip = int(np.argmax(prepared.cache.size))
+    units = int(prepared.cache.size[strip]) // 4
+    keys = [(s, int(prepared.cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
+    prepared.cache.add(keys)
     policy = untrained(name)
     rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
-    found = rollouts.run(place.cache, np.array([keys]))
-    latents, in_order = rollouts.latents_of(place.cache), np.array(keys)[found.order[0]]
+    found = rollouts.run(prepared.cache, np.array([keys]))
+    latents, in_order = rollouts.latents_of(prepared.cache), np.array(keys)[found.order[0]]
     met = 0
     for k in range(20):
-        held = np.zeros((5, len(place.cache.speed)), int)
+        held = np.zeros((5, len(prepared.cache.speed)), int)
         np.add.at(held, (in_order[:, 0], found.devices[0, k]), in_order[:, 1])
         met += (held[strip] > units).any()
-        expected = latents[place.cache.numbers(np.arange(5)[:, None], held)].sum(0)
-        assert found.latents[0, k] == pytest.approx(expected / place.cache.speed[:, None], abs=1e-3)
+        expected = latents[prepared.cache.numbers(np.arange(5)[:, None], held)].sum(0)
+        assert found.latents[0, k] == pytest.approx(expected / prepared.cache.speed[:, None], abs=1e-3)
     assert met
 
 
 @each_net
 def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
-    place = Place(problem, model_for(problem))
+    prepared = Prepared(problem, model_for(problem))
     learner_of = AutoShardLearner if name == "autoshard" else DreamShardLearner
-    learner = learner_of(name, [place], PolicyConfig(plans_each=4))
-    found = learner.roll(place, 4, True)
-    shares = learner.logits(place, found)[0].softmax(-1).detach().numpy()
+    learner = learner_of(name, [prepared], PolicyConfig(plans_each=4))
+    found = learner.roll(prepared, 4, True)
+    shares = learner.logits(prepared, found)[0].softmax(-1).detach().numpy()
     somewhere = found.legal[0].any(-1)  # a step without a legal device teaches nothing
     legal, shares = found.legal[0][somewhere], shares[somewhere]
     assert not legal.all() and (shares[~legal] == 0).all() and (shares[legal] > 0).all()

@@ -7,7 +7,7 @@ import pytest
 from cuts import MODEL
 
 from shardcore.errors import ShardCoreError
-from shardcore.search.learned.learner import Place, PolicyConfig
+from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.problems import PolicyProblems, draw, make_policy
 from shardcore.search.learned.train import train
@@ -63,7 +63,7 @@ def test_problems_may_be_drawn_for_the_devices_of_another():
     [problem, *_], _, _ = draw(POOL, MODEL.setting, FEW, 0, like)
     assert [(d.speed, d.host) for d in problem.topology.devices] == [(2.0, "a"), (1.0, "b")]
     assert problem.topology.within_host_gbps == 3.0 and problem.topology.devices[0].memory_bytes > 7
-    assert Place(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
+    assert Prepared(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("change, said", [
