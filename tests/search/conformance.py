@@ -38,8 +38,10 @@ from shardcore.workload import lower
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
 FILES = {"greedy": ("random", *greedy.ORDERS), "neuroshard": ("neuroshard",),
          "anneal": ("anneal", "anneal_columns"), "peers": ("embark", "milp", "torchrec"),
-         "learned": tuple(LEARNED)}
-"""By file (test_conformance_NAME.py), the sharders that it is for."""
+         "learned": ("dreamshard", "dreamshard_direct_columns", "autoshard")}
+"""By file (test_conformance_NAME.py), the sharders that it is for.
+
+Of learned ones, each network and each way to cut."""
 EXAMPLES = {"random": 4, **dict.fromkeys(greedy.ORDERS, 2), "size_greedy": 20, "anneal_columns": 4, "milp": 8,
             "torchrec": 6, **dict.fromkeys(LEARNED, 2)}
 """Drawn problems of a test: few for those that share their implementation with another, or are slow; 15 for
