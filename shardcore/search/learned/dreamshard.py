@@ -31,10 +31,11 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         values = {}
         if self.costs:
-            self.plans += [PricedPlan.of(prepared, self.roll(prepared, 1, True), self.arrays["scale_ms"])
-                           for prepared in self.drawn(self.config.priced)]
-            losses = [self.cost_update() for _ in range(self.config.cost_updates)]
-            values["cost_loss"] = float(np.mean(losses))
+            priced = [PricedPlan.of(prepared, self.roll(prepared, 1, True), self.arrays["scale_ms"])
+                      for prepared in self.drawn(self.config.priced)]
+            self.plans += [plan for plan in priced if np.isfinite(plan.total)]
+            losses = [self.cost_update() for _ in range(self.config.cost_updates) if self.plans]
+            values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
         values["entropy"] = float(np.mean([self.policy_update() for _ in range(self.config.policy_updates)]))
         return values
 

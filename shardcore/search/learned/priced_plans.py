@@ -26,7 +26,7 @@ class PricedPlan:
     devices: [N] theirs.
     speed: [D, 1] of the devices.
     parts: [D, PARTS] costs, in units of w["scale_ms"].
-    total: of the plan, in the same unit.
+    total: of the plan, in the same unit; infinite if it does not fit.
     """
 
     x: np.ndarray
@@ -42,10 +42,9 @@ class PricedPlan:
         device_of = np.full(len(cache.made), -1)
         device_of[cache.numbers(keys[:, 0], keys[:, 1])] = rolled.devices[0, 0]
         devices = device_of[prepared.bundle]
-        total = rolled.total_ms[0, 0]
         return cls(prepared.x[devices >= 0], devices[devices >= 0], cache.speed.astype(np.float32)[:, None],
                    (rolled.parts_ms[0, 0] / scale_ms).astype(np.float32),
-                   float(total / scale_ms[0]) if np.isfinite(total) else 0.0)
+                   float(rolled.total_ms[0, 0] / scale_ms[0]))
 
 
 @dataclass(frozen=True, eq=False)

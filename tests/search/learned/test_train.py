@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuts import MODEL
+from shapes import with_room
 
+from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.policy import NETS
@@ -13,7 +15,7 @@ from shardcore.search.learned.problems import PolicyProblems, draw, make_policy
 from shardcore.search.learned.train import train
 from shardcore.tables.held_out import kept_for_testing
 from shardcore.topology import Device, Topology
-from shardcore.types import Table, Zipf
+from shardcore.types import Problem, Table, Zipf
 
 RNG = np.random.default_rng(0)
 POOL = tuple(Table(f"t{i}", int(RNG.integers(10, 3000)), 16, float(RNG.uniform(1, 40)),
@@ -82,3 +84,13 @@ def test_too_few_tables_and_unknown_names_are_refused():
         make_policy("alphashard", POOL, MODEL, FEW)
     with pytest.raises(ShardCoreError, match="training got 0 problems and 0 for validation"):
         train("autoshard", [], [], MODEL)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_plans_that_do_not_fit_teach_no_cost(name):
+    """Tables that must stay whole and hardly fit: most random plans find no device for some."""
+    tables = tuple(replace(t, rows=1000, dim=16) for t in POOL[:7])
+    problem = with_room(Problem("tight", tables, Topology((Device(3 * 120_000),) * 3), 48,
+                                constraints=Constraints(unsplit=tuple(t.name for t in tables))))
+    trained = train(name, [problem], [problem], MODEL, QUICK)
+    assert all(np.isfinite(v) for row in trained.curves for v in row.values())
