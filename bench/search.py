@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,15 +35,16 @@ from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 200_000)
 
 
-def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool = False) -> list[Problem]:
+def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool = False,
+             pool: Sequence[Table] | None = None) -> list[Problem]:
     """unequal: every second device has half the speed and half the memory."""
-    pool, per_device = generate_pool(), max(1, devices // 4)
+    pool, per_device = pool or generate_pool(), max(1, devices // 4)
     found = []
     for i in range(n):
         shape = ProblemConfig(devices, 10 * per_device, 60 * per_device, 32 if i % 2 else 128)

@@ -7,7 +7,7 @@ from prefect import flow
 from shardcore import report
 from tasks import links, params, paths, services
 from tasks.artifacts import create_markdown_artifact
-from tasks.promote import PromoteConfig, Promotion, promote_model
+from tasks.promote import PromoteConfig, Promotion, promote_model, promote_policy
 
 
 @flow(name="promote")
@@ -22,6 +22,7 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
     """
     promotion = promote_model(paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig),
                               approve, will_publish)
+    promote_policy(paths.POLICY)
     create_markdown_artifact(page(promotion), key="promotion", description=promotion.reason)
     return promotion.champion
 

@@ -10,13 +10,14 @@ from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
 from shardcore.errors import ShardCoreError
-from tasks import console, links, services
+from tasks import console, links, params, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig
 from tasks.refresh import (
+    OPTIONAL,
     STAGES,
     Stage,
     StageRun,
@@ -29,9 +30,11 @@ from tasks.refresh import (
 from tasks.setting import SettingConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
+from tasks.train_policy import TrainPolicyConfig
 
 SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": MeasureConfig, "train": TrainConfig,
-            "evaluate": EvaluateConfig, "promote": PromoteConfig, "publish": PublishConfig}
+            "train_policy": TrainPolicyConfig, "evaluate": EvaluateConfig, "promote": PromoteConfig,
+            "publish": PublishConfig}
 
 
 @flow(name="refresh")
@@ -51,8 +54,12 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
-    stages = repro(target)
-    commit = push_data(target) if push else None
+    stages, targets = repro(target), [target]
+    if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
+        stages += repro(OPTIONAL)[-1:]
+        targets.append(OPTIONAL)
+    # The first commit has the state of all.
+    commit = [push_data(t) for t in targets][0] if push else None
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.
@@ -118,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.refresh",
                                      description="Rebuild a stage and what it depends on; with "
                                      "the last one, promote and publish too.")
-    parser.add_argument("target", nargs="?", choices=STAGES, default=STAGES[-1])
+    parser.add_argument("target", nargs="?", choices=(*STAGES, OPTIONAL), default=STAGES[-1])
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="write a parameter into "
                         "params.yaml first")

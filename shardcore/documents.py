@@ -11,7 +11,8 @@ from typing import Any
 from shardcore.errors import ShardCoreError
 from shardcore.schema import read_json, show
 
-VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "towers": 1, "offers": 1}
+VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "policy": 1, "towers": 1,
+            "offers": 1}
 """By schema. A file of an earlier version is read by its migration.
 
 A plan of version 1 names no kinds of sharding: see plans_v1.

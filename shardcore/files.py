@@ -355,26 +355,28 @@ def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIO
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 
 
-def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-    """A model's folder: model.json (its `meta`, and the digest of the weights) and weights.safetensors."""
+def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
+                schema: str = "model") -> None:
+    """A model's folder: SCHEMA.json (its `meta`, and the digest of the weights) and weights.safetensors."""
     from safetensors.numpy import save
 
     weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
     write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
-    write_json(Path(folder) / MODEL_JSON,
-               document("model", seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
+    write_json(Path(folder) / f"{schema}.json",
+               document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
 
 
-def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A model's meta and tensors; safetensors and JSON only, so reading one runs none of its code."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    meta = unseal(open_document(Path(folder) / MODEL_JSON, "model"), Path(folder) / MODEL_JSON)
-    path = Path(folder) / MODEL_WEIGHTS
+    meta_path, path = Path(folder) / f"{schema}.json", Path(folder) / MODEL_WEIGHTS
+    meta = unseal(open_document(meta_path, schema), meta_path)
     weights = read_bytes(path)
     if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
-        raise ShardCoreError(f"{path} does not match the digest in {MODEL_JSON}; it was cut short or edited")
+        raise ShardCoreError(f"{path} does not match the digest in {meta_path.name}; it was cut short or "
+                             "edited")
     try:
         return meta, load(weights)
     # of types that numpy does not have
@@ -382,9 +384,9 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 
-def model_digest(folder: str | Path) -> str:
+def model_digest(folder: str | Path, schema: str = "model") -> str:
     """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
-    content = document("model", open_document(Path(folder) / MODEL_JSON, "model"))
+    content = document(schema, open_document(Path(folder) / f"{schema}.json", schema))
     return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
 
 

@@ -8,7 +8,8 @@ from shardcore.schema import build, read_yaml, show
 from tasks import paths
 
 T = TypeVar("T")
-SECTIONS = ("setting", "tables", "measure", "train", "evaluate", "promote", "publish", "stack")
+SECTIONS = ("setting", "tables", "measure", "train", "train_policy", "evaluate", "promote", "publish",
+            "stack")
 
 
 def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:

@@ -8,6 +8,7 @@ POOL = Path("data/pool.json")
 MEASUREMENTS = Path("data/measurements")
 DATASETS = Path("datasets")
 MODEL = Path("data/model")
+POLICY = Path("data/policy")
 EVALUATION = Path("data/evaluation")
 REPLAYS = EVALUATION / "replays"
 PROBLEMS = Path("problems")

@@ -18,7 +18,8 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, require_within
 from shardcore.report import model_report
 from shardcore.samples import replays
-from tasks import console, paths, publish_claim, registry
+from shardcore.search.learned.policy import POLICY_JSON
+from tasks import console, paths, policy_registry, publish_claim, registry
 
 _REPLAYS_TAG = "shardcore.replays_digest"
 
@@ -105,6 +106,25 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
         publish_claim.claim(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
     return end(version, f"version {version} is champion, {reason}")
+
+
+@task(task_run_name="promote-policy")
+@registry.plain_errors()
+def promote_policy(folder: Path) -> str | None:
+    """Register the policy's files, if there are any, as champion. Returns the version.
+
+    There is no gate: whatever a policy proposes, a plan is published only if the cost model finds it cheaper.
+    """
+    if not (folder / POLICY_JSON).exists():
+        return None
+    try:
+        version = policy_registry.register_policy(registry.connect(), folder)
+    except ShardCoreError as error:  # the cost model is promoted all the same
+        get_run_logger().warning("%s", error)
+        return None
+    get_run_logger().info("%s: version %s is champion, trained against cost model version %s", version.name,
+                          version.version, version.tags["cost_model_version"])
+    return str(version.version)
 
 
 def _log_replay_metrics(client: mlflow.MlflowClient, version: ModelVersion,

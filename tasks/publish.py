@@ -17,10 +17,11 @@ from shardcore.cost import neural
 from shardcore.errors import ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
-from tasks import console, links, paths, publish_claim, registry
+from shardcore.search import LEARNED
+from tasks import console, links, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from tasks.commit import git_commit
 from tasks.setting import SettingConfig
-from tasks.train import git_commit
 
 
 @task(task_run_name="publish-plans")
@@ -39,7 +40,15 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     logger = get_run_logger()
     client = registry.connect()
     model, version = registry.champion(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
-    publisher = Publisher(model, plans, config, _provenance(model, version, config))
+    provenance, policy = _provenance(model, version, config), None
+    if config.algorithm in LEARNED:
+        policy, of_policy = policy_registry.champion_policy(client, LEARNED[config.algorithm][0],
+                                                            model.setting.hardware)
+        provenance |= {"policy": of_policy.name, "policy_version": str(of_policy.version)}
+        if of_policy.tags.get("cost_model_version") != str(version.version):
+            logger.warning("policy version %s was trained against cost model version %s; the champion is %s",
+                           of_policy.version, of_policy.tags.get("cost_model_version"), version.version)
+    publisher = Publisher(model, plans, config, provenance, policy)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names = [], [], [], []
     work = console.Work("problems", len(problems))

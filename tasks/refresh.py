@@ -26,10 +26,10 @@ from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
-Stage = Literal["tables", "measure", "train", "evaluate"]
-STAGES = get_args(Stage)
+Stage = Literal["tables", "measure", "train", "evaluate", "train_policy"]
+*STAGES, OPTIONAL = get_args(Stage)
 AFTER = ("promote", "publish")
-"""Stages after DVC's last one."""
+"""Stages after DVC's last one. OPTIONAL stands beside it: what follows does not need it."""
 _LAST_WORDS_S = 3.0
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
 _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
@@ -101,10 +101,10 @@ def repro(target: Stage) -> list[StageRun]:
 
     Its lines go to the run's log, its progress to the run's page. Raises ShardCoreError if a stage fails.
     """
-    if target not in STAGES:
-        raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(STAGES)}")
+    if target not in get_args(Stage):
+        raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(get_args(Stage))}")
     logger = get_run_logger()
-    stages = [s for s in stages_of(target) if s in STAGES]
+    stages = [s for s in stages_of(target) if s not in AFTER]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
     # DVC trusts its cache, so a damaged entry would come back.
     cache.remove_damaged(logger)
@@ -192,7 +192,9 @@ def why(errors: Sequence[str]) -> str:
 
 def stages_of(target: Stage) -> tuple[str, ...]:
     """All stages of a refresh of `target`."""
-    return STAGES[:STAGES.index(target) + 1] + (AFTER if target == STAGES[-1] else ())
+    if target == OPTIONAL:
+        return (*STAGES[:STAGES.index("train") + 1], OPTIONAL)
+    return tuple(STAGES[:STAGES.index(target) + 1]) + (AFTER if target == STAGES[-1] else ())
 
 
 def heading(stage: str, target: Stage, runs: bool = True) -> str:

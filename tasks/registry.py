@@ -11,10 +11,10 @@ import os
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlflow
 import psutil
@@ -28,6 +28,7 @@ from shardcore.cost import neural
 from shardcore.errors import ShardCoreError
 from tasks import services
 
+T = TypeVar("T")
 CHALLENGER, CHAMPION = "challenger", "champion"
 EXPERIMENT = "shardcore"
 CARD = "card.md"
@@ -144,15 +145,20 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
 
 def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:
     """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
+    return downloaded(version, files.MODEL_JSON, neural.load)
+
+
+def downloaded(version: ModelVersion, name: str, load: Callable[[Path], T]) -> T:
+    """What a version holds, loaded from the folder with a file of this name."""
     with tempfile.TemporaryDirectory() as temporary:
         path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}",
                                                    dst_path=temporary)
-        folders = [p.parent for p in Path(path).rglob(files.MODEL_JSON)]
+        folders = [p.parent for p in Path(path).rglob(name)]
         if not folders:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no {files.MODEL_JSON}; "
+            raise ShardCoreError(f"version {version.version} of {version.name} holds no {name}; "
                                  "it was not registered by ShardCore")
         try:
-            return neural.load(folders[0])
+            return load(folders[0])
         except ShardCoreError as error:
             raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: "
                                  f"{error}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from shardcore.measurements import ComputeSample
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from tasks import console, paths, registry
+from tasks.commit import git_commit
 from tasks.setting import SettingConfig
 
 
@@ -72,17 +72,6 @@ def parts_digest(folder: Path) -> str:
     """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
     return files.digest([*parts, *replays.digests(folder)])
-
-
-def git_commit() -> str:
-    """The commit of this folder, with "-dirty" if tracked files differ from it."""
-    try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-                               capture_output=True,
-                               text=True, check=False)
-    except OSError:
-        return "no git"
-    return found.stdout.strip() or "no git"
 
 
 @task(task_run_name="train-model")

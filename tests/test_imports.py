@@ -173,7 +173,7 @@ def test_stages_make_what_the_project_keeps_and_dvc_leaves_what_grows():
     files = {stage: set(made(stage)) for stage in STAGES}
     assert files == {
         "tables": {"data/pool.json"}, "measure": {"data/measurements"},
-        "train": {"data/model", "data/card.md", "data/curves.csv"},
+        "train": {"data/model", "data/card.md", "data/curves.csv"}, "train_policy": {"data/policy"},
         "evaluate": {f"data/evaluation/{n}" for n in ("predictions.png", "replays", "metrics.json",
                                                       "predictions.csv", "sharders.csv")}}
     growing = {out for stage in STAGES for out, options in made(stage).items() if options.get("persist")}

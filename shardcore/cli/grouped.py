@@ -13,6 +13,7 @@ from shardcore.types import Plan, Problem
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.search.budget import Budget
+    from shardcore.search.learned.policy import Policy
     from shardcore.search.sharding_groups import Candidate
     from shardcore.sharding_groups import GroupedPlan
 
@@ -27,18 +28,19 @@ def require_agreeing(args: argparse.Namespace) -> None:
 
 
 def chosen(args: argparse.Namespace, problem: Problem, model: CostModel,
-           budget: Budget | None) -> Candidate:
+           budget: Budget | None, policy: Policy | None = None) -> Candidate:
     """The best groups of those that --groups asks for. Prints all of them.
 
     model: for any problem that it was measured for.
     """
     from shardcore.report.text import text_table
-    from shardcore.search import SHARDERS
+    from shardcore.search import sharder
     from shardcore.search.sharding_groups import best, candidates
     from shardcore.sharding_groups import require_size
 
-    of = candidates(problem, model, SHARDERS[args.algorithm], require_size(args.groups, problem),
-                    args.sync_every or 1, seed=args.seed, budget=budget)
+    search = sharder(args.algorithm, policy)
+    of = candidates(problem, model, search, require_size(args.groups, problem), args.sync_every or 1,
+                    seed=args.seed, budget=budget)
     found = best(of)
     n = len(problem.topology)
     print(text_table(

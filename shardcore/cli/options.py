@@ -17,8 +17,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str
             ) -> argparse.ArgumentParser:
-    """The parser of a command. The command has the name of the function that runs it."""
-    parser = commands.add_parser(run.__name__, help=summary, description=summary, formatter_class=Formatter)
+    """The parser of a command. The command has the name of the function that runs it, with dashes."""
+    parser = commands.add_parser(run.__name__.replace("_", "-"), help=summary, description=summary,
+                                 formatter_class=Formatter)
     parser.set_defaults(command=run)
     return parser
 

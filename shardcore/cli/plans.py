@@ -22,6 +22,7 @@ from shardcore.types import Plan, Problem, Setting
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.search.budget import Budget
+    from shardcore.search.learned.policy import Policy
 
 SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
                         "(docs/log.md); leave it out, or search longer with --budget-s")
@@ -60,7 +61,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
                    "(also rows divided over all devices, and copies on all), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
-                   "(where installed)")
+                   "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
+                   "whole), or these with _columns (also cut by columns)")
+    p.add_argument("--policy", type=Path, metavar="POLICY", help="folder of a trained policy (train-policy), "
+                   "for a learned algorithm; default algorithm: the policy's own")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=positive(float), help="seconds to search")
     budget.add_argument("--budget-evals", type=positive(int), help="plans to price; the same seed then gives "
@@ -83,16 +87,19 @@ def plan(args: argparse.Namespace) -> None:
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
-    from shardcore.search import DEFAULT_SHARDER, SHARDERS, known
+    from shardcore.search import DEFAULT_SHARDER, known, sharder
+    from shardcore.search.learned.policy import read_policy
     from shardcore.search.tower_hosts import tower_traffic
     from shardcore.workload import lower
 
-    args.algorithm = known(args.algorithm or DEFAULT_SHARDER)
+    policy = read_policy(args.policy) if args.policy else None
+    args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
+    search = sharder(args.algorithm, policy)
     _require_agreeing(args)
     asked = problem = files.read_problem(args.problem)
     loaded = mixed.load(args.model)
     if args.groups is not None:
-        _plan_groups(args, problem, loaded)
+        _plan_groups(args, problem, loaded, policy)
         return
     model = loaded.for_problem(problem)
     problem.require_setting(model.setting)
@@ -106,7 +113,7 @@ def plan(args: argparse.Namespace) -> None:
     if args.start:
         found, why = _replanned(args, problem, cautious, budget)
     else:
-        found = SHARDERS[args.algorithm](problem, cautious, seed=args.seed, budget=budget)
+        found = search(problem, cautious, seed=args.seed, budget=budget)
     found = Plan(found.placements, {**found.provenance, **provenance})
     seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
     # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
@@ -125,6 +132,7 @@ def _provenance(args: argparse.Namespace) -> dict[str, Any]:
     from shardcore import files
 
     return ({"model_digest": "+".join(map(files.model_digest, args.model))}
+            | ({"policy_digest": files.model_digest(args.policy, "policy")} if args.policy else {})
             | ({"confidence": args.confidence} if args.confidence else {}))
 
 
@@ -134,11 +142,11 @@ def _budget(args: argparse.Namespace) -> Budget | None:
     return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
 
 
-def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel) -> None:
+def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, policy: Policy | None) -> None:
     from shardcore.cost.model import at_confidence
 
     began, cautious = time.monotonic(), at_confidence(model, args.confidence)
-    best = grouped.chosen(args, problem, cautious, _budget(args))
+    best = grouped.chosen(args, problem, cautious, _budget(args), policy)
     of_groups = grouped.write(args, best, problem, _provenance(args))
     found, own = of_groups.plan, of_groups.problem
     print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "

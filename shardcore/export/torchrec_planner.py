@@ -25,7 +25,7 @@ from shardcore.export.torchrec_settings import unpriced
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS
-from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
+from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
 from shardcore.tables.deduplication import dedup_of
@@ -104,10 +104,10 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
     unknown algorithm.
     """
     _require_model(model)
-    algorithm = known(algorithm)
+    search = sharder(algorithm)
     batch = global_batch or model.setting.batch
     problem = problem_for(module, topology, batch, lookups, model.setting.optimizer, constraints, job=job)
-    return SHARDERS[algorithm](problem, model.for_problem(problem), seed=seed, budget=budget), problem
+    return search(problem, model.for_problem(problem), seed=seed, budget=budget), problem
 
 
 class ShardCorePlanner:
@@ -171,7 +171,7 @@ class ShardCorePlanner:
                                   f"{error}") from None
         # The search does not know sharding_types. So check its plan, and retry with columns only.
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
-            self.found = SHARDERS[algorithm](self.problem, model, seed=self.seed, budget=self.budget)
+            self.found = sharder(algorithm)(self.problem, model, seed=self.seed, budget=self.budget)
             if not (refused := self._refused(theirs)):
                 break
         else:

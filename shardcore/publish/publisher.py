@@ -22,10 +22,11 @@ from shardcore.publish.diff import diff, rebind_tables, relabel_devices
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.text import percent_change
-from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known
+from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
+from shardcore.search.learned.policy import Policy
 from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import lower
 
@@ -132,12 +133,17 @@ class Publisher:
     plans: the folder or URL to publish in.
     config: see PublishConfig.
     provenance: where model and plans come from. It is written into every decision.
+    policy: what a learned algorithm places with.
     """
 
     model: neural.NeuralModel
     plans: str | Path
     config: PublishConfig
     provenance: Mapping[str, Any]
+    policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        sharder(self.config.algorithm, self.policy)  # refused here, not at the first problem
 
     def publish(self, problem: Problem) -> Published:
         """Decide on one problem's plan. Raises Infeasible if no plan is found."""
@@ -250,7 +256,8 @@ class Publisher:
                 # What no longer fits gives way to any plan: a limit on what moves from it means nothing.
                 if before.cost or config.max_moved_tables is None:
                     raise
-        outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget)
+        outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget,
+                              self.policy)
         if outcome.plan is None:
             raise Infeasible(outcome.error)
         return relabel_devices(outcome.plan, before.plan, problem) if before and before.plan else outcome.plan

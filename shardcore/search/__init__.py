@@ -6,6 +6,10 @@ Every sharder has this form.
 It raises Infeasible, naming what does not fit and by how much.
 It raises SettingMismatch if the model is for another setting.
 The same seed, with a budget in evals or none, gives the same plan.
+Learned sharders (DreamShard, AutoShard) take a policy, too (see `learned`):
+
+    plan = sharder("dreamshard", read_policy(folder))(problem, model)
+
 Plans are consolidated (see `shards`). Provenance records their algorithm, seed and predicted cost.
 
 Every sharder begins with `feasible_shards`. So table-wise sharders, too, cut a table that no device can hold.
@@ -13,6 +17,6 @@ TorchRec's planner is listed where it is installed (see `torchrec`).
 """
 
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, Sharder, known
+from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, LEARNED, SHARDERS, Sharder, known, sharder
 
-__all__ = ["BASELINES", "DEFAULT_SHARDER", "SHARDERS", "Budget", "Sharder", "known"]
+__all__ = ["BASELINES", "DEFAULT_SHARDER", "LEARNED", "SHARDERS", "Budget", "Sharder", "known", "sharder"]

@@ -12,7 +12,8 @@ from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import BASELINES, SHARDERS, known
+from shardcore.search.learned.policy import Policy
+from shardcore.search.sharders import BASELINES, SHARDERS, known, sharder
 from shardcore.types import Plan, Problem, StepCost
 from shardcore.workload import lower
 
@@ -35,12 +36,15 @@ class Outcome:
 
 
 def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
-        budget: Budget | None = None) -> Outcome:
-    """Run one sharder. Infeasible becomes part of the outcome; other errors are raised."""
+        budget: Budget | None = None, policy: Policy | None = None) -> Outcome:
+    """Run one sharder, a learned one with its policy.
+
+    Infeasible becomes part of the outcome; other errors are raised.
+    """
     algorithm = known(algorithm)
     began = time.monotonic()
     try:
-        plan = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
+        plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)
     except Infeasible as error:
         return Outcome(algorithm, time.monotonic() - began, error=str(error))
     # Pricing for the report is not part of the search's time.

@@ -94,6 +94,13 @@ class PlacementState:
         """[...] predicted ms of a step. Equal to price(lower(plan, problem), model).total_ms."""
         return self.cache.total_ms(self.device_ms, self.outputs, self.id_bytes)
 
+    def parts_ms(self) -> np.ndarray:
+        """[..., D, 3] ms of each device: forward compute, backward exchange, backward compute."""
+        forward = (self.cache.model.forward_share(self.sums) * self.op_ms).sum(-1) / self.cache.speed
+        compute = self.device_ms
+        exchange = self.cache.comm(compute, self.outputs, self.id_bytes).backward_ms
+        return np.stack([forward, np.broadcast_to(exchange, forward.shape), compute - forward], -1)
+
     def plan(self, **provenance: Any) -> Plan:
         """The consolidated plan of a state with one plan. Raises what `priced` raises if it is incomplete."""
         strips, devices = np.nonzero(self.held)

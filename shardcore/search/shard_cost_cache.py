@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shardcore.cost.model import CostModel, step_ms
+from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import received_bytes
 from shardcore.layouts import ID_CHANNELS, RUNS, WHOLE_ROWS
 from shardcore.outputs import output_bytes
@@ -46,6 +46,7 @@ class ShardCostCache:
 
     `add` and `need` compute shards.
 
+    made: (R bundles) what has each number. Number 0 has any.
     kinds: [K] how strips run (layouts.RUNS). The first is that of whole rows of pooled tables.
     ids_by: [K] number of the channel in layouts.ID_CHANNELS that brings ids.
     speed: [D] speed factors.
@@ -85,7 +86,7 @@ class ShardCostCache:
         # -1: not computed yet.
         self._numbers = np.full((len(self._strips), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
-        self._made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
+        self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
         self.bytes, self.outputs = (np.zeros(1, dtype=np.int64) for _ in range(2))
         self.id_bytes = np.zeros((1, len(ID_CHANNELS)), dtype=np.int64)
@@ -160,8 +161,8 @@ class ShardCostCache:
         """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
         if not new:
             return
-        made, first = [self._columns(s, 0, u) for s, u in new], len(self._made)
-        self._made += made
+        made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
+        self.made += made
         self.bytes = np.concatenate([self.bytes, [bundle_bytes(bundle, self.problem) for bundle in made]])
         batch = self.problem.global_batch
         outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
@@ -187,7 +188,7 @@ class ShardCostCache:
 
     def _encode(self) -> None:
         """Encode the shards computed since the last call. Lazy: some callers need only bytes."""
-        if new := self._made[len(self._codes):]:
+        if new := self.made[len(self._codes):]:
             codes = np.asarray(self.model.encode([s for bundle in new for s in bundle]), dtype=float)
             # A bundle's encoding is the sum of its shards'.
             codes = np.add.reduceat(codes, np.cumsum([0, *map(len, new[:-1])]))
@@ -209,11 +210,14 @@ class ShardCostCache:
         outputs: [..., D, K] bytes of outputs.
         id_bytes: [..., D, I] that devices receive.
         """
+        return step_ms(compute_ms, self.comm(compute_ms, outputs, id_bytes), self.problem.job)
+
+    def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
+        """The collectives of a step. Arguments as in `total_ms`."""
         of_run = {layout: outputs[..., k] for k, layout in enumerate(self.kinds)}
         ids = {channel: id_bytes[..., i] for i, channel in enumerate(ID_CHANNELS)}
         traffic = traffic_of_outputs(of_run, self.problem, ids)
-        comm = self.model.comm(traffic, compute_ms, self.problem.topology)
-        return step_ms(compute_ms, comm, self.problem.job)
+        return self.model.comm(traffic, compute_ms, self.problem.topology)
 
     def plan_ms(self, keys: Sequence[ShardKey], devices: Sequence[int]) -> float:
         """ms of the plan that puts the shards of keys[i] on devices[i]."""

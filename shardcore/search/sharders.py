@@ -1,7 +1,11 @@
-"""SHARDERS: every search by its name, with one signature."""
+"""SHARDERS: every search by its name, with one signature. LEARNED: those that need a trained policy.
+
+`sharder` gives any of them.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from shardcore import renamed
@@ -10,7 +14,10 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.anneal import sharder as annealing
+from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
+from shardcore.search.learned.policy import NETS, Policy
+from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.types import Plan, Problem
 
 
@@ -31,15 +38,38 @@ if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
 SHARDERS: dict[str, Sharder] = {name: rare_collections()(sharder) for name, sharder in _all.items()}
 
+LEARNED: dict[str, tuple[str, BeamConfig]] = {
+    **{name: (name, TABLE_WISE) for name in NETS},
+    **{f"{name}_columns": (name, BeamConfig()) for name in NETS}}
+"""Learned sharders by name: the policy's name, and how tables are cut. NAME_columns cuts them by columns."""
+
 _GONE = {"embark": "EMBark's planner is", "milp": "the integer program is"}
 
 
 def known(name: str) -> str:
-    """The name of a sharder in SHARDERS, also for an older name. Raises ShardCoreError if unknown."""
+    """The name of a sharder in SHARDERS or LEARNED, also for an older name. Raises ShardCoreError if unknown.
+    """
     found = renamed.sharder(name)
-    if found in SHARDERS:
+    if found in SHARDERS or found in LEARNED:
         return found
     if name in _GONE:
         raise ShardCoreError(f"algorithm {name!r} is not known any more: {_GONE[name]} for comparisons only, "
                              f"in bench/peers (python -m bench.search); use {DEFAULT_SHARDER}")
-    raise ShardCoreError(f"algorithm {name!r} is not known; there are {', '.join(SHARDERS)}")
+    raise ShardCoreError(f"algorithm {name!r} is not known; there are "
+                         f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}")
+
+
+def sharder(name: str, policy: Policy | None = None) -> Sharder:
+    """The sharder of a name. Raises ShardCoreError for an unknown one, or if it lacks its policy."""
+    name = known(name)
+    if name in SHARDERS:
+        if policy is not None:
+            raise ShardCoreError(f"algorithm {name!r} takes no policy; the policy {policy.name!r} that was "
+                                 f"given is for {policy.name} and {policy.name}_columns")
+        return SHARDERS[name]
+    wanted, config = LEARNED[name]
+    if policy is None or policy.name != wanted:
+        raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
+                             f"{'none' if policy is None else repr(policy.name)} was given; "
+                             f"python -m shardcore train-policy {wanted} makes one, for --policy")
+    return rare_collections()(partial(place, policy, name, config=config))

@@ -273,6 +273,23 @@ def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
     return Reuse(tuple(float(b) for b in bins / bins.sum()), batch)
 
 
+@lru_cache(maxsize=1 << 14)
+def reuse_bins(table: Table, batch: int) -> tuple[float, ...]:
+    """[REUSE_BINS] the table's reuse histogram: its own, or what a power law is expected to give a batch."""
+    if isinstance(table.access, Reuse):
+        return table.access.bins
+    from scipy.special import pdtr
+
+    edges = _zipf_edges(np.array([table.rows]))[0]
+    edges = edges[np.diff(edges, prepend=-1.0) > 0]
+    sizes, mass = np.diff(edges), np.diff(_zipf_cdf(edges[None], [table])[0])
+    # A row's lookups in a batch are nearly Poisson.
+    lookups_each = lookups(table, batch) * mass / sizes
+    below = pdtr(np.concatenate([[0.0], BIN_HIGH[:-1]])[:, None], lookups_each[None])  # [REUSE_BINS, classes]
+    rows = np.diff(np.concatenate([below, np.ones((1, len(sizes)))]), axis=0) @ sizes
+    return tuple((rows / max(rows.sum(), 1e-9)).tolist())
+
+
 def reuse_bin(counts: np.ndarray) -> np.ndarray:
     """The reuse bin of each count: 0 for 1, k for (2^(k-1), 2^k], the last for all above."""
     return np.searchsorted(BIN_HIGH, counts)

@@ -7,11 +7,11 @@ import hashlib
 from shardcore.types import Table
 
 
-def kept_for_testing(table: Table) -> bool:
-    """Whether a table is kept for testing: a twentieth of any pool, chosen by name only.
+def kept_for_testing(table: Table, one_of: int = 20) -> bool:
+    """Whether a table is kept for testing: one of twenty of any pool, or of `one_of`, chosen by name only.
 
     Users bring tables that nobody measured. So studies (cost/study.py) train without these tables, and judge
     models on groups of these only.
     """
     # A hash, so that the choice does not depend on the pool or its order.
-    return int(hashlib.sha256(table.name.encode()).hexdigest(), 16) % 20 == 0
+    return int(hashlib.sha256(table.name.encode()).hexdigest(), 16) % one_of == 0

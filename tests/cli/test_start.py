@@ -8,8 +8,8 @@ import pytest
 from shardcore.cli import main
 from shardcore.search import DEFAULT_SHARDER
 
-COMMANDS = ("plan", "price", "replay", "export", "problem", "measure", "train", "report", "history",
-            "diff", "drift")
+COMMANDS = ("plan", "price", "replay", "export", "problem", "measure", "train", "train-policy", "report",
+            "history", "diff", "drift")
 RUN = """
 import sys
 from shardcore.cli import main

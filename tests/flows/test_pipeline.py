@@ -143,8 +143,15 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
 
 
 def test_a_second_run_has_nothing_to_do(project):
-    log = project.run("dvc", "repro").stdout
+    log = project.run("dvc", "repro", "evaluate").stdout
     assert "up to date" in log and not stages_run(log)
+
+
+def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
+    assert not (project.folder / "data/policy").exists()
+    assert stages_run(project.run("dvc", "repro").stdout) == {"train_policy"}
+    assert not list((project.folder / "data/policy").iterdir())
+    assert not stages_run(project.run("dvc", "repro").stdout)
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import untrained
 from shapes import host_row, row, with_room
 
 from bench.peers import PEERS
@@ -26,7 +27,8 @@ from shardcore.cost.model import price
 from shardcore.errors import Infeasible, SettingMismatch
 from shardcore.export.torchrec import sharded
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
-from shardcore.search import SHARDERS, Budget, greedy
+from shardcore.search import LEARNED, SHARDERS, Budget, greedy
+from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
@@ -35,10 +37,13 @@ from shardcore.workload import lower
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
 FILES = {"greedy": ("random", *greedy.ORDERS), "neuroshard": ("neuroshard",),
-         "anneal": ("anneal", "anneal_columns"), "peers": ("embark", "milp", "torchrec")}
-"""By file (test_conformance_NAME.py), the sharders that it is for."""
+         "anneal": ("anneal", "anneal_columns"), "peers": ("embark", "milp", "torchrec"),
+         "learned": ("dreamshard", "dreamshard_direct_columns", "autoshard")}
+"""By file (test_conformance_NAME.py), the sharders that it is for.
+
+Of learned ones, each network and each way to cut."""
 EXAMPLES = {"random": 4, **dict.fromkeys(greedy.ORDERS, 2), "size_greedy": 20, "anneal_columns": 4, "milp": 8,
-            "torchrec": 6}
+            "torchrec": 6, **dict.fromkeys(LEARNED, 2)}
 """Drawn problems of a test: few for those that share their implementation with another, or are slow; 15 for
 others."""
 SMALL_BUDGET = Budget(evals=300)
@@ -191,7 +196,12 @@ def solve(sharder: str, problem: Problem, seed: int = 0, budget: Budget | None =
           model=None) -> Plan:
     if sharder == "torchrec" and not torchrec_peer.installed():
         pytest.skip(f"TorchRec is not installed: {torchrec_peer.INSTALL}")
-    return {**SHARDERS, **PEERS}[sharder](problem, model or model_for(problem), seed=seed, budget=budget)
+    if sharder in LEARNED:
+        search = sharder_of(sharder, untrained(LEARNED[sharder][0]))
+        budget = budget and Budget(evals=min(budget.evals, 100))  # random plans of a random policy
+    else:
+        search = {**SHARDERS, **PEERS}[sharder]
+    return search(problem, model or model_for(problem), seed=seed, budget=budget)
 
 
 @every_case

@@ -26,7 +26,8 @@ from bench.peers import PEERS
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
-from shardcore.search import SHARDERS, Budget, compare
+from shardcore.search import LEARNED, SHARDERS, Budget, compare
+from shardcore.search.learned.policy import NETS
 from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
@@ -36,7 +37,10 @@ def test_every_sharder_is_in_one_file_of_the_suite():
     files = {name: importlib.import_module(f"test_conformance_{name}") for name in FILES}
     names = [name for file in files.values() for name in file.SHARDERS_HERE]
     assert (len(set(names)) == len(names)
-            and {*SHARDERS, *PEERS} <= set(names) <= {*SHARDERS, *PEERS, "torchrec"})
+            and {*SHARDERS, *PEERS} <= set(names) <= {*SHARDERS, *PEERS, *LEARNED, "torchrec"})
+    learned = [LEARNED[name] for name in names if name in LEARNED]
+    assert {name for name, _ in learned} == set(NETS)
+    assert {cuts for _, cuts in learned} == {cuts for _, cuts in LEARNED.values()}
     assert all(hasattr(file, is_valid.__name__) for file in files.values())
 
 

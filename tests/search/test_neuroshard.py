@@ -191,7 +191,7 @@ def test_a_budget_in_seconds_that_is_gone_still_gives_a_plan():
 def test_the_result_does_not_depend_on_how_much_runs_in_lockstep(monkeypatch):
     problem = draw_problem(5)
     together = neuroshard(problem, MODEL)
-    monkeypatch.setattr("shardcore.search.neuroshard._ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("shardcore.search.beam._ROWS_AT_ONCE", 1)
     assert neuroshard(problem, MODEL) == together
 
 

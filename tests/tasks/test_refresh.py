@@ -75,6 +75,7 @@ def test_a_push_needs_a_branch_and_a_remote(folder):
 
 def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
     assert stages_of("measure") == ("tables", "measure")
+    assert stages_of("train_policy") == ("tables", "measure", "train", "train_policy")
     assert stages_of("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
     assert (heading("measure", "evaluate") == "stage 2 of 6: measure"
             and heading("promote", "evaluate") == "stage 5 of 6: promote")

@@ -1,0 +1,238 @@
+"""A beam over column cuts around any inner search: NeuroShard's outer search (MLSys 2023, arXiv 2305.01868).
+
+A state says how tables are cut. An inner search says where the shards of a state go, and what that costs.
+The beam keeps a few states. From each it halves the largest and the costliest shards, one at a time.
+The inner search places each result, and the best few stay. Without steps the inner search runs once.
+
+If no plan of any state fits, a second beam starts from a `packing`.
+
+Shapes: C states searched at once, N their shards, K plans of a state, D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
+from shardcore.search.budget import Budget, Meter
+from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
+from shardcore.search.shards import bundles, placed, priced, to_plan
+from shardcore.types import Plan, Problem
+
+State = tuple[ShardKey, ...]
+"""Sorted shards: how tables are cut, but not yet where they go."""
+
+_ROWS_AT_ONCE = 16_384
+"""Devices × plans × states in lockstep: as many as a processor handles in about the time of one."""
+_CELLS_AT_ONCE = 1 << 26
+"""The same × strips. It limits the memory."""
+_PROBED = 256
+"""Shards that tell how long a search of very many takes."""
+
+
+@dataclass(frozen=True)
+class BeamConfig:
+    """Parameters of the beam.
+
+    beam: states kept.
+    candidates: shards halved, of the largest and of the costliest.
+    steps: cuts at most.
+    """
+
+    beam: int = 3
+    candidates: int = 10
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        if min(self.beam, self.candidates) < 1 or self.steps < 0:
+            raise ShardCoreError(f"{self} needs a beam and candidates of 1 or more, and steps of 0 or more")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a state.
+
+    ms: its cost; infinite if no plan fits.
+    state: how tables are cut.
+    devices: of each shard; empty if no plan fits.
+    over_bytes: by how much the best plan exceeds the memory.
+    """
+
+    ms: float
+    state: State
+    devices: tuple[int, ...]
+    over_bytes: int = 0
+
+
+class InnerSearch(Protocol):
+    """Places the shards of several states.
+
+    plans: how many plans it prices for each state.
+    """
+
+    plans: int
+
+    def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
+        """Plans of states keys [C, N, 2], each shard a strip and units. The cache knows their shards."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Plans that an inner search made.
+
+    total_ms: [C, K] cost; inf if a shard found no device. Such a shard goes to the least used device.
+    over_bytes: [C, K] what devices hold beyond their memory.
+    devices: [C, K, N] of each shard.
+    """
+
+    total_ms: np.ndarray
+    over_bytes: np.ndarray
+    devices: np.ndarray
+
+    def reordered(self, order: np.ndarray) -> Placed:
+        """The same for shards as they were before they were put in `order` [C, N]."""
+        devices = np.empty_like(self.devices)
+        np.put_along_axis(devices, np.broadcast_to(order[:, None], devices.shape), self.devices, -1)
+        return Placed(self.total_ms, self.over_bytes, devices)
+
+
+@dataclass
+class Beam:
+    """The search of one problem, under one budget."""
+
+    problem: Problem
+    model: CostModel
+    inner: InnerSearch
+    config: BeamConfig
+    meter: Meter
+
+    def plan(self, sampled: Callable[[int], InnerSearch] | None = None, **provenance: Any) -> Plan:
+        """The best plan of the beam. It uses the budget of `meter`.
+
+        sampled: makes an inner search of n random plans. The best state gets these while the budget lasts.
+        provenance: of the plan.
+
+        Where a budget in seconds does not suffice for a first search, it is some plan that fits.
+        Raises Infeasible (see `feasible_shards`) and SettingMismatch.
+        """
+        self.problem.require_setting(self.model.setting)
+        shards = feasible_shards(self.problem)
+        cache = ShardCostCache(self.problem, self.model, shards)
+        state = tuple(sorted(cache.keys(shards)))
+        if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
+            packing = pack_or_raise(self.problem)
+            return to_plan(packing.shards, packing.devices, self.problem, self.model, packed=True, evals=0,
+                           **provenance)
+        before_s = self.meter.seconds()
+        [first] = search(cache, [state], self.inner)
+        state_s = self.meter.seconds() - before_s
+        self.meter.evals += self.inner.plans
+        # A packing may divide rows differently. So it has strips, and a cache, of its own.
+        of_packing, packing = (cache, first) if first.devices else self._packed()
+        best = self._improved(cache, first, state_s)
+        if not best.devices:
+            cache, best = of_packing, self._improved(of_packing, packing, state_s)
+        elif packing.ms < best.ms:
+            cache, best = of_packing, packing
+        if sampled and self.meter.budget != Budget():
+            best = self._sampled(cache, best, sampled)
+        placements = placed(cache.bundles(best.state), best.devices, self.problem)
+        return priced(placements, self.problem, self.model, evals=self.meter.evals,
+                      packed=best is packing and packing is not first, **provenance)
+
+    def _sampled(self, cache: ShardCostCache, best: Found, sampled: Callable[[int], InnerSearch]) -> Found:
+        """The best of random plans of a state, or the plan that there is."""
+        chunk, plan_s = max(1, min(_PROBED, _ROWS_AT_ONCE // len(cache.speed))), 0.0
+        while n := self.meter.affordable(chunk, 1, plan_s):
+            before_s = self.meter.seconds()
+            [found] = search(cache, [best.state], sampled(n))
+            self.meter.evals += n
+            plan_s = (self.meter.seconds() - before_s) / n
+            best = min(best, found, key=lambda f: f.ms)
+        return best
+
+    def _search_s(self, cache: ShardCostCache, state: State) -> float:
+        """About the seconds of an inner search, from one of a few of its shards. 0: no budget asks for them.
+        """
+        if self.meter.budget.seconds is None or len(state) < 10 * _PROBED:
+            return 0.0
+        before_s = self.meter.seconds()
+        search(cache, [state[:_PROBED]], self.inner)
+        return (self.meter.seconds() - before_s) * len(state) / _PROBED
+
+    def _packed(self) -> tuple[ShardCostCache, Found]:
+        """Some plan that fits, with its own cache, as its row ranges may differ. Raises Infeasible."""
+        packing = pack_or_raise(self.problem)
+        cache = ShardCostCache(self.problem, self.model, packing.shards)
+        device_of = dict(zip(packing.shards, packing.devices, strict=True))
+        firsts = [bundle[0] for bundle in bundles(packing.shards, self.problem)]
+        pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
+        state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
+        return cache, Found(cache.plan_ms(state, devices), state, devices)
+
+    def _improved(self, cache: ShardCostCache, start: Found, state_s: float) -> Found:
+        """The best plan of a beam that starts from the state of `start`, or `start` itself.
+
+        state_s: seconds that one state takes.
+        """
+        rows = self.inner.plans * len(cache.speed)
+        # Chunks bound the memory, and let the budget end a round early.
+        chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
+        best, beam = start, [start.state]
+        for _ in range(self.config.steps):
+            states = list(dict.fromkeys(s for state in beam
+                                        for s in _halvings(cache, state, self.config.candidates)))
+            found: list[Found] = []
+            while len(found) < len(states):
+                n = self.meter.affordable(min(chunk, len(states) - len(found)), self.inner.plans, state_s)
+                if n == 0:
+                    break
+                before_s = self.meter.seconds()
+                found += search(cache, states[len(found):len(found) + n], self.inner)
+                self.meter.evals += n * self.inner.plans
+                state_s = (self.meter.seconds() - before_s) / n
+            beam = [f.state for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:self.config.beam]]
+            best = min([best, *found], key=lambda f: f.ms)
+            if len(found) < len(states) or not found:
+                break
+        return best
+
+
+def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
+    """The states with one more cut: of each of the n largest and n costliest shards that can be cut."""
+    cache.add(state)
+    keys = [key for key in dict.fromkeys(state) if cache.may_split(key)]
+    if not keys:
+        return []
+    numbers = cache.numbers(*np.array(keys).T)
+    largest = np.argsort(-cache.bytes[numbers], kind="stable")[:n]
+    costliest = np.argsort(-cache.single_ms[numbers], kind="stable")[:n]
+    return [_halve(state, keys[i]) for i in sorted({*largest, *costliest})]
+
+
+def _halve(state: State, key: ShardKey) -> State:
+    """The state with this shard in two halves."""
+    strip, units = key
+    rest = list(state)
+    rest.remove(key)
+    return tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)]))
+
+
+def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -> list[Found]:
+    """The best plan of each of several states with the same number of shards."""
+    for state in states:
+        cache.add(state)
+    made = inner(cache, np.array(states))
+    found = []
+    for c, state in enumerate(states):
+        k = int(np.argmin(made.total_ms[c]))
+        fits = np.isfinite(made.total_ms[c, k])
+        at = tuple(map(int, made.devices[c, k])) if fits else ()
+        found.append(Found(float(made.total_ms[c, k]), state, at, int(made.over_bytes[c].min())))
+    return found

@@ -1,0 +1,143 @@
+"""Rollouts: plans that a policy makes, many at once.
+
+Shards are placed in the order of their predicted cost; those with least freedom go first.
+Each goes to the legal device with the highest score. Noise on the scores makes a random plan of the policy's
+softmax instead (the Gumbel-max trick).
+
+Shapes: C states searched at once, K plans of each, N shards, D devices, L latents, R numbers of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.search.beam import Placed
+from shardcore.search.learned.features import features
+from shardcore.search.learned.nets import PARTS, Net, Seen, Weights
+from shardcore.search.placement_state import PlacementState
+from shardcore.search.shard_cost_cache import ShardCostCache
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(Placed):
+    """Plans, and what the policy saw when it placed each shard. Shards are in the order of placing.
+
+    order: [C, N] which shard came when.
+    legal: [C, K, N, D] devices that might have the shard.
+    used: [C, K, N, D] share of their memory before.
+    costs: [C, K, N, D, PARTS] ms before, if the policy asks the cost model.
+    latents: [C, K, D, L] of the devices in the end.
+    parts_ms: [C, K, D, PARTS] of the devices in the end; 0 if the rollout is not priced.
+    """
+
+    order: np.ndarray
+    legal: np.ndarray
+    used: np.ndarray
+    costs: np.ndarray | None
+    latents: np.ndarray
+    parts_ms: np.ndarray
+
+
+@dataclass
+class Rollouts:
+    """An inner search (see beam.InnerSearch) by a policy.
+
+    net: the policy's networks.
+    weights: theirs.
+    plans: of each state. The first takes the highest scores.
+    rng: makes the others random. None: there are no others.
+    greedy_first: False if the first is random, too.
+    priced: False leaves the plans' costs unknown; 0 then stands for a plan that fits.
+    """
+
+    net: Net
+    weights: Weights
+    plans: int = 1
+    rng: np.random.Generator | None = None
+    greedy_first: bool = True
+    priced: bool = True
+    _known: tuple[ShardCostCache, np.ndarray] | None = None
+
+    def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
+        with np.errstate(over="ignore", invalid="ignore"):  # weights from a file may be anything
+            found = self.run(cache, keys)
+        return found.reordered(found.order)
+
+    def run(self, cache: ShardCostCache, keys: np.ndarray) -> Rollout:
+        """Plans of the states keys [C, N, 2]. The cache knows their shards."""
+        latents = self.latents_of(cache)  # [R, L]
+        order = self._order(cache, keys, latents)
+        keys = np.take_along_axis(keys, order[..., None], 1)
+        (n_states, n, _), n_devices = keys.shape, len(cache.speed)
+        context = self.net.context(self.weights, latents[cache.numbers(keys[..., 0], keys[..., 1])])
+        state = PlacementState(cache, (n_states, self.plans), self.priced or self.net.asks_model)
+        noise = self._noise((n_states, self.plans, n, n_devices))
+        sums = np.zeros((n_states, self.plans, n_devices, latents.shape[1]), np.float32)
+        speed = cache.speed.astype(np.float32)[:, None]
+        legal, used = np.zeros(noise.shape, bool), np.zeros(noise.shape, np.float32)
+        costs = np.zeros((*noise.shape, PARTS), np.float32) if self.net.asks_model else None
+        devices = np.zeros(noise.shape[:-1], np.int64)
+        at = np.ogrid[:n_states, :self.plans]
+        room = np.maximum(state.free, 1)
+
+        for i in range(n):
+            strip, units = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
+            legal[:, :, i], used[:, :, i] = state.fits(strip, units), state.used / room
+            if costs is not None:
+                costs[:, :, i] = state.parts_ms()
+            seen = Seen(sums / speed, used[:, :, i], None if costs is None else costs[:, :, i],
+                        None if context is None else context[:, None, i])
+            scores = np.nan_to_num(self.net.scores(self.weights, seen)) + noise[:, :, i]
+            d = _highest(scores, legal[:, :, i], state.used)  # [C, K]
+            before = state.held[(*at, strip, d)]
+            was, becomes = cache.numbers(strip, before), cache.numbers(strip, before + units)
+            sums[(*at, d)] += latents[becomes] - latents[was]
+            state.place(strip, units, d)
+            devices[:, :, i] = d
+
+        fits = legal.any(-1).all(-1)
+        total_ms = np.full(fits.shape, np.inf)
+        if fits.any():
+            total_ms = np.where(fits, state.cost_ms() if self.priced else 0.0, np.inf)
+        over = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
+        parts_ms = state.parts_ms() if state.priced else np.zeros((*sums.shape[:-1], PARTS))
+        return Rollout(total_ms, over, devices, order, legal, used, costs, sums / speed, parts_ms)
+
+    def latents_of(self, cache: ShardCostCache) -> np.ndarray:
+        """[R, L] latents of all shards that the cache knows so far. A bundle has the sum of its shards'."""
+        known = self._known[1] if self._known and self._known[0] is cache else None
+        done = 0 if known is None else len(known)
+        if new := cache.made[done:]:
+            x = features([s for bundle in new for s in bundle], cache.problem.global_batch)
+            found = self.net.latents(self.weights, x)
+            found = np.add.reduceat(found, np.cumsum([0, *map(len, new[:-1])]))
+            if known is None:
+                found[0] = 0  # number 0 is nothing
+            known = found if known is None else np.concatenate([known, found])
+            self._known = cache, known
+        return known
+
+    def _order(self, cache: ShardCostCache, keys: np.ndarray, latents: np.ndarray) -> np.ndarray:
+        """[C, N]: least freedom first, then the highest predicted cost, then the most bytes."""
+        numbers = cache.numbers(keys[..., 0], keys[..., 1])
+        single = (cache.single_ms[numbers] if self.net.asks_model
+                  else np.nan_to_num(self.net.single(self.weights, latents[numbers])))
+        return np.lexsort((-cache.bytes[numbers], -single, cache.freedom[keys[..., 0]]))
+
+    def _noise(self, shape: tuple[int, int, int, int]) -> np.ndarray:
+        if self.rng is None:
+            return np.zeros(shape, np.float32)
+        noise = self.rng.gumbel(size=shape).astype(np.float32)
+        if self.greedy_first:
+            noise[:, 0] = 0
+        return noise
+
+
+def _highest(scores: np.ndarray, legal: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """[...] the legal device with the highest score. The least used one where none is legal.
+
+    scores, legal, used: [..., D].
+    """
+    return np.where(legal.any(-1), np.where(legal, scores, -np.inf).argmax(-1), used.argmin(-1))

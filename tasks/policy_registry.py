@@ -1,0 +1,75 @@
+"""Policies in the MLflow model registry: one registered model for each policy and hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlflow
+from mlflow.entities.model_registry import ModelVersion
+
+from shardcore import files
+from shardcore.errors import ShardCoreError
+from shardcore.search.learned.policy import POLICY_JSON, Policy, read_policy
+from tasks import paths, registry
+from tasks.registry import CHAMPION, DIGEST_TAG
+
+POLICY = "policy"
+"""The artifact with a policy's files."""
+COST_MODEL_TAG = "shardcore.cost_model_digest"
+"""Of a policy: the digest of the cost model that it was trained against."""
+
+
+def policy_name(name: str, hardware: str) -> str:
+    return f"shardcore-policy-{name}-{hardware}"
+
+
+def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
+    """The version with a policy's files, created on the first call. It becomes champion.
+
+    Its tags name the version of the cost model that it was trained against.
+    Raises ShardCoreError if that is not registered.
+    """
+    policy, digest = read_policy(folder), files.model_digest(folder, "policy")
+    trained_on = policy.meta.get("provenance", {}).get("model_digest")
+    cost_name = registry.model_name(policy.setting.hardware)
+    of_digest = {v.tags.get(DIGEST_TAG): v for v in client.search_model_versions(f"name = '{cost_name}'")}
+    if trained_on not in of_digest:
+        raise ShardCoreError(f"policy in {folder} was trained against cost model {trained_on}, of "
+                             f"which {cost_name!r} has no version; train it again (dvc repro train_policy)")
+    name = policy_name(policy.name, policy.setting.hardware)
+    existing = [v for v in client.search_model_versions(f"name = '{name}'")
+                if v.tags.get(DIGEST_TAG) == digest]
+    version = existing[0] if existing else _upload_policy(client, folder, name, {
+        DIGEST_TAG: digest, COST_MODEL_TAG: trained_on, "cost_model": cost_name,
+        "cost_model_version": str(of_digest[trained_on].version)})
+    client.set_registered_model_alias(name, CHAMPION, version.version)
+    return version
+
+
+def _upload_policy(client: mlflow.MlflowClient, folder: Path, name: str,
+                   tags: dict[str, str]) -> ModelVersion:
+    """A new version, from the training's run, or from a run of its own if MLflow does not have that."""
+    runs = mlflow.search_runs(filter_string=f"tags.`{DIGEST_TAG}` = '{tags[DIGEST_TAG]}'", max_results=1,
+                              output_format="list")
+    if runs:
+        run_id = runs[0].info.run_id
+    else:
+        with registry.run(run_name="register-policy") as begun:
+            mlflow.log_artifacts(str(folder), POLICY)
+            run_id = begun.info.run_id
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    source = f"{client.get_run(run_id).info.artifact_uri}/{POLICY}"
+    return client.create_model_version(name, source, run_id, tags=tags)
+
+
+def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tuple[Policy, ModelVersion]:
+    """The champion of a policy. Raises ShardCoreError if there is none."""
+    registered = policy_name(name, hardware)
+    version = registry.find(client, registered, CHAMPION)
+    if version is None:
+        raise ShardCoreError(f"there is no policy {name!r} for {hardware!r}: set train_policy.algorithm "
+                             f"in {paths.PARAMS} to it, run `dvc repro train_policy` and then "
+                             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
+                             f"{mlflow.get_tracking_uri()})")
+    return registry.downloaded(version, POLICY_JSON, read_policy), version

@@ -1,0 +1,84 @@
+"""Training a policy against the trained cost model, tracked in MLflow."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+from mlflow.entities import Metric
+from prefect import get_run_logger, task
+
+from shardcore import files
+from shardcore.cost import neural
+from shardcore.errors import ShardCoreError
+from shardcore.search.learned.learner import PolicyConfig
+from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
+from shardcore.search.learned.problems import PolicyProblems, make_policy
+from tasks import console, policy_registry, registry
+from tasks.commit import git_commit
+
+CURVES = "curves.csv"
+
+
+@dataclass(frozen=True)
+class TrainPolicyConfig(PolicyConfig, PolicyProblems):
+    """PolicyConfig and PolicyProblems, and which policy.
+
+    algorithm: its name. null: none is trained.
+    """
+
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)
+        PolicyProblems.__post_init__(self)
+        if self.algorithm is not None and self.algorithm not in NETS:
+            raise ShardCoreError(f"train_policy config has algorithm {self.algorithm!r}; "
+                                 f"known are {', '.join(NETS)}, or null for none")
+
+    def part(self, cls: type) -> PolicyConfig | PolicyProblems:
+        """The fields of one of the two."""
+        return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls)})
+
+
+@task(task_run_name="train-policy")
+@registry.plain_errors()
+def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, folder: Path) -> dict[str, float]:
+    """Train a policy against a cost model, and log the run. Returns its metrics; {} if none is wanted.
+
+    Writes the policy's files and curves.csv to `folder`. Without a policy, the folder is empty.
+    """
+    logger = get_run_logger()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (POLICY_JSON, files.MODEL_WEIGHTS, CURVES):  # an older policy must not look like this one
+        (folder / name).unlink(missing_ok=True)
+    if config.algorithm is None:
+        logger.info("no policy is trained: train_policy.algorithm in params.yaml is null")
+        return {}
+    model, digest = neural.load(model_folder), files.model_digest(model_folder)
+    client, work = registry.connect(), console.Work("rounds", config.rounds)
+
+    def progress(round_: int, values: dict[str, float]) -> None:
+        work.done(round_)
+        logger.info("round %d: %s", round_,
+                    ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round"))
+
+    with registry.run(run_name=f"train-policy-{config.algorithm}-{model.setting.hardware}") as run:
+        mlflow.log_params({**dataclasses.asdict(config), "setting_hardware": model.setting.hardware})
+        mlflow.set_tags({"git_commit": git_commit(), policy_registry.COST_MODEL_TAG: digest})
+        trained = make_policy(config.algorithm, files.read_pool(pool), model, config.part(PolicyProblems),
+                              config.part(PolicyConfig), progress=progress)
+        policy, metrics = trained.policy, dict(trained.policy.meta["metrics"])
+        client.log_batch(run.info.run_id, metrics=[
+            Metric(k, float(v), 0, int(row["round"])) for row in trained.curves for k, v in row.items()
+            if k != "round"])
+        mlflow.log_metrics({f"final_{k}": v for k, v in metrics.items()})
+        # Files come last: a failed run leaves no policy that looks trained.
+        files.write_csv(folder / CURVES, trained.curves)
+        write_policy(folder, dataclasses.replace(policy, meta={**policy.meta, "provenance": {
+            "model_digest": digest, "git_commit": git_commit(), "seed": config.seed}}))
+        mlflow.log_artifacts(str(folder), policy_registry.POLICY)
+        mlflow.set_tag(registry.DIGEST_TAG, files.model_digest(folder, "policy"))
+    return metrics

@@ -1,0 +1,74 @@
+"""train-policy, and plan with what it made."""
+
+import json
+
+import pytest
+from laws import SETTING
+from policies import untrained
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.search.learned.policy import read_policy, write_policy
+from shardcore.types import Table, Zipf
+
+QUICK = ["--devices", "2", "--min-tables", "4", "--max-tables", "6", "--max-dim", "16", "--problems", "3",
+         "--rounds", "2"]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pool") / "pool.json"
+    files.write_pool(path, [Table(f"t{i}", 500 + 40 * i, 16, 2.0 + i % 5, Zipf(1.0)) for i in range(40)])
+    return path
+
+
+def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, pool, capsys):
+    problem, policy, plan = (str(stored / n) for n in ("problem.json", "policy", "plan.json"))
+    assert main(["train-policy", "dreamshard_direct", "--model", str(model), "--pool", str(pool), "--like",
+                 problem, *QUICK, "--out", policy]) == 0
+    said = capsys.readouterr()
+    assert "round 2: validation_cost" in said.err and json.loads(said.out)["test_solved"] == 1
+    assert read_policy(policy).meta["provenance"] == {"model_digest": files.model_digest(model)}
+    ms = []
+    for more in ([], ["--budget-evals", "16"], ["--algorithm", "dreamshard_direct_columns"]):
+        assert main(["plan", problem, "--model", str(model), "--policy", policy, *more, "--out", plan]) == 0
+        ms.append(files.read_plan(plan, files.read_problem(problem)).provenance)
+    assert ms[0]["policy_digest"] == files.model_digest(policy, "policy")
+    assert ms[0]["algorithm"] == ms[0]["policy"] == "dreamshard_direct"
+    assert ms[1]["predicted_ms"] <= ms[0]["predicted_ms"]
+    assert "by dreamshard_direct_columns" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--algorithm", "dreamshard"], "algorithm 'dreamshard' needs a policy 'dreamshard', and none was given; "
+     "python -m shardcore train-policy dreamshard makes one, for --policy"),
+    (["--algorithm", "autoshard_columns"], "algorithm 'autoshard_columns' needs a policy 'autoshard'"),
+    (["--policy", "POLICY", "--algorithm", "anneal"], "algorithm 'anneal' takes no policy"),
+    (["--policy", "POLICY"], "policy 'autoshard' was trained for hardware 'other'; the cost model is for"),
+    (["--policy", "nowhere"], "cannot read nowhere/policy.json: No such file"),
+    (["--policy", "MODEL"], "policy.json: No such file")])
+def test_a_policy_that_is_missing_or_of_no_use_is_refused_in_one_line(arguments, said, stored, model, capsys):
+    write_policy(stored / "policy", untrained("autoshard", hardware="other"))
+    named = {"POLICY": str(stored / "policy"), "MODEL": str(model)}
+    arguments = [named.get(a, a) for a in arguments]
+    asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
+    assert main([*asked, *arguments]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not (stored / "plan.json").exists()
+
+
+def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
+    write_policy(stored / "policy", untrained("dreamshard", hardware=SETTING.hardware))
+    assert main(["plan", str(stored / "problem.json"), "--model", str(model), "--groups", "4",
+                 "--policy", str(stored / "policy"), "--out", str(stored / "plan.json")]) == 0
+    assert "by dreamshard" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more, said", [
+    (["alphashard"], "there is no policy 'alphashard'; known are dreamshard"),
+    (["autoshard", "--min-tables", "9", "--max-tables", "6"], "has max_tables 6; it needs 9 to"),
+    (["autoshard", "--min-tables", "30", "--max-tables", "60"], "half of the pool is for training")])
+def test_training_refuses_what_it_cannot_do(more, said, stored, model, pool, capsys):
+    asked = ["train-policy", *more, "--model", str(model), "--pool", str(pool)]
+    assert main([*asked, "--out", str(stored / "policy")]) == 1
+    assert said in capsys.readouterr().err and not (stored / "policy").exists()

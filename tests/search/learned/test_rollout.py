@@ -1,0 +1,167 @@
+"""Rollouts: what a policy sees, where it may place, and how random plans differ from the best."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conformance import CASES, check_plan, model_for
+from cuts import MODEL, draw_problem
+from policies import untrained
+
+from shardcore.cost.model import price
+from shardcore.search import Budget, sharder
+from shardcore.search.learned.autoshard import AutoShardLearner
+from shardcore.search.learned.dreamshard import DreamShardLearner
+from shardcore.search.learned.features import FEATURES, features
+from shardcore.search.learned.learner import PolicyConfig, Prepared, held_before
+from shardcore.search.learned.nets import Seen
+from shardcore.search.learned.policy import NETS
+from shardcore.search.learned.rollout import Rollouts
+from shardcore.search.shards import placed
+from shardcore.tables import access, streams
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Shard, Table, Zipf
+from shardcore.workload import lower
+
+each_net = pytest.mark.parametrize("name", NETS)
+
+
+def rolled(name, problem, plans=6, seed=0, greedy_first=True):
+    policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=replace(
+        MODEL.setting, batch=problem.global_batch)))
+    rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(seed), greedy_first)
+    return prepared, rollouts.run(prepared.cache, prepared.keys)
+
+
+@each_net
+def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
+    problem = draw_problem(3, n_tables=7)
+    prepared, found = rolled(name, problem)
+    keys = prepared.keys[0][found.order[0]]
+    for k in range(6):
+        bundles = prepared.cache.bundles([tuple(key) for key in keys.tolist()])
+        plan = Plan(tuple(placed(bundles, found.devices[0, k], problem)))
+        cost = price(lower(plan, problem), prepared.cache.model)
+        assert cost.total_ms == pytest.approx(found.total_ms[0, k])
+        parts = np.stack([cost.forward_compute_ms, cost.backward_comm_ms, cost.backward_compute_ms], 1)
+        assert found.parts_ms[0, k] == pytest.approx(parts)
+
+
+@each_net
+def test_only_legal_devices_are_taken_whatever_the_scores(name):
+    problem = CASES["together and pinned, tight"]
+    _, found = rolled(name, problem, plans=40)
+    fits = found.legal.any(-1).all(-1)
+    taken = np.take_along_axis(found.legal, found.devices[..., None], -1)[..., 0]
+    assert taken[fits].all() and fits.any() and (np.isfinite(found.total_ms) == fits).all()
+
+
+@each_net
+def test_torch_scores_what_numpy_placed_by(name):
+    """The update must score what the rollout saw: the argmax of its scores is the first plan."""
+    problem = draw_problem(5, n_tables=9)
+    prepared, found = rolled(name, problem, plans=2)
+    w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
+    net = NETS[name]
+    rows = net.latents(w, torch.from_numpy(prepared.x), torch)
+    latents = torch.zeros(len(prepared.cache.made), rows.shape[1])
+    latents = latents.index_add(0, torch.from_numpy(prepared.bundle), rows)
+    latents[0] = 0
+    held = torch.from_numpy(held_before(prepared, found))
+    keys = prepared.keys[0][found.order[0]]
+    context = net.context(w, latents[prepared.cache.numbers(keys[:, 0], keys[:, 1])], torch)
+    speed = torch.from_numpy(prepared.cache.speed.astype(np.float32))[:, None]
+    costs = None if found.costs is None else torch.from_numpy(found.costs[0])
+    seen = Seen(held @ latents / speed, torch.from_numpy(found.used[0]), costs, context)
+    scores = net.scores(w, seen, torch)
+    scores = scores.masked_fill(~torch.from_numpy(found.legal[0]), -torch.inf)
+    assert (scores[0].argmax(-1).numpy() == found.devices[0, 0]).all()
+
+
+@each_net
+def test_more_plans_are_never_worse_and_a_budget_counts_plans(name):
+    problem, policy = CASES["unequal memory"], untrained(name)
+    model = model_for(problem)
+    search = sharder(name, policy)
+    best = search(problem, model, seed=3).provenance
+    ms = [best["predicted_ms"]]
+    for n in (1, 8, 64):
+        found = search(problem, model, seed=3, budget=Budget(evals=n)).provenance
+        ms.append(found["predicted_ms"])
+        assert found["evals"] == n and found["algorithm"] == name and found["policy"] == name
+    assert best["evals"] == 1 and ms == sorted(ms, reverse=True) and ms[3] < ms[0] == ms[1]
+
+
+@pytest.mark.parametrize("name", ["dreamshard", "dreamshard_direct"])
+def test_cuts_by_columns_spread_a_hot_table(name):
+    hot = Table("hot", 100, 64, 50.0)
+    tables = (*(Table(f"cold{i}", 9000 + i, 8, 1.0) for i in range(3)), hot)
+    problem = Problem("hot", tables, Topology((Device(2**22),) * 4), 48)
+    model = replace(model_for(problem), gather_gbps=1, lookup_ns=0)  # columns are what costs
+    policy = untrained(name)
+    # Who has more is scored lower.
+    balancing = {"choice.weight": -abs(policy.weights["choice.weight"])}
+    policy = replace(policy, weights={**policy.weights, **balancing})
+    whole, cut = (sharder(n, policy)(problem, model) for n in (name, f"{name}_columns"))
+    check_plan(cut, problem)
+    assert {p.shard for p in whole.placements} == {Shard.whole(t) for t in tables}
+    assert sum(p.shard.table == hot for p in cut.placements) > 1
+    assert cut.provenance["predicted_ms"] < whole.provenance["predicted_ms"]
+
+
+def test_weights_at_their_limits_still_make_a_plan_that_fits():
+    for name in NETS:
+        policy = untrained(name)
+        huge = {k: np.sign(v) * np.float32(1e6) if v.ndim == 2 else v for k, v in policy.weights.items()}
+        check_plan(sharder(name, replace(policy, weights=huge))(CASES["tight memory"], model_for(
+            CASES["tight memory"]), budget=Budget(evals=4)), CASES["tight memory"])
+
+
+def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
+    table = Table("t", 1000, 32, 5.0, Zipf(1.1))
+    whole, half = features([Shard.whole(table), Shard(table, 0, 1000, 0, 16)], 64)
+    assert len(FEATURES) == len(whole) == 21 and whole[4:].sum() == pytest.approx(1, abs=1e-5)
+    assert np.exp(whole[:4]) == pytest.approx([32, 1000, 5.1, 128_000], rel=1e-5)
+    changed = np.flatnonzero(whole != half)
+    assert changed.tolist() == [0, 3] and np.exp(half[3]) == pytest.approx(64_000, rel=1e-5)
+
+
+def test_a_power_laws_reuse_bins_are_those_of_its_streams():
+    table = Table("t", 5000, 16, 8.0, Zipf(1.05))
+    drawn = np.mean([access.reuse_of(streams.stream(table, 256, seed)[0], 256).bins for seed in range(20)], 0)
+    assert access.reuse_bins(table, 256) == pytest.approx(drawn, abs=0.02)
+
+
+@each_net
+def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name):
+    prepared = Prepared(draw_problem(4, n_tables=5), MODEL)
+    strip = int(np.argmax(prepared.cache.size))
+    units = int(prepared.cache.size[strip]) // 4
+    keys = [(s, int(prepared.cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
+    prepared.cache.add(keys)
+    policy = untrained(name)
+    rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
+    found = rollouts.run(prepared.cache, np.array([keys]))
+    latents, in_order = rollouts.latents_of(prepared.cache), np.array(keys)[found.order[0]]
+    met = 0
+    for k in range(20):
+        held = np.zeros((5, len(prepared.cache.speed)), int)
+        np.add.at(held, (in_order[:, 0], found.devices[0, k]), in_order[:, 1])
+        met += (held[strip] > units).any()
+        expected = latents[prepared.cache.numbers(np.arange(5)[:, None], held)].sum(0)
+        assert found.latents[0, k] == pytest.approx(expected / prepared.cache.speed[:, None], abs=1e-3)
+    assert met
+
+
+@each_net
+def test_an_update_gives_illegal_devices_no_share(name):
+    problem = CASES["pinned"]
+    prepared = Prepared(problem, model_for(problem))
+    learner_of = AutoShardLearner if name == "autoshard" else DreamShardLearner
+    learner = learner_of(name, [prepared], PolicyConfig(plans_each=4))
+    found = learner.roll(prepared, 4, True)
+    shares = learner.logits(prepared, found)[0].softmax(-1).detach().numpy()
+    somewhere = found.legal[0].any(-1)  # a step without a legal device teaches nothing
+    legal, shares = found.legal[0][somewhere], shares[somewhere]
+    assert not legal.all() and (shares[~legal] == 0).all() and (shares[legal] > 0).all()
