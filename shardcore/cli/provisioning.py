@@ -27,7 +27,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     target.add_argument("--price-per-hour", type=positive(float), help="what the cluster may cost; the "
                         "fastest that it buys is wanted")
     p.add_argument("--algorithm", help="searches plans; anneal_columns, the default, or another of `plan`")
-    p.add_argument("--budget-evals", type=positive(int), default=5000, help="plans to price a cluster")
+    p.add_argument("--budget-evals", type=positive(int), default=20_000, help="plans to price a cluster")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets problem.json and plan.json "
                    "of the chosen cluster, clusters.json with all of them, and curve.png")
