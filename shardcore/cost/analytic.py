@@ -161,7 +161,7 @@ class AnalyticModel:
 
         hosts: [n] number of each device's host.
         """
-        n_devices = len(hosts)
+        n_devices, rings = len(hosts), channel.collective not in ("all_to_all", *OF_IDS)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
         # [n, n] masks of pairs. A device sends nothing to itself.
         same_host = (hosts[:, None] == hosts) & ~np.eye(n_devices, dtype=bool)
@@ -169,8 +169,13 @@ class AnalyticModel:
         # a link is as busy as the busier of its two directions
         within = np.maximum(own * same_host.sum(1), own @ same_host)
         out, into = own * other_host.sum(1), own @ other_host
-        if topology.host_link_gbps and channel.collective in ("all_to_all", *OF_IDS):
-            # A host's link carries what all of its devices send and receive. Of a ring, one does.
+        if rings:
+            # All but a part of the bytes enters and leaves every device, and every host.
+            moved = np.broadcast_to(own.max(-1, keepdims=True) * (n_devices - 1), own.shape)
+            within, out = moved * same_host.any(), moved * other_host.any()
+            into = out
+        elif topology.host_link_gbps:
+            # A host's link carries what all of its devices send and receive.
             on_host = hosts[:, None] == hosts
             out, into = (x @ on_host for x in (out, into))
             if channel.group == CROSS:

@@ -126,13 +126,13 @@ def test_each_collective_runs_only_where_it_has_bytes():
 
 
 def test_rows_over_a_host_and_over_all_devices():
-    """8 columns of a batch of 1,000: 32,000 bytes, of which rows over all four devices send a quarter to
-    each; those of host a half to the other, then half of what is left to the other host's device."""
+    """8 columns of a batch of 1,000: 32,000 bytes, of which a ring over all four devices moves three quarters
+    over each link; those of host a half to the other, then half of what is left to the other host's device."""
     where = on_hosts("aabb", within_host_gbps=10.0, between_hosts_gbps=1.0, latency_ms=0.5)
     problem = Problem("p", (TABLE,), where, 1000)
     world, of_host = (price(lower(Plan((p,)), problem), MODEL)
                       for p in (row(TABLE, where), host_row(TABLE, (0, 1))))
-    assert world.forward_comm_ms == world.backward_comm_ms == pytest.approx([0.5 + 2 * 8000 / 1e6] * 4)
+    assert world.forward_comm_ms == world.backward_comm_ms == pytest.approx([0.5 + 3 * 8000 / 1e6] * 4)
     within, across = 0.5 + 16000 / 10e6, 0.5 + 8000 / 1e6
     assert (of_host.forward_comm_ms == of_host.backward_comm_ms
             == pytest.approx([within + across] * 2 + [across] * 2))
