@@ -18,10 +18,11 @@ from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel, kinds_of
+from shardcore.layouts import ID_CHANNELS, Channel, kinds_of
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import Topology
+from shardcore.traffic import channels_of
 from shardcore.types import COLLECTIVES, Problem, Setting, Shard
 from shardcore.workload import Workload
 
@@ -172,12 +173,19 @@ class NeuralModel:
 
     def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
                     topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers [..., D] in ms of each channel, forward and backward. compute_ms: [..., D]."""
-        skew_ms, found = np.ptp(compute_ms, axis=-1), {}
+        """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
+
+        compute_ms: [..., D].
+        """
+        skew_ms = np.ptp(compute_ms, axis=-1)
+        found: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
         payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
-        for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
-            found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes,
-                                                            topology, skew_ms, payloads)
+        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
+            forward, backward = collective_model.collective_ms(self.weights, channel, sent_bytes,
+                                                               topology, skew_ms, payloads)
+            # Runs exchange one after another.
+            before = found.get(channel, (0.0, 0.0))
+            found[channel] = before[0] + forward, before[1] + backward
             if "forward" in COLLECTIVES[channel.collective]:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
@@ -318,7 +326,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 found[name] += zip(named, values, strict=True)
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
-        for channel, sent in zip(CHANNELS, workload.traffic, strict=True):
+        for channel, sent in zip(workload.channels, workload.traffic, strict=True):
             found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [(f"device {d}", b)
                                                                           for d, b in enumerate(sent)]
     sentences = [s for name, values in found.items()
@@ -351,8 +359,8 @@ def _beyond(name: str, values: Sequence[tuple[str, float]],
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     """Sentences on links, collectives and speeds that were not measured."""
     topology = workload.topology
-    used = [c for c, sent in zip(CHANNELS, workload.traffic, strict=True)
-            if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1]
+    used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
+                              if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1))
     links = [collective_model.measured_links(model.weights, c) for c in used]
     given = [f"{f.name} {getattr(topology, f.name):g}" for f in dataclasses.fields(topology)
              if f.name in ("within_host_gbps", "between_hosts_gbps", "latency_ms")

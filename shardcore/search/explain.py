@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
-from shardcore.layouts import ID_ROWS
+from shardcore.layouts import ID_CHANNELS
 from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
@@ -124,7 +124,7 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
     # Bytes of ids, and of all other channels, [D].
-    ids = workload.traffic[ID_ROWS].sum(0)
+    ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
     sent = workload.traffic.sum(0) - ids
     if known is None:
         baselines = tuple(_searched(name, problem, name, model, seed, budget)
