@@ -7,7 +7,7 @@ one to three features, and share some. Weights are FP32 or FP16. Ids have 32 or 
 travel in FP32, FP16 or BF16. (On CPU, TorchRec sends FP16 for BF16.) The plan has all kinds of sharding.
 DistributedModelParallel runs one step of it on 2 or 4 gloo processes. Every collective passes a
 TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are compared with a Workload
-that was made for the same ids, rank by rank, to the byte.
+that was made for the same ids: rank by rank, each exchange of each collection by itself, to the byte.
 
 A line of --out is a model. Run again, it goes on from there. Exits 1 if a byte differs.
 """
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,12 +35,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcore import files, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import PRECISIONS
-from shardcore.inputs import Lookups, input_bytes
+from shardcore.inputs import Lookups, count_bytes, input_bytes
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import CHANNELS, CROSS, HOST, ID_CHANNELS, WORLD, Channel, layout_of, run_of, shards_on
+from shardcore.layouts import CROSS, HOST, ID_CHANNELS, WORLD, Channel, Layout, run_of, shards_on
 from shardcore.outputs import payload_bytes
 from shardcore.topology import Device, Topology
-from shardcore.types import CAST, OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
@@ -55,7 +55,6 @@ _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPU
 """TorchRec's classes whose collectives carry no outputs."""
 _COLLECTIVES = {"alltoall_base_": "all_to_all", "_reduce_scatter_base_": "reduce_scatter",
                 "_allgather_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-_INT64 = 8
 _SPECIAL: dict[str, Callable[[Table], bool]] = {
     "weights of lookups": lambda t: t.weighted, "sequences": lambda t: t.sequence,
     "tables of several features": lambda t: t.features > 1}
@@ -67,7 +66,7 @@ _SHORT, _MIXED = "payloads of 16 bits", "weights in FP32 and FP16"
 class Drawn:
     """A model to train for a step.
 
-    problem: its tables; a table's name is collection_table. Its job has the types of ids and lengths.
+    problem: its tables, each with its collection. Its job has the types of ids and lengths.
     features: of each table. Tables may share them.
     plan: a plan of the problem.
     """
@@ -80,7 +79,7 @@ class Drawn:
     def collections(self) -> dict[str, list[Table]]:
         found: dict[str, list[Table]] = {}
         for table in self.problem.tables:
-            found.setdefault(table.name.split("_")[0], []).append(table)
+            found.setdefault(table.collection, []).append(table)
         return found
 
 
@@ -101,7 +100,7 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
             # An EmbeddingCollection has one dim.
             dim = dim if sequence else 4 * int(rng.integers(1, 9))
             tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), dim, 2.0 * len(own),
-                                features=len(own), weighted=weighted, sequence=sequence))
+                                features=len(own), weighted=weighted, sequence=sequence, collection=f"c{c}"))
             features[tables[-1].name] = own
     given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
     plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
@@ -146,91 +145,104 @@ def given_lookups(model: Drawn, seed: int) -> Lookups:
     return of
 
 
-def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
-    """For each rank the bytes in and out of each collective of a step, by name."""
-    n = len(model.problem.topology)
-    # What pooled tables exchange does not depend on the ids.
-    pooled = tuple(t for t in model.problem.tables if not t.sequence)
-    traffic = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
-                    replace(model.problem, tables=pooled)).traffic if pooled else np.zeros((len(CHANNELS), n))
-    sequences = sequence_bytes(model, given_lookups(model, seed))
+Calls = dict[str, list[list[int]]]
+"""By what is carried, bytes in and out of each collective, rising. Of _SUMMED, of all together."""
+
+
+def expected(model: Drawn, seed: int) -> list[Calls]:
+    """For each rank the collectives of a step."""
+    n, job = len(model.problem.topology), model.problem.job
     sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
-    # One exchange of counts for each kind of a collection: samples, ids, lengths and weights, for each rank.
-    # Of sequences, TorchRec runs whole tables and those cut by columns apart.
-    kinds = {(p.shard.table.name.split("_")[0], p.kind, p.shard.table.sequence and not _is_whole(p)):
-             3 + p.shard.table.weighted
-             for p in model.plan.placements if not layout_of(p.kind).local_batch}
-    counts = sum(kinds.values())
+    counts = count_bytes(model.plan, model.problem)
     hosts = model.problem.topology.on_hosts
     groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
+    exchanges = [*pooled_exchanges(model), *sequence_exchanges(model, given_lookups(model, seed))]
     found = []
     for rank in range(n):
-        mine = Counter({f"{SPLITS} in": counts * n * _INT64, f"{SPLITS} out": counts * n * _INT64,
-                        f"{INPUT} in": round(sent[rank]), f"{INPUT} out": round(received[rank])})
-        for channel, entering in zip(CHANNELS, traffic, strict=True):
-            # The workload's ids are those that statistics make us expect.
-            if channel in ID_CHANNELS:
-                continue
+        mine = {SPLITS: [[counts, counts]], INPUT: [[sent[rank], received[rank]]]}
+        for channel, there, back in exchanges:
             [group] = (g for g in groups[channel.group] if rank in g)
-            there = entering[rank]
-            # An all-to-all deals out what each has, evenly. The others leave a device its share of a sum.
-            back = sum(entering[list(group)] if channel.collective == "all_to_all" else [there]) / len(group)
-            if channel.collective == "all_reduce":
-                ways = {"backward in": there, "backward out": there}
-            else:
-                # What enters on the way there leaves on the way back.
-                ways = {"forward in": there, "forward out": back, "backward in": back, "backward out": there}
-            for way, n_bytes in ways.items():
-                name, side = way.split()
-                mine[f"{name} {channel.words} {side}"] = round(n_bytes)
-        for channel, (there, back) in sequences.items():
-            for name, n_bytes in (("forward {} in", there), ("forward {} out", back),
-                                  ("backward {} in", back), ("backward {} out", there)):
-                mine[name.format(channel.words)] += int(n_bytes[rank])
-        found.append({name: _on_its_way(name, b, model.problem.job) for name, b in mine.items() if b})
+            # All ranks of a group take part if any has something.
+            if not there[list(group)].any():
+                continue
+            # What enters on the way there leaves on the way back.
+            ways = {"forward": [there[rank], back[rank]], "backward": [back[rank], there[rank]]}
+            for way in COLLECTIVES[channel.collective]:
+                cast = getattr(job, f"{way}_payload") if channel.collective in CAST else "fp32"
+                mine.setdefault(f"{way} {channel.words}", []).append(
+                    [payload_bytes(n_bytes, cast) for n_bytes in ways[way]])
+        found.append(_in_order(mine))
     return found
 
 
-def _on_its_way(name: str, n_bytes: int, job: Job) -> int:
-    """Bytes that travel of so many bytes in FP32."""
-    way = name.split()[0]
-    cast = way in ("forward", "backward") and any(f" {Channel(c).words}" in name for c in CAST)
-    return round(payload_bytes(n_bytes, getattr(job, f"{way}_payload"))) if cast else n_bytes
+Exchange = tuple[Channel, np.ndarray, np.ndarray]
+"""A collective, and [D] bytes that enter and leave it forward."""
 
 
-def _is_whole(placement: Placement) -> bool:
-    return placement.shard.width == placement.shard.table.dim
+def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
+    """Those of pooled tables and replicas. They do not depend on the ids."""
+    pooled = tuple(t for t in model.problem.tables if not t.sequence)
+    if not pooled:
+        return
+    work = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
+                 replace(model.problem, tables=pooled))
+    n, hosts = len(model.problem.topology), model.problem.topology.on_hosts
+    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
+    for channel, there in zip(work.channels, work.traffic, strict=True):
+        # The workload's ids are those that statistics make us expect.
+        if channel in ID_CHANNELS or not there.any():
+            continue
+        back = there.copy()
+        for group in map(list, groups[channel.group] if channel.collective != "all_reduce" else ()):
+            # An all-to-all deals out what each has, evenly. A reduce-scatter leaves its share of a sum.
+            of_all = there[group].sum() if channel.collective == "all_to_all" else there[group]
+            back[group] = of_all / len(group)
+        yield channel, there, back
 
 
-def sequence_bytes(model: Drawn, lookups: Lookups) -> dict[Channel, np.ndarray]:
-    """For each channel of sequences [2, D] bytes that enter and leave it forward, for given lookups.
+def sequence_exchanges(model: Drawn, lookups: Lookups) -> Iterator[Exchange]:
+    """Those of sequences, for given lookups.
 
-    A row of each lookup goes from the device that has it to the one that asked.
+    A row of each lookup goes from the device that has it to the one that asked. Of a collection, TorchRec
+    runs tables cut by columns apart from whole ones.
     """
-    found: dict[Channel, np.ndarray] = {}
+    found: dict[tuple[Layout, bool], np.ndarray] = {}
     for placement in model.plan.placements:
-        if placement.shard.table.sequence:
-            [channel] = run_of(placement.kind, placement.shard.table).channels
-            mine = found.setdefault(channel, np.zeros((2, len(model.problem.topology))))
+        table = placement.shard.table
+        if table.sequence:
+            run = run_of(placement.kind, table), placement.shard.width < table.dim
+            mine = found.setdefault(run, np.zeros((2, len(model.problem.topology))))
             for device, shard in shards_on(placement):
                 asked = OUTPUT_BYTES * shard.width * lookups(shard)
                 mine[0, device] += asked.sum()
                 mine[1] += asked
-    return found
+    for (run, _), (there, back) in found.items():
+        [channel] = run.channels
+        yield channel, there, back
+
+
+def _in_order(calls: Mapping[str, Iterable[Sequence[float]]]) -> Calls:
+    found = {}
+    for name, pairs in calls.items():
+        whole = sorted([round(b) for b in pair] for pair in pairs)
+        found[name] = [[sum(side) for side in zip(*whole, strict=True)]] if _is_summed(name) else whole
+    return {name: pairs for name, pairs in found.items() if any(map(any, pairs))}
+
+
+def _is_summed(name: str) -> bool:
+    """Ids are several tensors. DDP makes buckets of gradients."""
+    return name in (SPLITS, INPUT) or Channel("all_reduce").words in name
 
 
 # --- what is counted ---------------------------------------------------------------------------------------
 
 
 class Count(TorchDispatchMode):
-    """Counts the bytes in and out of every collective of c10d, by what it carries.
-
-    bytes: by name. calls: collectives.
-    """
+    """Counts the bytes in and out of every collective of c10d, by what it carries."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        self.bytes: Counter[str] = Counter()
+        self.calls: dict[str, list[list[int]]] = {}
         self.topology = topology
         self.way = "forward"
 
@@ -249,8 +261,8 @@ class Count(TorchDispatchMode):
         else:
             into, source, group = args[:3]
         what = _carried() or f"{self.way} {self._channel(name, group).words}"
-        for side, tensors in (("in", source), ("out", into)):
-            self.bytes[f"{what} {side}"] += sum(t.numel() * t.element_size() for t in _flat(tensors))
+        self.calls.setdefault(what, []).append(
+            [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)])
 
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
@@ -305,7 +317,7 @@ class Model(nn.Module):
         return torch.cat(found)
 
 
-def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[dict[str, int]]:
+def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[Calls]:
     """As `expected`, counted in TorchRec's processes."""
     n = len(model.problem.topology)
     with tempfile.TemporaryDirectory() as folder:
@@ -346,7 +358,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
         pooled = sharded(batch)
         count.way = "backward"
         pooled.sum().backward()
-    files.write_json(f"{folder}/{rank}.json", {name: b for name, b in count.bytes.items() if b})
+    files.write_json(f"{folder}/{rank}.json", _in_order(count.calls))
     dist.barrier()
     os._exit(0)
 
@@ -374,7 +386,8 @@ def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
     """What TorchRec sends otherwise than is expected, rank by rank."""
     model, found = drawn(seed, shape), []
     for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
-        found += [f"rank {rank}: {name}: {ours.get(name, 0)} bytes expected, {theirs.get(name, 0)} counted"
+        found += [f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
+                  f"{theirs.get(name, [])} counted"
                   for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     return found
 

@@ -26,6 +26,8 @@ from shardcore.layouts import Layout, run_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard, Table
 
+COUNT_BYTES = 8
+"""Bytes of a number that says how much will be sent."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a lookup: FP32."""
 Lookups = Callable[[Shard], np.ndarray]
@@ -88,6 +90,19 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
         sent += of_each
         received[device] += of_each.sum()
     return np.stack([sent, received])
+
+
+def count_bytes(plan: Plan, problem: Problem) -> int:
+    """Bytes that each device sends, and receives, to say how much will be sent. All runs together.
+
+    For each device and run these are numbers of samples, lengths, ids, and weights where lookups have them.
+    TorchRec runs sequences cut by columns apart from others.
+
+    Traffic does not contain them: measured exchanges of ids do, in their latency.
+    """
+    numbers = {(run, shard.table.sequence and shard.width < shard.table.dim): 3 + shard.table.weighted
+               for run, _, shard in _inputs(plan)}
+    return COUNT_BYTES * len(problem.topology) * sum(numbers.values())
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[Layout, int, Shard]]:

@@ -37,7 +37,8 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, s
         plan = Plan(tuple(start.placements))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
         runs, expected = start.space.runs, expected_bytes(plan, problem)
-        more = state.carried[:, -len(runs):].T - np.array([expected.get(run, 0 * fixed.speed) for run in runs])
+        nothing = 0 * fixed.speed
+        more = state.carried[:, -len(runs):].T - np.array([expected.get(run, nothing) for run in runs])
         divided = any(layout_of(p.kind).divides_rows for p in plan.placements)
         assert (more >= 0).all() and (divided or not more.any())
         kept = {name: getattr(state, name).copy() for name in ("carried", "hosts", "all_carried")}
