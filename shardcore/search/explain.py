@@ -38,6 +38,7 @@ OTHERWISE = "anneal"
 class ShardCost:
     """A shard on the limiting device.
 
+    kind: of sharding, and the collection if it has a name.
     saves_ms: by how much less the device computes without it.
     """
 
@@ -158,7 +159,8 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         # An op with a single shard disappears with it, launch included.
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
-        found += [ShardCost(s.label, op.kind, float(ms), s.bytes)
+        kind = f"{op.kind}, {op.run.collection}" if op.run.collection else op.kind
+        found += [ShardCost(s.label, kind, float(ms), s.bytes)
                   for s, ms in zip(op.shards, saves, strict=True)]
     return tuple(sorted(found, key=lambda s: -s.saves_ms))
 
