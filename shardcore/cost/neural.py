@@ -290,6 +290,7 @@ QUANTITIES = {
     "shard_features": Quantity("has {} features", "most", slack=1.0),
     "op_shards": Quantity("runs {} shards in one op", "most"),
     "op_bytes": Quantity("holds {} in one op", show=gib),
+    "op_sequences": Quantity("runs {} sequences in one op", "most"),
     "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
     "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
     "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
@@ -308,6 +309,7 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
         "shard_features": [s.table.features for s in shards],
         "op_shards": [len(shards)],
         "op_bytes": [sum(s.bytes for s in shards)],
+        "op_sequences": [sum(s.table.sequence for s in shards)],
         "op_batch": [batch],
     }
 
@@ -384,7 +386,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                    "bytes, not measured")
     sequences = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.sequence]
-    if sequences:
+    if sequences and "op_sequences" not in model.meta["ranges"]:
         yield (f"table {sequences[0]!r} is a sequence: its lookups are priced as pooled ones with an output "
                "for each, not measured")
     weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]
