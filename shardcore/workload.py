@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class Workload:
     topology: Topology
     global_batch: int
     job: Job = Job()
+
+    def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
+        return {k: v for k, v in self.__dict__.items() if k != "lanes"}
 
     @property
     def channels(self) -> tuple[Channel, ...]:

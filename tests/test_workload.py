@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 from itertools import permutations
 
 import numpy as np
@@ -209,6 +210,7 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
          ("column", "users", ["s"])]]
     users, of_a = work.ops[0][2].run, [64 * 8 * 4, 0, 0, 0]
     assert list(work.lanes.values()) == [0, 0, 1, 0, 0, 2]
+    assert pickle.loads(pickle.dumps(work)).lanes == work.lanes
     assert work.entering(LAYOUTS["column"], ALL_TO_ALL).tolist() == of_a
     assert work.entering(users, ALL_TO_ALL).tolist() == of_a
     assert work.entering(users, IDS)[0] == work.entering(LAYOUTS["column"], IDS)[0] > 0

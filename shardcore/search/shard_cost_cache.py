@@ -3,6 +3,7 @@
 A search works on integers. Two words, used in all of search/:
 
 strip: what devices divide among them. Mostly a whole table; else the columns of a row range, or a bundle.
+  A bundle counts in the op of its first table, also where its tables are of several collections.
 unit: MIN_WIDTH columns of a strip. Tables kept together are a single unit.
 
 Columns of a strip are exchangeable. So a shard is (strip, units): how many it has, not which.
