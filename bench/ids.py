@@ -58,7 +58,7 @@ def row(model: CostModel, n: int, hosts: int, gbps: float, dense_ms: float) -> t
         blind, own = (price(lower(plan, given), model) for plan in plans)
         cost.append((blind.total_ms - dense_ms) / (own.total_ms - dense_ms))
         share.append(own.input_ms[0] / (own.total_ms - dense_ms))
-        sent.append(np.divide(*(expected_bytes(plan, given).sum() for plan in plans)))
+        sent.append(np.divide(*(sum(expected_bytes(plan, given).values()).sum() for plan in plans)))
         cuts.append([_shards(plan) / len(given.tables) for plan in plans])
     blind_cuts, own_cuts = np.mean(cuts, axis=0)
     return (str(hosts), f"{gbps:g}" if hosts > 1 else "-", f"{dense_ms:g}", f"{np.mean(share):.0%}",

@@ -7,7 +7,7 @@ one to three features, and share some. Weights are FP32 or FP16. Ids have 32 or 
 travel in FP32, FP16 or BF16. (On CPU, TorchRec sends FP16 for BF16.) The plan has all kinds of sharding.
 DistributedModelParallel runs one step of it on 2 or 4 gloo processes. Every collective passes a
 TorchDispatchMode, which counts what a rank puts in and gets out. Those counts are compared with a Workload
-that was made for the same ids, rank by rank, to the byte.
+that was made for the same ids: rank by rank, each exchange of each collection by itself, to the byte.
 
 A line of --out is a model. Run again, it goes on from there. Exits 1 if a byte differs.
 """
@@ -23,7 +23,6 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,27 +34,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcore import files, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import PRECISIONS
-from shardcore.inputs import Lookups, input_bytes
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import CHANNELS, CROSS, HOST, ID_CHANNELS, WORLD, Channel, layout_of, run_of, shards_on
-from shardcore.outputs import payload_bytes
-from shardcore.topology import Device, Topology
-from shardcore.types import CAST, OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
-from shardcore.workload import lower
+from shardcore.layouts import CROSS, HOST, WORLD, Channel
+from shardcore.topology import Topology
+from shardcore.types import OUTPUT_BYTES, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 
 import training  # noqa: E402  (the tests' own)
 
-SHAPES = ((1, 2), (2, 2), (1, 4))
-"""Hosts, and devices on each."""
-SPLITS, INPUT = "splits", "input"
-"""Counts of what travels, and ids with their lengths."""
+from bench.drawn_collections import (  # noqa: E402
+    INPUT,
+    SPLITS,
+    Calls,
+    Drawn,
+    drawn,
+    expected,
+    ids_of,
+    in_order,
+    lengths_of,
+)
+
 _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
 """TorchRec's classes whose collectives carry no outputs."""
 _COLLECTIVES = {"alltoall_base_": "all_to_all", "_reduce_scatter_base_": "reduce_scatter",
                 "_allgather_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-_INT64 = 8
 _SPECIAL: dict[str, Callable[[Table], bool]] = {
     "weights of lookups": lambda t: t.weighted, "sequences": lambda t: t.sequence,
     "tables of several features": lambda t: t.features > 1}
@@ -63,174 +66,15 @@ _SPECIAL: dict[str, Callable[[Table], bool]] = {
 _SHORT, _MIXED = "payloads of 16 bits", "weights in FP32 and FP16"
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A model to train for a step.
-
-    problem: its tables; a table's name is collection_table. Its job has the types of ids and lengths.
-    features: of each table. Tables may share them.
-    plan: a plan of the problem.
-    """
-
-    problem: Problem
-    features: dict[str, list[str]]
-    plan: Plan
-
-    @property
-    def collections(self) -> dict[str, list[Table]]:
-        found: dict[str, list[Table]] = {}
-        for table in self.problem.tables:
-            found.setdefault(table.name.split("_")[0], []).append(table)
-        return found
-
-
-def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
-    """A random model and plan."""
-    rng = np.random.default_rng(seed)
-    hosts, per_host = shape or SHAPES[rng.integers(len(SHAPES))]
-    devices = tuple(Device(10**9, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
-    tables, features = [], {}
-    for c in range(rng.integers(1, 4)):
-        sequence, names = bool(rng.random() < 0.3), []
-        weighted, dim = bool(not sequence and rng.random() < 0.4), 4 * int(rng.integers(1, 9))
-        for i in range(rng.integers(1, 6)):
-            own = [f"f{c}_{len(names) + k}" for k in range(rng.choice([1, 2, 3], p=[0.6, 0.2, 0.2]))]
-            # About a third of the tables share a feature with another.
-            own = [names[rng.integers(len(names))], *own[1:]] if names and rng.random() < 0.3 else own
-            names = list(dict.fromkeys([*names, *own]))
-            # An EmbeddingCollection has one dim.
-            dim = dim if sequence else 4 * int(rng.integers(1, 9))
-            tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), dim, 2.0 * len(own),
-                                features=len(own), weighted=weighted, sequence=sequence))
-            features[tables[-1].name] = own
-    given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
-    plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
-    # Drawn apart, so that the models are those of earlier versions.
-    payloads = map(str, np.random.default_rng([seed, 1]).choice(list(PAYLOADS), 2, p=[0.5, 0.3, 0.2]))
-    job = Job(id_bytes=id_bytes, length_bytes=length_bytes,
-              **dict(zip(("forward_payload", "backward_payload"), payloads, strict=True)))
-    half = np.random.default_rng([seed, 2]).random(len(tables)) < 0.3
-    mixed = {t.name: replace(t, precision="fp16") for t, short in zip(tables, half, strict=True) if short}
-    given = replace(given, job=job, tables=tuple(mixed.get(t.name, t) for t in tables))
-    return Drawn(given, features, Plan(tuple(
-        replace(p, shard=replace(p.shard, table=mixed.get(p.shard.table.name, p.shard.table)))
-        for p in plan.placements)))
-
-
-# --- what is expected --------------------------------------------------------------------------------------
-
-
-def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
-    """For each feature how many ids each sample of a rank has."""
-    rng = np.random.default_rng([seed, rank])
-    return {feature: rng.integers(0, 5, model.problem.local_batch)
-            for feature in sorted({f for own in model.features.values() for f in own})}
-
-
-def ids_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
-    """For each feature the ids that a rank's samples look up: within the rows of every table that has it."""
-    rng = np.random.default_rng([seed, rank, 1])
-    rows = {f: min(t.rows for t in model.problem.tables if f in model.features[t.name])
-            for own in model.features.values() for f in own}
-    return {f: rng.integers(0, rows[f], lengths.sum())
-            for f, lengths in lengths_of(model, seed, rank).items()}
-
-
-def given_lookups(model: Drawn, seed: int) -> Lookups:
-    """The lookups of a drawn batch, counted."""
-    ids = [ids_of(model, seed, rank) for rank in range(len(model.problem.topology))]
-
-    def of(shard: Shard) -> np.ndarray:
-        mine = [np.concatenate([of_rank[f] for f in model.features[shard.table.name]]) for of_rank in ids]
-        return np.array([np.count_nonzero((i >= shard.row_lo) & (i < shard.row_hi)) for i in mine])
-    return of
-
-
-def expected(model: Drawn, seed: int) -> list[dict[str, int]]:
-    """For each rank the bytes in and out of each collective of a step, by name."""
-    n = len(model.problem.topology)
-    # What pooled tables exchange does not depend on the ids.
-    pooled = tuple(t for t in model.problem.tables if not t.sequence)
-    traffic = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
-                    replace(model.problem, tables=pooled)).traffic if pooled else np.zeros((len(CHANNELS), n))
-    sequences = sequence_bytes(model, given_lookups(model, seed))
-    sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
-    # One exchange of counts for each kind of a collection: samples, ids, lengths and weights, for each rank.
-    # Of sequences, TorchRec runs whole tables and those cut by columns apart.
-    kinds = {(p.shard.table.name.split("_")[0], p.kind, p.shard.table.sequence and not _is_whole(p)):
-             3 + p.shard.table.weighted
-             for p in model.plan.placements if not layout_of(p.kind).local_batch}
-    counts = sum(kinds.values())
-    hosts = model.problem.topology.on_hosts
-    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
-    found = []
-    for rank in range(n):
-        mine = Counter({f"{SPLITS} in": counts * n * _INT64, f"{SPLITS} out": counts * n * _INT64,
-                        f"{INPUT} in": round(sent[rank]), f"{INPUT} out": round(received[rank])})
-        for channel, entering in zip(CHANNELS, traffic, strict=True):
-            # The workload's ids are those that statistics make us expect.
-            if channel in ID_CHANNELS:
-                continue
-            [group] = (g for g in groups[channel.group] if rank in g)
-            there = entering[rank]
-            # An all-to-all deals out what each has, evenly. The others leave a device its share of a sum.
-            back = sum(entering[list(group)] if channel.collective == "all_to_all" else [there]) / len(group)
-            if channel.collective == "all_reduce":
-                ways = {"backward in": there, "backward out": there}
-            else:
-                # What enters on the way there leaves on the way back.
-                ways = {"forward in": there, "forward out": back, "backward in": back, "backward out": there}
-            for way, n_bytes in ways.items():
-                name, side = way.split()
-                mine[f"{name} {channel.words} {side}"] = round(n_bytes)
-        for channel, (there, back) in sequences.items():
-            for name, n_bytes in (("forward {} in", there), ("forward {} out", back),
-                                  ("backward {} in", back), ("backward {} out", there)):
-                mine[name.format(channel.words)] += int(n_bytes[rank])
-        found.append({name: _on_its_way(name, b, model.problem.job) for name, b in mine.items() if b})
-    return found
-
-
-def _on_its_way(name: str, n_bytes: int, job: Job) -> int:
-    """Bytes that travel of so many bytes in FP32."""
-    way = name.split()[0]
-    cast = way in ("forward", "backward") and any(f" {Channel(c).words}" in name for c in CAST)
-    return round(payload_bytes(n_bytes, getattr(job, f"{way}_payload"))) if cast else n_bytes
-
-
-def _is_whole(placement: Placement) -> bool:
-    return placement.shard.width == placement.shard.table.dim
-
-
-def sequence_bytes(model: Drawn, lookups: Lookups) -> dict[Channel, np.ndarray]:
-    """For each channel of sequences [2, D] bytes that enter and leave it forward, for given lookups.
-
-    A row of each lookup goes from the device that has it to the one that asked.
-    """
-    found: dict[Channel, np.ndarray] = {}
-    for placement in model.plan.placements:
-        if placement.shard.table.sequence:
-            [channel] = run_of(placement.kind, placement.shard.table).channels
-            mine = found.setdefault(channel, np.zeros((2, len(model.problem.topology))))
-            for device, shard in shards_on(placement):
-                asked = OUTPUT_BYTES * shard.width * lookups(shard)
-                mine[0, device] += asked.sum()
-                mine[1] += asked
-    return found
-
-
 # --- what is counted ---------------------------------------------------------------------------------------
 
 
 class Count(TorchDispatchMode):
-    """Counts the bytes in and out of every collective of c10d, by what it carries.
-
-    bytes: by name. calls: collectives.
-    """
+    """Counts the bytes in and out of every collective of c10d, by what it carries."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        self.bytes: Counter[str] = Counter()
+        self.calls: dict[str, list[list[int]]] = {}
         self.topology = topology
         self.way = "forward"
 
@@ -249,8 +93,8 @@ class Count(TorchDispatchMode):
         else:
             into, source, group = args[:3]
         what = _carried() or f"{self.way} {self._channel(name, group).words}"
-        for side, tensors in (("in", source), ("out", into)):
-            self.bytes[f"{what} {side}"] += sum(t.numel() * t.element_size() for t in _flat(tensors))
+        self.calls.setdefault(what, []).append(
+            [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)])
 
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
@@ -305,7 +149,7 @@ class Model(nn.Module):
         return torch.cat(found)
 
 
-def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[dict[str, int]]:
+def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[Calls]:
     """As `expected`, counted in TorchRec's processes."""
     n = len(model.problem.topology)
     with tempfile.TemporaryDirectory() as folder:
@@ -346,7 +190,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
         pooled = sharded(batch)
         count.way = "backward"
         pooled.sum().backward()
-    files.write_json(f"{folder}/{rank}.json", {name: b for name, b in count.bytes.items() if b})
+    files.write_json(f"{folder}/{rank}.json", in_order(count.calls))
     dist.barrier()
     os._exit(0)
 
@@ -374,7 +218,8 @@ def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
     """What TorchRec sends otherwise than is expected, rank by rank."""
     model, found = drawn(seed, shape), []
     for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
-        found += [f"rank {rank}: {name}: {ours.get(name, 0)} bytes expected, {theirs.get(name, 0)} counted"
+        found += [f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
+                  f"{theirs.get(name, [])} counted"
                   for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     return found
 

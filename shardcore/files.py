@@ -117,7 +117,8 @@ def table_to_json(table: Table) -> dict[str, Any]:
                                            ("ordered", table.ordered, False),
                                            ("features", table.features, 1),
                                            ("weighted", table.weighted, False),
-                                           ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0))
+                                           ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0),
+                                           ("collection", table.collection, ""))
                 if v != default}
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
             **access, **optional}

@@ -10,21 +10,24 @@ collection:
 - Weights of lookups travel with the ids, in FP32.
 - A kind that runs over a device's own samples needs nothing from others.
 
-Shapes: I channels of ids (layouts.ID_CHANNELS), D devices.
+Shapes: D devices.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
 
 from shardcore.job import Job
-from shardcore.layouts import ID_CHANNELS, Channel, layout_of, shards_on
+from shardcore.layouts import Layout, run_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard, Table
 
+COUNT_BYTES = 8
+"""Bytes of a number that says how much will be sent."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a lookup: FP32."""
 Lookups = Callable[[Shard], np.ndarray]
@@ -61,18 +64,21 @@ def lookup_bytes(table: Table, job: Job) -> int:
     return job.id_bytes + (WEIGHT_BYTES if table.weighted else 0)
 
 
-def expected_bytes(plan: Plan, problem: Problem) -> np.ndarray:
-    """[I, D] bytes that each device receives by the tables' statistics. All devices send the same."""
-    received = np.zeros((len(ID_CHANNELS), len(problem.topology)))
-    for channel, device, shard in _inputs(plan):
-        received[ID_CHANNELS.index(channel), device] += received_bytes(shard, problem)
-    return received
+def expected_bytes(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
+    """For each run of the plan [D] bytes that each device receives, by the tables' statistics.
+
+    All devices send the same.
+    """
+    received: dict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(problem.topology)))
+    for run, device, shard in _inputs(plan):
+        received[run][device] += received_bytes(shard, problem)
+    return dict(received)
 
 
 def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     """[2, D] bytes of ids and lengths that each device sends and receives, its own to itself included.
 
-    All channels together.
+    All runs together.
 
     lookups: those of a given batch.
     """
@@ -86,8 +92,21 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     return np.stack([sent, received])
 
 
-def _inputs(plan: Plan) -> Iterator[tuple[Channel, int, Shard]]:
-    """Channel and device that ids go to, and the shard. Several columns of a table on a device are one."""
-    found = {(layout_of(placement.kind).ids, device, shard.table, shard.row_lo, shard.row_hi): shard
+def count_bytes(plan: Plan, problem: Problem) -> int:
+    """Bytes that each device sends, and receives, to say how much will be sent. All runs together.
+
+    For each device and run these are numbers of samples, lengths, ids, and weights where lookups have them.
+    TorchRec runs sequences cut by columns apart from others.
+
+    Traffic does not contain them: measured exchanges of ids do, in their latency.
+    """
+    numbers = {(run, shard.table.sequence and shard.width < shard.table.dim): 3 + shard.table.weighted
+               for run, _, shard in _inputs(plan)}
+    return COUNT_BYTES * len(problem.topology) * sum(numbers.values())
+
+
+def _inputs(plan: Plan) -> Iterator[tuple[Layout, int, Shard]]:
+    """Run and device that ids go to, and the shard. Several columns of a table on a device are one."""
+    found = {(run_of(placement.kind, shard.table), device, shard.table, shard.row_lo, shard.row_hi): shard
              for placement in plan.placements for device, shard in shards_on(placement)}
-    return ((channel, device, shard) for (channel, device, *_), shard in found.items() if channel)
+    return ((run, device, shard) for (run, device, *_), shard in found.items() if run.ids)

@@ -1,6 +1,6 @@
 """Kinds of sharding: how shards of each kind run in a training step. One row of LAYOUTS defines a kind.
 
-On each device, a step of TorchRec runs one fused op for the shards of each kind.
+On each device, a step of TorchRec runs one fused op for the shards of each kind and collection.
 It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 
 - where such a shard may live,
@@ -11,17 +11,15 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
 To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
-Shapes: C channels, D devices. A formula takes numbers or arrays alike.
+Shapes: C channels, L lanes (traffic.py), D devices. A formula takes numbers or arrays alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
-
-import numpy as np
 
 from shardcore.errors import ShardCoreError
 from shardcore.topology import Topology
@@ -84,6 +82,7 @@ class Layout:
     sequence: whether this is how it runs tables whose lookups are not pooled (see `as_sequence`).
     tower_channels: what its pooled shards enter into each channel where the job has towers (see
       `channels_in`). None: the same as without.
+    collection: whose tables it runs (see `run_of`).
     """
 
     name: str
@@ -99,6 +98,7 @@ class Layout:
     torchrec: tuple[str, ...]
     sequence: bool = False
     tower_channels: Mapping[Channel, Bytes] | None = None
+    collection: str = ""
 
     @property
     def torchrec_whole(self) -> str:
@@ -216,7 +216,10 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
 RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
-"""How tables of a kind run together, as one op on each device: those that are pooled, then sequences."""
+"""How tables of a kind run together, as one op on each device: those that are pooled, then sequences.
+
+Each collection has runs of its own (`run_of`). These are those of the collection without a name.
+"""
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
@@ -227,9 +230,8 @@ CHANNELS = (*(c for c in _WITHIN_TOWERS if c not in CHANNELS), *CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
 
 A device enters its outputs and gradients into a channel. Of ID_CHANNELS, it counts what a device receives.
+Where several runs have a channel, such arrays have lanes, one after another: [L C, ...], see traffic.py.
 """
-ID_ROWS = [CHANNELS.index(c) for c in ID_CHANNELS]
-"""The rows of ID_CHANNELS in such arrays."""
 
 # Found by its properties, so that no code names a kind.
 WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)
@@ -245,19 +247,6 @@ def kinds_of(channel: Channel, towers: bool = False) -> str:
     return " and ".join(next(filter(None, found)))
 
 
-def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
-    """Traffic [C, ..., D]; with towers, what crosses hosts is divided evenly over each host's devices.
-
-    After the exchange within a tower, all its devices have equally many samples (Layout.channels_in).
-    """
-    if problem.job.tower_ratio is not None:
-        on_hosts = np.array(problem.topology.on_hosts)
-        for row in (i for i, c in enumerate(CHANNELS) if c.group == CROSS):
-            of_host = traffic[row][..., on_hosts]
-            traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
-    return traffic
-
-
 def ways(topology: Topology) -> tuple[Layout, ...]:
     """The kinds whose shards are always on all devices."""
     return tuple(k for k in LAYOUTS.values() if len(topology) > 1 and k.groups(topology) == (topology.ranks,))
@@ -271,13 +260,27 @@ def layout_of(kind: str) -> Layout:
 
 
 def run_of(kind: str, table: Table) -> Layout:
-    """How a kind runs a table. Raises ShardCoreError for an unknown kind, or one that runs no such table."""
+    """How a kind runs a table, together with others of its collection: one of `runs_of`.
+
+    Raises ShardCoreError for an unknown kind, or one that runs no such table."""
     layout = layout_of(kind)
     run = layout.as_sequence if table.sequence else layout
     if run is None:
         raise ShardCoreError(f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
                              "sequence; it needs another kind")
-    return run
+    return _of_collection(run, table.collection)
+
+
+@cache  # one object each, for runs are compared by identity
+def _of_collection(run: Layout, name: str) -> Layout:
+    return replace(run, collection=name) if name else run
+
+
+def runs_of(tables: Iterable[Table]) -> tuple[Layout, ...]:
+    """How some of these tables may run together: collection by collection, in the order of RUNS."""
+    collections = sorted({(t.collection, t.sequence) for t in tables})
+    return tuple(_of_collection(run, name) for name, sequence in collections for run in RUNS
+                 if run.sequence == sequence)
 
 
 def layout_of_torchrec(sharding_type: str) -> Layout | None:

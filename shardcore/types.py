@@ -118,6 +118,8 @@ class Table:
     dedup: samples of a device's batch for each distinct value of the table's features. Where features are
         deduplicated (RecD, arXiv 2211.05239), a value travels and is looked up once, and its output is
         copied by the device that asked. `pooling` and `access` are those of all samples.
+    collection: the EmbeddingBagCollection or EmbeddingCollection that has it, such as its path in the model.
+        Each runs ops and exchanges of its own. Pooled tables and sequences of one name are two.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Table:
     weighted: bool = False
     sequence: bool = False
     dedup: float = 1.0
+    collection: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
@@ -144,6 +147,8 @@ class Table:
         require(1 <= self.features <= MOST_FEATURES,
                 f"{t} has {self.features} features; it needs 1 to {MOST_FEATURES}")
         require_known(self, t, precision=PRECISION_BYTES)
+        if self.collection:
+            require_name(self.collection, f"the collection of {t}")
         object.__setattr__(self, "dedup", float(self.dedup))
         require(1 <= self.dedup <= MOST_BATCH,
                 f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 or more")
@@ -154,7 +159,7 @@ class Table:
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
-                     self.features, self.weighted, self.sequence, self.dedup))
+                     self.features, self.weighted, self.sequence, self.dedup, self.collection))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash

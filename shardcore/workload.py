@@ -3,16 +3,19 @@
 Devices send each other the ids to look up (see inputs.py).
 Each device then looks up rows (forward) and exchanges pooled outputs.
 After the dense part it exchanges their gradients and updates rows (backward).
-As in TorchRec, the shards of a kind run as one fused FBGEMM op with its collectives (see layouts).
+As in TorchRec, the shards of a kind and collection run as one fused FBGEMM op with its collectives: a run
+(see layouts).
 
-Shapes: C channels (layouts.CHANNELS), D devices.
+Shapes: C channels (layouts.CHANNELS), L lanes (traffic.lanes), D devices.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,20 +25,19 @@ from shardcore.inputs import expected_bytes
 from shardcore.job import Job
 from shardcore.layouts import (
     CHANNELS,
-    ID_ROWS,
-    RUNS,
     Channel,
     Layout,
     device_names,
     layout_of,
     require_placement,
     run_of,
+    runs_of,
     shards_on,
-    shared_on_hosts,
 )
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
-from shardcore.types import Plan, Problem, Shard
+from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
+from shardcore.types import Plan, Problem, Shard, Table
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Op:
     """Shards that run as one fused FBGEMM op.
 
     kind: of sharding.
-    shards: in the op. All of their tables are pooled, or none.
+    shards: in the op. Their tables are of one collection, and all pooled or none.
     batch: samples it runs over.
     """
 
@@ -51,13 +53,18 @@ class Op:
     shards: tuple[Shard, ...]
     batch: int
 
+    @property
+    def run(self) -> Layout:
+        """How the shards run together."""
+        return run_of(self.kind, self.shards[0].table)
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:
     """One step of a plan.
 
-    ops: (D tuples) of each device, in the order of LAYOUTS. Devices that run the same shards share an Op.
-    traffic: [C, D] bytes that enter each channel; of layouts.ID_CHANNELS, bytes that arrive.
+    ops: (D tuples) of each device, in the order of `runs_of`. Devices that run the same shards share an Op.
+    traffic: [L C, D] bytes that enter each channel; of layouts.ID_CHANNELS, bytes that arrive.
         All 0 along D means that its collective does not run.
     memory_bytes: (D) bytes held on each device.
     topology: the devices and links.
@@ -71,6 +78,24 @@ class Workload:
     topology: Topology
     global_batch: int
     job: Job = Job()
+
+    def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
+        return {k: v for k, v in self.__dict__.items() if k != "lanes"}
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """[L C] the channel of each row of traffic."""
+        return channels_of(self.traffic)
+
+    @cached_property
+    def lanes(self) -> dict[Layout, int]:
+        """The runs of the step, in their order, and where they stand in traffic."""
+        ops = {id(op): op for ops in self.ops for op in ops}.values()
+        return _lanes({op.run: None for op in ops}, (s.table for op in ops for s in op.shards))
+
+    def entering(self, run: Layout, channel: Channel) -> np.ndarray:
+        """[D] bytes that enter a channel of a run."""
+        return self.traffic[row_in(self.lanes[run], channel)]
 
 
 def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
@@ -90,20 +115,28 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
         for device, shard in shards_on(placement):
             held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
-    traffic = np.zeros((len(CHANNELS), n_devices))
-    for layout in RUNS:
+    own_lanes = _lanes({layout for layout, _ in held}, problem.tables)
+    traffic = np.zeros(((1 + max(own_lanes.values())) * len(CHANNELS), n_devices))
+    for layout, lane in own_lanes.items():
         last, entering = None, np.zeros(len(CHANNELS))
-        for device in (d for d in range(n_devices) if held[layout, d]):
+        rows = slice(row_in(lane, CHANNELS[0]), row_in(lane + 1, CHANNELS[0]))
+        for device in (d for d in range(n_devices) if (layout, d) in held):
             shards = tuple(held[layout, device])
             # Devices of a replicated kind run the same shards. They share an Op, so that it is priced once.
             if last is None or last.shards != shards:
                 last = Op(layout.name, shards, layout.batch(problem))
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
-            traffic[:, device] += entering
-    traffic[ID_ROWS] = expected_bytes(plan, problem)
+            traffic[rows, device] += entering
+    for layout, n_bytes in expected_bytes(plan, problem).items():
+        traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
     return Workload(tuple(map(tuple, ops)), shared_on_hosts(traffic, problem), tuple(used), problem.topology,
                     problem.global_batch, problem.job)
+
+
+def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
+    """The lanes of some runs of tables, in the order of runs."""
+    return lanes(run for run in runs_of(tables) if run in among)
 
 
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
@@ -117,21 +150,21 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
 
 
 def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
-                       id_bytes: Mapping[Channel, np.ndarray] | None = None) -> np.ndarray:
-    """[C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some kinds.
+                       id_bytes: Mapping[Layout, np.ndarray] | None = None) -> np.ndarray:
+    """[L C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some runs.
 
-    id_bytes: [..., D] bytes of ids and lengths that devices receive by each of layouts.ID_CHANNELS.
-
-    Only for kinds whose channels carry outputs.
+    outputs: of replicas, bytes of their gradients.
+    id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
     """
-    shape = next(iter(outputs.values())).shape
-    traffic = np.zeros((len(CHANNELS), *shape))
-    for channel, n_bytes in (id_bytes or {}).items():
-        traffic[CHANNELS.index(channel)] = n_bytes
-    for layout, n_bytes in outputs.items():
-        for channel, entering in layout.channels_in(problem).items():
-            # 0 bytes of weights: outputs do not depend on them.
-            traffic[CHANNELS.index(channel)] += entering(0, n_bytes, problem)
+    of_run, shape = lanes(outputs), next(iter(outputs.values())).shape
+    traffic = np.zeros(((1 + max(of_run.values())) * len(CHANNELS), *shape))
+    for run, n_bytes in (id_bytes or {}).items():
+        if run.ids:
+            traffic[row_in(of_run[run], run.ids)] = n_bytes
+    for run, n_bytes in outputs.items():
+        for channel, entering in run.channels_in(problem).items():
+            # A channel carries gradients of weights, or outputs.
+            traffic[row_in(of_run[run], channel)] += entering(n_bytes, n_bytes, problem)
     return shared_on_hosts(traffic, problem)
 
 

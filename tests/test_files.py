@@ -48,7 +48,7 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
 
 def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, tmp_path):
     first, *rest = problem.tables
-    several = dataclasses.replace(first, features=3, weighted=True)
+    several = dataclasses.replace(first, features=3, weighted=True, collection="model.users")
     for job in (Job("none"),
                 Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4, forward_payload="fp16")):
         other = dataclasses.replace(problem, tables=(several, *rest), job=job)

@@ -65,6 +65,7 @@ FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
     (lambda: Table("t", 1, 4, 0.0, dedup=0.9),
      ["table 't' has dedup 0.9; it needs samples for each distinct value, 1 or more"]),
     (lambda: Table("t", 1, 4, 0.0, dedup=float("nan")), ["dedup nan"]),
+    (lambda: Table("t", 1, 4, 0.0, collection="a\nb"), ["the collection of table 't'"]),
     (lambda: Table("t", 1, 4, 0.0, precision="int8"), ["table 't' has precision 'int8'; known are fp32"]),
     (lambda: Setting("a/b", 4), ["'a/b'"]),
     (lambda: Setting("x", 0), ["batch 0"]),
@@ -110,8 +111,9 @@ def test_tables_that_differ_in_anything_differ_as_keys():
     others = [dataclasses.replace(table, **change) for change in (
         {"name": "u"}, {"rows": 11}, {"dim": 4}, {"pooling": 2.0}, {"access": Zipf(0)}, {"precision": "fp16"},
         {"dedup": 2.0},
+        {"collection": "users"},
         {"ordered": True}, {"features": 2}, {"weighted": True})]
-    assert len({hash(t) for t in (table, *others)}) == len({table, *others, Table("t", 10, 8, 1)}) == 11
+    assert len({hash(t) for t in (table, *others)}) == len({table, *others, Table("t", 10, 8, 1)}) == 12
 
 
 def test_a_shard_knows_its_shape():

@@ -1,16 +1,17 @@
 import dataclasses
+import pickle
 from itertools import permutations
 
 import numpy as np
 import pytest
-from shapes import column, entering, host_row, on_hosts, replica, row, sends
+from shapes import ALL_REDUCE, ALL_TO_ALL, column, entering, host_row, on_hosts, replica, row, sends
 
 from shardcore import memory
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import CHANNELS, LAYOUTS
+from shardcore.layouts import CHANNELS, IDS, LAYOUTS
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import Op, lower, require_cover, traffic_of_outputs
@@ -174,7 +175,8 @@ def test_what_devices_exchange_adds_up_by_kind():
         "all_to_all": [48 * 4 * 4, 0, 48 * 4 * 4, 0], "reduce_scatter": [48 * 4 * 4] * 4,
         "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4],
         "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4], "all_reduce": [10 * 16 * 4] * 4}
-    assert work.traffic.shape == (len(CHANNELS), 4) and work.traffic.dtype == float
+    # Ids of rows divided over all devices, and over those of a host, travel by themselves.
+    assert work.traffic.shape == (2 * len(CHANNELS), 4) and work.traffic.dtype == float
     everywhere, columns, ranges = 15 * 4 * 4 + 10 * 16 * 4, 100 * 4 * 4, [rows * 8 * 4 for rows in (21, 20)]
     assert [device.parts["weights"] for device in memory.by_part(plan, problem)] == [
         everywhere + columns, everywhere + ranges[0], everywhere + columns, everywhere + ranges[1]]
@@ -190,6 +192,35 @@ def test_shards_of_a_kind_on_a_device_are_one_op_and_add_their_bytes():
                                       "reduce_scatter_host": [64 * 8 * 4] * 2 + [0, 0],
                                       "all_to_all_cross": [32 * 8 * 4] * 2 + [0, 0]}
     assert work.ops[2:] == ((), ())
+
+
+def test_each_collection_runs_ops_and_exchanges_of_its_own():
+    """Pooled tables and sequences of one name are two collections. All replicas are reduced together."""
+    where = on_hosts("aaaa")
+    a, b, copy = (dataclasses.replace(A, name=name, collection="users") for name in ("a2", "b2", "c2"))
+    sequence = dataclasses.replace(a, name="s", sequence=True)
+    problem = Problem("p", (A, a, b, C, copy, sequence), where, 64)
+    work = lower(place(column(A, 0), column(a, 0), row(b, where), replica(C, where), replica(copy, where),
+                       column(sequence, 1)), problem)
+    assert [[(op.kind, op.run.collection, [s.table.name for s in op.shards]) for op in ops]
+            for ops in work.ops[:2]] == [
+        [("column", "", ["a"]), ("data_parallel", "", ["c"]), ("column", "users", ["a2"]),
+         ("row", "users", ["b2"]), ("data_parallel", "users", ["c2"])],
+        [("data_parallel", "", ["c"]), ("row", "users", ["b2"]), ("data_parallel", "users", ["c2"]),
+         ("column", "users", ["s"])]]
+    users, of_a = work.ops[0][2].run, [64 * 8 * 4, 0, 0, 0]
+    assert list(work.lanes.values()) == [0, 0, 1, 0, 0, 2]
+    assert pickle.loads(pickle.dumps(work)).lanes == work.lanes
+    assert work.entering(LAYOUTS["column"], ALL_TO_ALL).tolist() == of_a
+    assert work.entering(users, ALL_TO_ALL).tolist() == of_a
+    assert work.entering(users, IDS)[0] == work.entering(LAYOUTS["column"], IDS)[0] > 0
+    assert work.entering(LAYOUTS["data_parallel"], ALL_REDUCE).tolist() == [(10 * 16 + 100 * 8) * 4] * 4
+    # An exchange more has a latency more.
+    model = AnalyticModel(Setting("m", 64), exchange_latency_ms=1.0)
+    once = np.add.reduce(work.traffic.reshape(3, len(CHANNELS), 4))
+    merged = dataclasses.replace(work, traffic=once)
+    more = [price(w, model).forward_comm_ms[3] for w in (work, merged)]
+    assert more[0] == pytest.approx(more[1] + 2.0, abs=1e-3)
 
 
 def test_traffic_of_columns_without_shards():

@@ -43,6 +43,8 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
                    "default: 1 on cpu, on cuda half of the free memory with the optimizer's state")
     p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
     p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
+    p.add_argument("--sequences", type=float, default=0.05, metavar="SHARE", help="of groups whose lookups "
+                   "are not pooled, as those of EmbeddingCollections (0.05)")
     p.add_argument("--tolerance", type=positive(float), help="relative confidence interval to reach for a "
                    "median; default: 0.02 on cpu, 0.01 on cuda")
     p.add_argument("--max-repeats", type=positive(int), default=24)

@@ -13,10 +13,11 @@ import numpy as np
 from shardcore.cost.collective_model import groups_of
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, ID_CHANNELS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, CROSS, ID_CHANNELS, Channel
 from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import Topology
+from shardcore.traffic import channels_of
 from shardcore.types import OF_IDS, PRECISION_BYTES, Problem, Setting, Shard
 
 MS_PER_NS = 1e-6
@@ -128,7 +129,7 @@ class AnalyticModel:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
         input_ms, there, back = forward, self.setting.forward_payload, self.setting.backward_payload
-        for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
+        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
             if channel in ID_CHANNELS:
                 input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
                 if channel == BUCKETIZED_IDS:

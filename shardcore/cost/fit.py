@@ -183,7 +183,7 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def measured_ranges(compute: Sequence[ComputeSample],
                     comm: Sequence[CollectiveSample]) -> dict[str, list[float]]:
-    """The smallest and largest value of each of neural.QUANTITIES among samples."""
+    """The smallest and largest value of each of neural.QUANTITIES among samples. Without what none has."""
     values: dict[str, list[float]] = {name: [] for name in neural.QUANTITIES}
     for sample in compute:
         for name, found in neural.op_quantities(sample.request.shards, sample.request.batch).items():
@@ -193,7 +193,7 @@ def measured_ranges(compute: Sequence[ComputeSample],
         name = "exchange_id_bytes" if sample.request.collective in OF_IDS else "exchange_bytes"
         values[name] += collective_fit.owned_bytes(sample).tolist()
     values["batch"] = _global_batches(compute)
-    return {name: [float(min(v)), float(max(v))] for name, v in values.items() if v}
+    return {name: [float(min(v)), float(max(v))] for name, v in values.items() if any(v)}
 
 
 def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:

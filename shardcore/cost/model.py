@@ -2,7 +2,8 @@
 
 QuantileCostModel wraps a model to be cautious. `price` gives a model's cost of a Workload.
 
-Shapes: N shards, F features, G ops, C channels, D devices; ... leading dimensions, for several plans at once.
+Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
+... leading dimensions, for several plans at once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class CostModel(Protocol):
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of the collectives.
 
-        traffic: [C, ..., D] bytes of each of layouts.CHANNELS, as in Workload.
+        traffic: [L C, ..., D] bytes of each of layouts.CHANNELS, in each lane, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
 

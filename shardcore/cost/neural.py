@@ -18,10 +18,11 @@ from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel, kinds_of
+from shardcore.layouts import ID_CHANNELS, Channel, kinds_of
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import LINKS, Topology
+from shardcore.traffic import channels_of
 from shardcore.types import COLLECTIVES, Problem, Setting, Shard
 from shardcore.workload import Workload
 
@@ -172,12 +173,19 @@ class NeuralModel:
 
     def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
                     topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
-        """Transfers [..., D] in ms of each channel, forward and backward. compute_ms: [..., D]."""
-        skew_ms, found = np.ptp(compute_ms, axis=-1), {}
+        """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
+
+        compute_ms: [..., D].
+        """
+        skew_ms = np.ptp(compute_ms, axis=-1)
+        found: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
         payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
-        for channel, sent_bytes in zip(CHANNELS, traffic, strict=True):
-            found[channel] = collective_model.collective_ms(self.weights, channel, sent_bytes,
-                                                            topology, skew_ms, payloads)
+        for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
+            forward, backward = collective_model.collective_ms(self.weights, channel, sent_bytes,
+                                                               topology, skew_ms, payloads)
+            # Runs exchange one after another.
+            before = found.get(channel, (0.0, 0.0))
+            found[channel] = before[0] + forward, before[1] + backward
             if "forward" in COLLECTIVES[channel.collective]:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
@@ -282,6 +290,7 @@ QUANTITIES = {
     "shard_features": Quantity("has {} features", "most", slack=1.0),
     "op_shards": Quantity("runs {} shards in one op", "most"),
     "op_bytes": Quantity("holds {} in one op", show=gib),
+    "op_sequences": Quantity("runs {} sequences in one op", "most"),
     "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
     "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
     "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
@@ -300,6 +309,7 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
         "shard_features": [s.table.features for s in shards],
         "op_shards": [len(shards)],
         "op_bytes": [sum(s.bytes for s in shards)],
+        "op_sequences": [sum(s.table.sequence for s in shards)],
         "op_batch": [batch],
     }
 
@@ -318,7 +328,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 found[name] += zip(named, values, strict=True)
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
-        for channel, sent in zip(CHANNELS, workload.traffic, strict=True):
+        for channel, sent in zip(workload.channels, workload.traffic, strict=True):
             found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [(f"device {d}", b)
                                                                           for d, b in enumerate(sent)]
     sentences = [s for name, values in found.items()
@@ -351,8 +361,8 @@ def _beyond(name: str, values: Sequence[tuple[str, float]],
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     """Sentences on links, collectives and speeds that were not measured."""
     topology = workload.topology
-    used = [c for c, sent in zip(CHANNELS, workload.traffic, strict=True)
-            if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1]
+    used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
+                              if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1))
     links = [collective_model.measured_links(model.weights, c) for c in used]
     given = [f"{name} {getattr(topology, name):g}" for name in LINKS if getattr(topology, name) is not None]
     if given and len(topology) > 1:
@@ -374,7 +384,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
             yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                    "bytes, not measured")
     sequences = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.sequence]
-    if sequences:
+    if sequences and "op_sequences" not in model.meta["ranges"]:
         yield (f"table {sequences[0]!r} is a sequence: its lookups are priced as pooled ones with an output "
                "for each, not measured")
     weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]

@@ -84,7 +84,7 @@ _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.value
 
 def _runs(workload: Workload, channel: Channel) -> bool:
     """Whether any device enters bytes into the channel."""
-    return bool(workload.traffic[CHANNELS.index(channel)].any())
+    return bool(workload.traffic[[c == channel for c in workload.channels]].any())
 
 
 def _observed(model: NeuralModel, step: Step, part: str, channels: Sequence[Channel]) -> tuple[np.ndarray,

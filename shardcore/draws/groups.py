@@ -13,6 +13,7 @@ from shardcore.draws.problems import DEVICES, DIMS
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_BYTES, MOST_DIM, require_within
 from shardcore.measurements import ComputeRequest
+from shardcore.outputs import output_bytes
 from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
 
 REPLICATED_BYTES = 64 << 20
@@ -43,6 +44,8 @@ class GroupConfig:
     replicated: share of data-parallel groups, of small tables at a local batch.
     smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A
         model is then good for all batches between.
+    sequences: share of the groups but data-parallel ones whose lookups are not pooled. Such an op has one
+        width.
     """
 
     max_shards: int = 30
@@ -55,13 +58,14 @@ class GroupConfig:
     planned: float = 0.3
     replicated: float = 0.1
     smaller_batches: float = 0.2
+    sequences: float = 0.05
 
     def __post_init__(self) -> None:
         share = (0, 1)
         require_within(self, "group config", max_shards=(1, _MOST_SHARDS), max_width=(MIN_WIDTH, MOST_DIM),
                        max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES), any_width=share, row_ranges=share,
                        one_sided=share, duplicates=share, planned=share, replicated=(0, 1 - self.planned),
-                       smaller_batches=share)
+                       smaller_batches=share, sequences=share)
 
 
 def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
@@ -83,7 +87,18 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
     aside = np.random.default_rng([8, seed, index])
     shards = shards or _random_group(pool, rng, setting, config, *_side(aside, config))
     smaller = int(rng.choice(DEVICES)) if rng.random() < config.smaller_batches else 1
-    return ComputeRequest(shards, max(1, setting.batch // smaller))
+    batch = max(1, setting.batch // smaller)
+    # Drawn apart: all other groups are those of earlier versions.
+    if np.random.default_rng([9, seed, index]).random() < config.sequences:
+        shards = _as_sequences(shards, batch, config) or shards
+    return ComputeRequest(shards, batch)
+
+
+def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> tuple[Shard, ...]:
+    """The shards of one width as sequences. Empty: none has outputs that are as small as a shard may be."""
+    found = [dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True)) for s in shards]
+    small = [s for s in found if output_bytes(s, batch) <= config.max_shard_bytes]
+    return tuple(s for s in small if s.width == small[0].width)
 
 
 def reference_request(pool: Sequence[Table], setting: Setting,

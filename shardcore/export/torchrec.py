@@ -127,7 +127,7 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
                 like: ShardingPlan | None = None) -> ShardingPlan:
     """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
 
-    module: the model, or the path of its only EmbeddingBagCollection.
+    module: the model, or the path of the collection of those tables that name none.
     compute_device: "cuda" or "cpu". Default: that of `like`, or else "cuda".
     like: a TorchRec plan of the same model. Its kernels, cache settings and output types are kept. Default:
       those in the provenance of a plan from `from_torchrec`.
@@ -138,8 +138,7 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
 
     require_cover(plan, problem)
     compute_device = compute_device or _device_of(like) or "cuda"
-    theirs = ({t.name: ModelTable(module, t.name, None, True) for t in problem.tables}
-              if isinstance(module, str)
+    theirs = ({t.name: _as_named(t, module) for t in problem.tables} if isinstance(module, str)
               else _matched(problem, tables_of(module)))
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
@@ -165,6 +164,12 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
             found, problem.topology, compute_device, old)
     _require_sequences(shardings, theirs, compute_device)
     return ShardingPlan(modules)
+
+
+def _as_named(table: Table, path: str) -> ModelTable:
+    """A table of a model that is not here. path: of its collection, if it names none."""
+    path = table.collection or path
+    return ModelTable(path, table.name.removeprefix(f"{path}."), None, not table.sequence, table.weighted)
 
 
 def _device_of(plan: ShardingPlan | None) -> str | None:
@@ -234,6 +239,9 @@ def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, Mo
         if shape != found:
             raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and "
                                  f"{found} in the model")
+        if ours[name].collection not in ("", table.path):
+            raise ShardCoreError(f"table {name!r} has collection {ours[name].collection!r} in problem "
+                                 f"{problem.name!r} and {table.path!r} in the model")
     return dict(theirs)
 
 

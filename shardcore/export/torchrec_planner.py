@@ -86,7 +86,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                                  f"{', '.join(p.theirs for p in PRECISIONS.values())}")
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[key], features=len(t.config.feature_names),
-                         weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0))
+                         weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0),
+                         collection=t.path)
                    for key, t in theirs.items())
     return Problem(name, tables, ours, global_batch, optimizer, constraints, job or Job())
 

@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
                                   max_repeats=args.max_repeats, interleave=args.interleave,
                                   state_rows=_STATES * max(t.rows for t in live))
     groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width,
-                         max_shard_bytes=config.arena_bytes)
+                         max_shard_bytes=config.arena_bytes, sequences=args.sequences)
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):

@@ -1,7 +1,7 @@
 """The exchanges of a replayed step: how a rank takes part in each channel of layouts, with buffers of its
 own.
 
-The channels of a kind form a chain. Forward, what arrives over one is what enters the next; backward,
+The channels of a run form a chain. Forward, what arrives over one is what enters the next; backward,
 gradients go the other way. Gloo on CPU; NCCL has the same interface and has not been run here.
 
 Shapes: n ranks of a group, B global batch, W columns of an op.
@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.layouts import CHANNELS, CROSS, HOST, LAYOUTS, WORLD, Channel
+from shardcore.layouts import CROSS, HOST, WORLD, Channel, Layout
 from shardcore.measure import own_core
 from shardcore.measure.collectives import all_gather, carried, reduce_scatter
 from shardcore.topology import Topology
+from shardcore.traffic import row_in
 from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
 
@@ -56,15 +58,20 @@ def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups
 def used_channels(workload: Workload) -> list[Channel]:
     """Those that carry something."""
     several = len(workload.ops) > 1
-    return [c for c, sent in zip(CHANNELS, workload.traffic, strict=True) if several and sent.any()]
+    return list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
+                              if several and sent.any()))
 
 
-def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[str, list[Exchange]]:
-    """The exchanges of each kind that carry something, in the order of layouts."""
-    used = used_channels(workload)
-    return {kind: [_EXCHANGES[c.collective](workload, c, rank, full, own_groups[c.group])
-                   for c in layout.channels]
-            for kind, layout in LAYOUTS.items() if set(layout.channels) & set(used)}
+def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
+    """The exchanges of each run that carry something, in the order of runs."""
+    # Gradients of all replicas are one exchange, of the first run that has any.
+    of_rows = {tuple(row_in(lane, c) for c in run.channels): run
+               for run, lane in reversed(workload.lanes.items())}
+    found = {run: rows for rows, run in of_rows.items()
+             if len(workload.ops) > 1 and workload.traffic[list(rows)].any()}
+    return {run: [_EXCHANGES[c.collective](workload.traffic[row], workload, rank, full, own_groups[c.group])
+                  for c, row in zip(run.channels, found[run], strict=True)]
+            for run in workload.lanes if run in found}
 
 
 def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Tensor | None:
@@ -83,11 +90,11 @@ class _AllToAll:
     """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples
     are."""
 
-    def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
+    def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
         local = workload.global_batch // len(workload.ops)
-        elements = [round(workload.traffic[CHANNELS.index(channel), r] / OUTPUT_BYTES) for r in ranks]
+        elements = [round(entering[r] / OUTPUT_BYTES) for r in ranks]
         columns = [n // (local * len(ranks)) for n in elements]
         self._none, self._entered, self._sent = (full((0,)), full((elements[ranks.index(rank)],)),
                                                  full((local * sum(columns),)))
@@ -113,12 +120,11 @@ class _ReduceScatter:
     """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer
     columns pads, for every rank gives as much."""
 
-    def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
+    def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
         batch = workload.global_batch
-        width = max(round(workload.traffic[CHANNELS.index(channel), r] / (batch * OUTPUT_BYTES))
-                    for r in ranks)
+        width = max(round(entering[r] / (batch * OUTPUT_BYTES)) for r in ranks)
         self._padded, self._sent = full((batch, width)), full((batch // len(ranks), width))
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
@@ -138,10 +144,9 @@ class _ReduceScatter:
 class _AllReduce:
     """Dense gradients summed, backward only."""
 
-    def __init__(self, workload: Workload, channel: Channel, rank: int, full: Full,
+    def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
-        self._dense, self._group = full(
-            (round(workload.traffic[CHANNELS.index(channel), rank] / OUTPUT_BYTES),)), group[1]
+        self._dense, self._group = full((round(entering[rank] / OUTPUT_BYTES),)), group[1]
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         return outputs

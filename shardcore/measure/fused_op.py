@@ -14,14 +14,19 @@ _LEARNING_RATE = 1e-3
 
 
 def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
-          table_of: Sequence[int] | None = None) -> torch.nn.Module:
+          table_of: Sequence[int] | None = None, sequence: bool = False) -> torch.nn.Module:
     """An op of one row a table, of so many columns each. Raises what FBGEMM raises where it has no such op.
 
     device: "cpu" or "cuda"; "meta" is CUDA's op without its memory.
     table_of: the table of each feature. None: each table has one.
+    sequence: whether each lookup is an output of its own, as TorchRec runs EmbeddingCollections.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+        PoolingMode,
+    )
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
         SplitTableBatchedEmbeddingBagsCodegen,
@@ -35,6 +40,7 @@ def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
         optimizer=EmbOptimType[OPTIMIZERS[optimizer].theirs],
         weights_precision=SparseType[PRECISIONS[precision].theirs],
         learning_rate=_LEARNING_RATE,
+        pooling_mode=PoolingMode.NONE if sequence else PoolingMode.SUM,
         bounds_check_mode=BoundsCheckMode.NONE,
         device=torch.device(device),
     )

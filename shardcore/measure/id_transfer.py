@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardcore.inputs import received_bytes
 from shardcore.job import Job
-from shardcore.layouts import BUCKETIZED_IDS, RUNS, run_of
+from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
@@ -45,13 +45,13 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
 
 
 def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu") -> list[IdTransfer]:
-    """One rank's input distributions of a step, one for each way to run tables (layouts.RUNS)."""
+    """One rank's input distributions of a step, one for each run (layouts.runs_of)."""
     n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
     found = []
-    for layout in RUNS if n > 1 else ():
+    for layout in workload.lanes if n > 1 else ():
         # Several columns of a table on a device get their ids once.
         shards = [{(s.table, s.row_lo): s for op in ops for s in op.shards
-                   if layout.ids and run_of(op.kind, s.table) is layout} for ops in workload.ops]
+                   if layout.ids and op.run is layout} for ops in workload.ops]
         if not any(shards):
             continue
         features = [sum(s.table.features for s in of.values()) for of in shards]

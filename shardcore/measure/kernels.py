@@ -251,27 +251,27 @@ class KernelBench:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        sequence = next((s.table.name for s in request.shards if s.table.sequence), None)
-        if sequence is not None:
-            raise ShardCoreError(f"table {sequence!r} is a sequence; only lookups that are pooled can be run "
-                                 "here so far")
+        sequence = _is_sequence(request)
         copied = next((s.table.name for s in request.shards if s.table.dedup > 1), None)
         if copied is not None:
             raise ShardCoreError(f"table {copied!r} is deduplicated; only lookups of all samples can be run "
                                  "here so far")
-        width = sum(s.width * s.table.features for s in request.shards)
-        ids = sum(access.lookups(s.table, request.batch) + request.batch * s.table.features
-                  for s in request.shards)
+        bags = sum(request.batch * s.table.features for s in request.shards)
+        looked_up = sum(access.lookups(s.table, request.batch) for s in request.shards)
+        # Outputs: a row for each lookup of sequences, or one for each sample.
+        rows, width = ((looked_up, request.shards[0].width) if sequence else
+                       (request.batch, sum(s.width * s.table.features for s in request.shards)))
         most = self._device.batch_bytes()
-        if (takes := 8 * ids + 2 * OUTPUT_BYTES * request.batch * width) > most:
+        if (takes := 8 * (looked_up + bags) + 2 * OUTPUT_BYTES * rows * width) > most:
             raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
                                  f"outputs; on this machine it may have {most / 2**30:.1f}: it "
                                  "needs fewer samples, or lookups of each")
         indices, offsets = self.streams.lookups(request, seed)
-        if self._gradient.numel() < request.batch * width:
-            self._gradient = torch.full((request.batch * width,), 1e-3, device=self._device.place)
+        rows = len(indices) if sequence else request.batch
+        if self._gradient.numel() < rows * width:
+            self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
         return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
-                   self._gradient[: request.batch * width].view(request.batch, width))
+                   self._gradient[: rows * width].view(rows, width))
 
     def once_ms(self, run: Run) -> float:
         """Run forward and backward once; their ms together, as the clock shows them."""
@@ -298,7 +298,7 @@ class KernelBench:
         # The number of the table of each feature: FBGEMM keeps what it knows of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
         op = fused_op.build([s.width for s in shards], self.setting.optimizer, self.setting.precision,
-                            self._device.place, of_feature)
+                            self._device.place, of_feature, shards[0].table.sequence)
         memory_of = self._device.memory_of
         rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
         op.total_hash_size = sum(rows)
@@ -340,7 +340,8 @@ class KernelBench:
 @dataclass(eq=False)
 class Run:
     """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B,
-    W] of its outputs. times_ms: of each repeat forward, backward, and its number in the slowdown log."""
+    W] of its outputs, [L, W] of a sequence's. times_ms: of each repeat forward, backward, and its number in
+    the slowdown log."""
 
     number: int
     request: ComputeRequest
@@ -350,6 +351,18 @@ class Run:
     gradient: torch.Tensor
     warm: bool = False
     times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
+
+
+def _is_sequence(request: ComputeRequest) -> bool:
+    """Whether lookups of an op are outputs by themselves. Raises ShardCoreError for an op that cannot run."""
+    kinds = {s.table.sequence for s in request.shards}
+    if len(kinds) > 1:
+        raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs each by themselves")
+    widths = sorted({s.width for s in request.shards})
+    if kinds == {True} and len(widths) > 1:
+        raise ShardCoreError(f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
+                             "runs those of one width together")
+    return kinds == {True}
 
 
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:

@@ -35,14 +35,14 @@ _GRADIENT = 1e-3
 class Ops:
     """One rank's compute of a workload: its ops over each batch.
 
-    The shards of a kind run as one op for each precision of their weights. Their outputs travel together.
+    The shards of a run are one op for each precision of their weights. Their outputs travel together.
 
-    outputs, gradients: by kind.
+    outputs, gradients: by run (layouts.runs_of).
     """
 
     def __init__(self, benches: Mapping[str, KernelBench], workload: Workload, rank: int,
                  config: Config, device: str):
-        self._batches = [{op.kind: [benches[precision_in(part)].prepare(part, config.seed + k)
+        self._batches = [{op.run: [benches[precision_in(part)].prepare(part, config.seed + k)
                                     for part in _by_precision(op)] for op in workload.ops[rank]}
                          for k in range(config.batches)]
         self.gradients = {kind: full((runs[0].gradient.shape[0], sum(run.gradient.shape[1] for run in runs)),
@@ -67,7 +67,7 @@ class Asleep:
 
     def __init__(self, workload: Workload, rank: int, alone_ms: np.ndarray, device: str):
         self._alone_s = alone_ms / 1e3
-        self.outputs = {op.kind: full((op.batch, round(sum(output_bytes(s, op.batch) for s in op.shards)
+        self.outputs = {op.run: full((op.batch, round(sum(output_bytes(s, op.batch) for s in op.shards)
                                                         / (OUTPUT_BYTES * op.batch))), device)
                         for op in workload.ops[rank]}
         self.gradients = {kind: torch.full_like(own, _GRADIENT) for kind, own in self.outputs.items()}
@@ -85,7 +85,7 @@ def full(shape: Sequence[int], device: str) -> torch.Tensor:
 
 
 def _by_precision(op: Op) -> list[ComputeRequest]:
-    """The fused ops that run the shards of a kind."""
+    """The fused ops that run the shards of one op."""
     shards: dict[str, list[Shard]] = defaultdict(list)
     for shard in op.shards:
         shards[shard.table.precision].append(shard)

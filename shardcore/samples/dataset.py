@@ -93,7 +93,8 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
     """Write compute samples as one part. pool: digest of their tables' pool, from write_pool."""
     rows = [{**_common(s, "compute"), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
              "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
-             "relative_ci": s.relative_ci, "order": s.order, "software": s.software} for s in samples]
+             "relative_ci": s.relative_ci, "order": s.order, "software": s.software,
+             "sequence": all(x.table.sequence for x in s.request.shards)} for s in samples]
     return parts.write_part(folder, "compute", rows)
 
 
@@ -182,21 +183,22 @@ def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
 def read_timings(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
     """All timings and failures of the compute samples in a folder (of one setting)."""
     pools: dict[str, dict[str, Table]] = {}
-    tables: dict[tuple[str, str, int, str], Table] = {}
+    tables: dict[tuple[str, str, int, str, bool], Table] = {}
 
-    def table(pool: str, name: str, dim: int, precision: str) -> Table:
-        key = (pool, name, dim, precision)
+    def table(pool: str, name: str, dim: int, precision: str, sequence: bool) -> Table:
+        key = (pool, name, dim, precision, sequence)
         # Equal tables are one object: thousands of samples share a few tables.
         if key not in tables:
             if pool not in pools:
                 pools[pool] = _pool(folder, pool)
             if name not in pools[pool]:
                 raise ShardCoreError(f"its pool {pool} has no table {show(name)}")
-            tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision)
+            tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision,
+                                              sequence=sequence)
         return tables[key]
 
     def sample(row: Row) -> ComputeSample:
-        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"]),
+        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"], row["sequence"]),
                              s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
         made = ComputeSample(
             row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]),

@@ -55,10 +55,10 @@ _COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.
            ("measured_at", pa.float64()), ("error", pa.string()), ("batch", pa.int64())]
 COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD),
                      ("backward", _SPREAD), ("slowdown", pa.float64()), ("relative_ci", pa.float64()),
-                     ("order", pa.int64()), ("software", pa.string())])
+                     ("order", pa.int64()), ("software", pa.string()), ("sequence", pa.bool_())])
 """batch: samples that the op ran over. pool: digest of the pool file with its tables. A shard's table has the
-dim given here. Other columns are as in ComputeSample. Older parts call slowdown pace, and relative_ci
-known_to."""
+dim given here. sequence: whether lookups are not pooled. Other columns are as in ComputeSample. Older parts
+call slowdown pace, and relative_ci known_to."""
 COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
                   ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
@@ -68,7 +68,7 @@ COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()
 """As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
 null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
-_ADDED = {"compute": {"software": ""}, "comm": {
+_ADDED = {"compute": {"software": "", "sequence": False}, "comm": {
     "busy_ms": 0.0, "group": "world", "emulated_between_gbit_s": None, "emulated_within_gbit_s": None}}
 """Columns that older parts lack, and what they were then."""
 

@@ -63,8 +63,8 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
     job, topology, lower = problem.job, problem.topology, model.lower
-    # Sequences run collectives that the bound does not know.
-    pooled = not any(t.sequence for t in problem.tables)
+    # Sequences run collectives that the bound does not know. Several collections run several ops on a device.
+    pooled = {(t.collection, t.sequence) for t in problem.tables} <= {(problem.tables[0].collection, False)}
     may_prove = pooled and lower is not None and lower.even_is_least(topology)
     found: list[Bound] = []
     # A step is no shorter than without ids, nor than with them less what the dense part hides.

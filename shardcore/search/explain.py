@@ -16,7 +16,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
-from shardcore.layouts import ID_ROWS
+from shardcore.layouts import ID_CHANNELS
 from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
@@ -38,6 +38,7 @@ OTHERWISE = "anneal"
 class ShardCost:
     """A shard on the limiting device.
 
+    kind: of sharding, and the collection if it has a name.
     saves_ms: by how much less the device computes without it.
     """
 
@@ -124,7 +125,7 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     device = int(np.argmax(ready))
     compute_ms = cost.compute_ms[device]
     # Bytes of ids, and of all other channels, [D].
-    ids = workload.traffic[ID_ROWS].sum(0)
+    ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
     sent = workload.traffic.sum(0) - ids
     if known is None:
         baselines = tuple(_searched(name, problem, name, model, seed, budget)
@@ -158,7 +159,8 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         # An op with a single shard disappears with it, launch included.
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
-        found += [ShardCost(s.label, op.kind, float(ms), s.bytes)
+        kind = f"{op.kind}, {op.run.collection}" if op.run.collection else op.kind
+        found += [ShardCost(s.label, kind, float(ms), s.bytes)
                   for s, ms in zip(op.shards, saves, strict=True)]
     return tuple(sorted(found, key=lambda s: -s.saves_ms))
 

@@ -28,7 +28,7 @@ class PlacementState:
     held: [..., S, D] units of each strip on each device.
     used: [..., D] bytes.
     outputs: [..., D, K] bytes of outputs of each kind.
-    id_bytes: [..., D, I] bytes of ids and lengths that devices receive by each of layouts.ID_CHANNELS.
+    id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each kind.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
     free: [D] bytes that embeddings may use.
@@ -42,7 +42,7 @@ class PlacementState:
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
         self.outputs = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
-        self.id_bytes = np.zeros((*batch, n_devices, cache.id_bytes.shape[1]), dtype=np.int64)
+        self.id_bytes = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
         self.priced = priced
         self.sums = np.zeros((*batch, n_devices, n_kinds, cache.codes.shape[1] if priced else 0))
         self.op_ms = np.zeros((*batch, n_devices, n_kinds))
@@ -72,7 +72,7 @@ class PlacementState:
         self.held[at] = after
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
         self.outputs[of_kind] += cache.outputs[becomes] - cache.outputs[was]
-        self.id_bytes[here] += cache.id_bytes[becomes] - cache.id_bytes[was]
+        self.id_bytes[of_kind] += cache.id_bytes[becomes] - cache.id_bytes[was]
         if not self.priced:
             return
         # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.

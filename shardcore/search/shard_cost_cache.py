@@ -3,6 +3,7 @@
 A search works on integers. Two words, used in all of search/:
 
 strip: what devices divide among them. Mostly a whole table; else the columns of a row range, or a bundle.
+  A bundle counts in the op of its first table, also where its tables are of several collections.
 unit: MIN_WIDTH columns of a strip. Tables kept together are a single unit.
 
 Columns of a strip are exchangeable. So a shard is (strip, units): how many it has, not which.
@@ -22,7 +23,7 @@ import numpy as np
 
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import received_bytes
-from shardcore.layouts import ID_CHANNELS, RUNS, WHOLE_ROWS
+from shardcore.layouts import runs_of
 from shardcore.outputs import output_bytes
 from shardcore.search.free_memory import bundle_bytes
 from shardcore.search.shards import (
@@ -47,8 +48,7 @@ class ShardCostCache:
     `add` and `need` compute shards.
 
     made: (R bundles) what has each number. Number 0 has any.
-    kinds: [K] how strips run (layouts.RUNS). The first is that of whole rows of pooled tables.
-    ids_by: [K] number of the channel in layouts.ID_CHANNELS that brings ids.
+    kinds: [K] how strips run (layouts.runs_of).
     speed: [D] speed factors.
     allowed: [S, D] where a strip may be.
     freedom: [S] on how many devices it may be.
@@ -58,7 +58,7 @@ class ShardCostCache:
     codes: [R, F] encodings.
     bytes: [R] memory.
     outputs: [R] bytes of outputs.
-    id_bytes: [R, I] bytes of ids and lengths that its device receives by each of layouts.ID_CHANNELS.
+    id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
     """
 
@@ -71,10 +71,9 @@ class ShardCostCache:
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
         of_strip = [layout_of_shard(bundle[0], problem) for bundle in self._strips]
-        self.kinds = tuple(layout for layout in RUNS
-                           if layout is WHOLE_ROWS or layout in of_strip)
-        self.kind = np.array([self.kinds.index(layout) for layout in of_strip])
-        self.ids_by = np.array([ID_CHANNELS.index(layout.ids) for layout in self.kinds])
+        self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
+        number = {run: k for k, run in enumerate(self.kinds)}
+        self.kind = np.array([number[run] for run in of_strip])
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
@@ -88,8 +87,7 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.bytes, self.outputs = (np.zeros(1, dtype=np.int64) for _ in range(2))
-        self.id_bytes = np.zeros((1, len(ID_CHANNELS)), dtype=np.int64)
+        self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
         """S."""
@@ -167,10 +165,8 @@ class ShardCostCache:
         batch = self.problem.global_batch
         outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
         self.outputs = np.concatenate([self.outputs, np.array(outputs, dtype=np.int64)])
-        ids = np.zeros((len(made), len(ID_CHANNELS)), dtype=np.int64)
-        for row, bundle, (s, _) in zip(ids, made, new, strict=True):
-            row[self.ids_by[self.kind[s]]] = sum(received_bytes(x, self.problem) for x in bundle)
-        self.id_bytes = np.concatenate([self.id_bytes, ids])
+        ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
+        self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
         for i, (s, u) in enumerate(new):
             self._numbers[s, u] = first + i
 
@@ -208,14 +204,13 @@ class ShardCostCache:
 
         compute_ms: [..., D] at each device's speed.
         outputs: [..., D, K] bytes of outputs.
-        id_bytes: [..., D, I] that devices receive.
+        id_bytes: [..., D, K] that devices receive.
         """
         return step_ms(compute_ms, self.comm(compute_ms, outputs, id_bytes), self.problem.job)
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""
-        of_run = {layout: outputs[..., k] for k, layout in enumerate(self.kinds)}
-        ids = {channel: id_bytes[..., i] for i, channel in enumerate(ID_CHANNELS)}
+        of_run, ids = ({run: of[..., k] for k, run in enumerate(self.kinds)} for of in (outputs, id_bytes))
         traffic = traffic_of_outputs(of_run, self.problem, ids)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
@@ -225,12 +220,12 @@ class ShardCostCache:
         held = np.zeros((len(self), len(self.speed)), dtype=int)
         np.add.at(held, ([s for s, _ in keys], list(devices)), [u for _, u in keys])
         numbers = self.numbers(np.arange(len(self))[:, None], held)  # [S, D]
-        sums, outputs = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))], 1)
-                         for of in (self.codes, self.outputs))
+        sums, outputs, ids = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))],
+                                       1) for of in (self.codes, self.outputs, self.id_bytes))
         # The shards of a kind run as one fused op: price sums, not shards.
         compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
                       / self.speed)
-        return float(self.total_ms(compute_ms, outputs, self.id_bytes[numbers].sum(0)))
+        return float(self.total_ms(compute_ms, outputs, ids))
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:

@@ -26,7 +26,7 @@ import numpy as np
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.layouts import CHANNELS, HOST, IDS, WORLD
+from shardcore.layouts import HOST, IDS, WORLD
 from shardcore.limits import require, require_within
 from shardcore.memory import free_bytes, gib
 from shardcore.search.feasible import shown
@@ -372,5 +372,5 @@ def _sent(workload: Workload) -> Iterable[float]:
     # Of what enters: the share that goes to devices of the own host, and to other hosts.
     shares = {WORLD: ((size - 1) / n, 1 - 1 / n_hosts), HOST: (1 - 1 / size, 0.0)}
     entered = [(shares.get(c.group, (0.0, 1 - 1 / n_hosts)), float(sent.sum()))
-               for c, sent in zip(CHANNELS, workload.traffic, strict=True) if c != IDS]
+               for c, sent in zip(workload.channels, workload.traffic, strict=True) if c != IDS]
     return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))

@@ -127,7 +127,7 @@ def test_each_collective_runs_only_where_it_has_bytes():
 
 def test_rows_over_a_host_and_over_all_devices():
     """8 columns of a batch of 1,000: 32,000 bytes, of which a ring over all four devices moves three quarters
-    over each link; those of host a half to the other, then half of what is left to the other host's device."""
+    over each link. Those of host a: a half to the other, then half of the rest to the other host."""
     where = on_hosts("aabb", within_host_gbps=10.0, between_hosts_gbps=1.0, latency_ms=0.5)
     problem = Problem("p", (TABLE,), where, 1000)
     world, of_host = (price(lower(Plan((p,)), problem), MODEL)

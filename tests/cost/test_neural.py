@@ -334,6 +334,11 @@ def test_the_slack_of_a_range_and_its_two_ends():
             ("shard_pooling", [0, 1.5], "table 't' has 2 lookups a sample; most measured 1.5")):
         model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {**ranges, name: ends}})
         assert beyond(model, (table,), 1, [Placement("column", Shard.whole(table), (0,))]) == [said]
+    clicks = dataclasses.replace(table, sequence=True)
+    for name, said in (("op_batch", ["table 't' is a sequence: its lookups are priced as pooled ones with an "
+                                     "output for each, not measured"]), ("op_sequences", [])):
+        model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {name: [0, 1000]}})
+        assert beyond(model, (clicks,), 1, [Placement("column", Shard.whole(clicks), (0,))]) == said
     two = [Placement("column", Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
     model = neural.NeuralModel(SETTING, exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
                                {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000],

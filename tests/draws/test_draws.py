@@ -16,6 +16,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.measurements import EmulatedLinks
 from shardcore.memory import every_plan_bytes, table_bytes
+from shardcore.outputs import output_bytes
 from shardcore.samples import dataset
 from shardcore.types import OF_IDS, Setting
 from shardcore.workload import lower
@@ -97,6 +98,21 @@ def test_a_fifth_of_other_groups_runs_over_smaller_batches(tables):
     alike = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0, smaller_batches=0.0))
              for i in range(400)]
     assert [r.shards for r in alike] == [r.shards for r in requests]
+
+
+def test_a_twentieth_of_other_groups_is_of_sequences_and_the_rest_as_without(tables):
+    """Each of one width, and with outputs no larger than a shard."""
+    config = GroupConfig(replicated=0.0, max_shard_bytes=1 << 20)
+    requests = [compute_request(tables, i, SETTING, config=config) for i in range(400)]
+    sequences = [r for r in requests if r.shards[0].table.sequence]
+    assert 10 <= len(sequences) <= 30
+    for request in sequences:
+        assert {(s.width, s.table.sequence) for s in request.shards} == {(request.shards[0].width, True)}
+        assert max(output_bytes(s, request.batch) for s in request.shards) <= 1 << 20
+    without = [compute_request(tables, i, SETTING, config=dataclasses.replace(config, sequences=0.0))
+               for i in range(400)]
+    assert [r for r in requests if r not in sequences] == [
+        w for w, r in zip(without, requests, strict=True) if r not in sequences]
 
 
 def test_a_fifth_of_random_groups_has_narrow_shards_only_or_wide_ones_only(tables):

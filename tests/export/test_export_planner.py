@@ -58,6 +58,7 @@ def test_problem_from_given_lookups():
         "a": (24, 16, 10.0), "b": (50, 8, 3.5), "left.c": (40, 32, 10.0), "d": (10, 8, 4.0),
         "inner.right.c": (17, 12, 1.0), "e": (33, 20, 1.5)}
     assert {t.access for t in found.tables} == {DEFAULT_ACCESS}
+    assert {t.collection for t in found.tables} == {"left", "inner.right"}
     with pytest.raises(ShardCoreError, match="feature 'f2' of table 'b' has no lookups"):
         problem_for(MODULE, FOUR, 64, {k: v for k, v in LOOKUPS.items() if k != "f2"})
 

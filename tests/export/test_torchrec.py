@@ -231,7 +231,9 @@ def test_files_are_checked(tmp_path):
 
 
 def test_command_writes_what_a_job_reads(tmp_path, capsys):
-    given = replace(training.problem(1, 4), tables=training.problem(1, 4).tables[:2])
+    # The first names no collection.
+    first, second = training.problem(1, 4).tables[:2]
+    given = replace(training.problem(1, 4), tables=(replace(first, collection=""), second))
     plan = Plan((column(given.tables[0], 1, 0, 4), column(given.tables[0], 0, 4, 16),
                  column(given.tables[1], 3)))
     paths = [str(tmp_path / name) for name in ("problem.json", "plan.json", "torchrec.json")]
@@ -239,8 +241,9 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     files.write_plan(paths[1], plan, given)
     command = ["export", paths[1], "--problem", paths[0], "--module", "sparse.bags", "--out", paths[2]]
     assert main(command) == 0
-    found = read_torchrec(paths[2]).plan["sparse.bags"]
-    assert {n: s.ranks for n, s in found.items()} == {"a": [0, 1], "b": [3]}
+    found = read_torchrec(paths[2]).plan
+    assert {path: {n: s.ranks for n, s in of.items()} for path, of in found.items()} == {
+        "sparse.bags": {"a": [0, 1]}, "left": {"b": [3]}}
     half = Placement("row", Shard(given.tables[0], 0, 24, 0, 8), (0, 1, 2, 3))
     files.write_plan(paths[1], Plan((half, column(given.tables[0], 1, 8, 16), plan.placements[2])), given)
     assert main(command) == 1

@@ -69,9 +69,11 @@ class Model(nn.Module):
 def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered: bool = False) -> Problem:
     shapes = {"a": LEFT["a"], "b": LEFT["b"], "left.c": LEFT["c"], "d": LEFT["d"],
               "inner.right.c": RIGHT["c"], "e": RIGHT["e"]}
-    tables = [Table(n, r, d, 2.0 * len(f), ordered=ordered) for n, (r, d, f) in shapes.items()]
+    tables = [Table(n, r, d, 2.0 * len(f), ordered=ordered,
+                    collection="inner.right" if n in ("inner.right.c", "e") else "left")
+              for n, (r, d, f) in shapes.items()]
     if sequence:
-        tables += [Table("s", 30, 8, 2.0), Table("t", 21, 8, 2.0)]
+        tables += [Table(name, rows, 8, 2.0, collection="sequence") for name, rows in (("s", 30), ("t", 21))]
     devices = tuple(Device(10**9, host=f"host-{h}") for h in range(n_hosts) for _ in range(per_host))
     return Problem("model", tuple(tables), Topology(devices), BATCH * len(devices))
 
@@ -283,9 +285,8 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
         if path == "sequence":  # what is cut there stays apart from what is whole
             continue
         module = model.get_submodule(path)
-        wanted = {op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards
-                                  if names[s.table.name].path == path)
-                  for op in lower(plan, given).ops[given.topology.ranks[rank]]}
+        wanted = {op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards)
+                  for op in lower(plan, given).ops[given.topology.ranks[rank]] if op.run.collection == path}
         found: dict[str, list] = {}
         for lookup in module._lookups:
             for op in getattr(lookup, "module", lookup)._emb_modules:
@@ -293,7 +294,7 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
                 if (kind := kinds[shardings[held[0][0]].sharding_type]) in found:
                     return f"two ops for {kind} shards of {path!r}"
                 found[kind] = held
-        if found != {kind: held for kind, held in wanted.items() if held}:
+        if found != wanted:
             return f"ops of {path!r} are {found}; lower has {wanted}"
     return ""
 

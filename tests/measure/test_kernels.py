@@ -64,6 +64,42 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
                                    step.expand(-1, shard.width), rtol=1e-2, atol=1e-7)
 
 
+def sequences(tables, *widths):
+    return [Shard(dataclasses.replace(t, dim=w, sequence=True), 0, t.rows // 2 * (1 + i % 2), 0, w)
+            for i, (t, w) in enumerate(zip(tables, widths, strict=False))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_lookup_of_a_sequence_is_an_output(tables, device):
+    """A row range and a whole table. They equal the rows looked up, and one SGD step moves those."""
+    bench = KernelBench(Setting("test", 256), device, CONFIG)
+    shards = sequences(tables, 16, 16)
+    run = bench.prepare(ComputeRequest(tuple(shards), 256))
+    before = bench._arena.detach().cpu().clone()
+    output = run.op(run.indices, run.offsets)
+    places, expected = run.op.weights_offsets.tolist(), []
+    for shard, place in zip(shards, places, strict=True):
+        weights = before[place:place + shard.rows * 16].view(shard.rows, 16)
+        expected.append(weights[torch.from_numpy(streams.shard_stream(shard, 256)[0])])
+    torch.testing.assert_close(output.detach().cpu(), torch.cat(expected))
+    assert len(expected[0]) and len(expected[1])
+    output.backward(run.gradient)
+    moved = (before != bench._arena.detach().cpu())
+    for shard, place in zip(shards, places, strict=True):
+        rows = np.unique(streams.shard_stream(shard, 256)[0])
+        assert np.array_equal(np.flatnonzero(moved[place:place + shard.rows * 16].view(-1, 16).all(1)), rows)
+
+
+@pytest.mark.parametrize("shards, said", [
+    (lambda t: sequences(t, 16, 32), "sequences 16 and 32 columns wide; FBGEMM runs those of one width"),
+    (lambda t: [*sequences(t, 16), Shard.whole(t[1])], "has sequences and pooled tables"),
+])
+def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards, said):
+    request = ComputeRequest(tuple(shards(tables)), 256)
+    [sample] = KernelBench(Setting("test", 256), "cpu", CONFIG).measure([request])
+    assert said in sample.error
+
+
 def test_what_does_not_fit_costs_that_sample_only(tables):
     huge = Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0)))
     setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20)

@@ -17,6 +17,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import Job
+from shardcore.layouts import LAYOUTS
 from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.kernels import KernelBench
@@ -36,8 +37,8 @@ TABLES = (
     Table("cold", 50_000, 16, 4.0, COLD),
     Table("hot", 3_000, 32, 20.0, COLD),
     Table("wide", 2_000, 64, 2.5, COLD),
-    Table("zipf", 10_000, 8, 10.0, Zipf(1.1)),
-    Table("one", 1, 4, 1.0, Zipf(0.0)),
+    Table("zipf", 10_000, 8, 10.0, Zipf(1.1), collection="users"),
+    Table("one", 1, 4, 1.0, Zipf(0.0), collection="users"),
 )
 
 
@@ -74,7 +75,8 @@ def _told(rank, init_method, say, workloads, reference):
     made, saw = [], {}
 
     def told(tensors):
-        return {kind: x.detach().flatten().numpy().copy() for kind, x in tensors.items()}
+        return {f"{run.name} {run.collection}".strip(): x.detach().flatten().numpy().copy()
+                for run, x in tensors.items()}
 
     class Told(module._Step):
         """A step whose buffers tell rank and position. (What it pools tells them by itself: rows of weights
@@ -160,22 +162,23 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
     workloads, _, said = three
     n = ["whole", "mixed", "lopsided"].index(which)
     sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
-    columns = [sum(s.width for op in ops if op.kind == "column" for s in op.shards)
-               for ops in workloads[n].ops]
+    runs = {"column": "", "column users": "users"} if which != "lopsided" else {"column": ""}
+    columns = {run: [sum(s.width for op in ops if op.kind == "column" and op.run.collection == name
+                         for s in op.shards) for ops in workloads[n].ops] for run, name in runs.items()}
     for rank in range(3):
-        to_rank = [split(sent[d]["column"], [80 * w for w in columns])[rank] for d in range(3)]
-        if "column" in received[rank]:
-            same(received[rank]["column"], np.concatenate(to_rank))
-        of_rank = [split(outputs[d]["column"], [80 * columns[d]] * 3)[rank] for d in range(3) if columns[d]]
-        same(arrived[rank]["column"], np.concatenate(of_rank))
+        for run, of in columns.items():
+            to_rank = [split(sent[d][run], [80 * w for w in of])[rank] for d in range(3)]
+            if run in received[rank]:
+                same(received[rank][run], np.concatenate(to_rank))
+            of_rank = [split(outputs[d][run], [80 * of[d]] * 3)[rank] for d in range(3) if of[d]]
+            same(arrived[rank][run], np.concatenate(of_rank))
         if which == "mixed":
             same(received[rank]["row"], np.concatenate([sent[d]["row"] for d in range(3)]))
             same(arrived[rank]["row"], sum(split(outputs[d]["row"], [80 * 16] * 3)[rank] for d in range(3)))
             assert sent[rank]["data_parallel"].size == 2_000 * 64
             same(received[rank]["data_parallel"], sum(one["data_parallel"] for one in sent))
-    assert any(columns)
-    assert all(set(one) == ({"column", "row", "data_parallel"} if which == "mixed" else {"column"})
-               for one in sent)
+    assert all(map(any, columns.values()))
+    assert all(set(one) == {*runs, *(("row", "data_parallel") if which == "mixed" else ())} for one in sent)
 
 
 # --- a gang of two hosts ------------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ def _over_hosts(rank, init_method, say, workload):
     with local_ranks.exchanging():
         member = Rank(rank, 4, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
         own = exchanges.groups(rank, workload.topology, exchanges.used_channels(workload))
-        chain = exchanges.chains(workload, rank, full, own)["host_row"]
+        chain = exchanges.chains(workload, rank, full, own)[LAYOUTS["host_row"]]
         op, = workload.ops[rank]
         outputs = torch.from_numpy(_marked(rank, (op.batch, sum(s.width for s in op.shards))))
         arrived = exchanges.forward(chain, outputs).numpy().copy()

@@ -59,6 +59,17 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     assert dataset.read_compute(tmp_path, Setting("other", 256)) == []
 
 
+def test_samples_of_sequences_are_not_those_of_pooled_lookups(tables, tmp_path):
+    pooled = compute_sample(tables, 0)
+    shards = tuple(dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True))
+                   for s in pooled.request.shards)
+    request = dataclasses.replace(pooled.request, shards=shards)
+    sequence = dataclasses.replace(pooled, id=dataset.compute_id(SETTING, request), request=request)
+    dataset.write_compute(tmp_path, [pooled, sequence], dataset.write_pool(tmp_path, tables))
+    found = {s.id: s for s in dataset.read_compute(tmp_path)}
+    assert found == {pooled.id: pooled, sequence.id: sequence} and pooled.id != sequence.id
+
+
 def test_the_control_group_is_what_was_timed_most_often(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     assert dataset.reference_op(tmp_path, SETTING) is None

@@ -9,9 +9,10 @@ from shapes import with_room
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import CHANNELS, shards_on
+from shardcore.layouts import shards_on
 from shardcore.search.shards import consolidate, division, halve_columns, placed
 from shardcore.topology import Device, Topology
+from shardcore.traffic import channels_of
 from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
@@ -22,7 +23,7 @@ class SlowScatter(AnalyticModel):
     """Reduce-scatters take twice their bytes: tells the collectives of a pooled output apart."""
 
     def comm(self, traffic, compute_ms, topology):
-        times = np.array([1 + (c.collective == "reduce_scatter") for c in CHANNELS])
+        times = np.array([1 + (c.collective == "reduce_scatter") for c in channels_of(traffic)])
         return super().comm((traffic.T * times).T, compute_ms, topology)
 
 

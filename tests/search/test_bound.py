@@ -1,11 +1,12 @@
 """Bounds against all plans of tiny problems, and what is said of a model that proves nothing."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from conformance import BATCH, MIB, draw_tables, every_plan, model_for
-from shapes import on_hosts, sends
+from shapes import column, host_row, on_hosts, sends
 
 from shardcore.constraints import Constraints
 from shardcore.cost import features
@@ -16,9 +17,9 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
-from shardcore.search import SHARDERS, Budget, bound, bound_shards
+from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_shards
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
 
 
@@ -232,3 +233,58 @@ def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
     assert dense_ms < found.proved_ms <= step_ms
     without = bound.bound(drawn, model).proved_ms
     assert found.proved_ms <= without + dense_ms
+
+
+# --- contention ---------------------------------------------------------------------------------------------
+
+
+def crowded(steep: float = 6.0) -> NeuralModel:
+    """Two shards in an op take seven times as long, each, as one by itself. Less where it is less steep."""
+    model = contended(0)
+    k, weights = len(features.DRIVERS), dict(model.weights)
+    weights["load_typical"] = np.append(1.4, np.ones(k - 1))
+    weights["contention.0.weight"] = np.zeros((k, 4))
+    weights["contention.0.weight"][[0, 3], [0, 1]] = steep
+    weights["contention.0.bias"], weights["contention.1.weight"] = np.zeros(4), np.zeros((4, 2))
+    weights["contention.1.weight"][0] = 1.0
+    # Lookups contend too where it is less steep.
+    weights["contention.1.weight"][1] = float(steep < 1)
+    return replace(model, weights=weights)
+
+
+def hot_and_light() -> Problem:
+    """Two hot tables whose rows the devices of a host can share, and a light one that stays whole."""
+    where = on_hosts("aabb", 64 * MIB, within_host_gbps=64.0, between_hosts_gbps=64.0, latency_ms=0.0001)
+    hot = [Table(f"hot{i}", 400, 4, 200.0, Zipf(0.3)) for i in range(2)]
+    return Problem("hosts", (*hot, Table("light", 400, 4, 1.0)), where, BATCH,
+                   constraints=Constraints(unsplit=("light",)))
+
+
+def test_what_one_host_shares_does_not_contend_on_others():
+    """Each host shares one of the hot tables. Were both on all devices, they would take far longer."""
+    given, model, shared = hot_and_light(), crowded(), LAYOUTS["host_row"]
+    ways = [[*(column(t, d) for d in range(4)),
+             *(host_row(t, h) for h in ((0, 1), (2, 3)) if t.name != "light")] for t in given.tables]
+    plans = [Plan(some) for some in product(*ways)]
+    best = min(plans, key=lambda plan: price(lower(plan, given), model).total_ms)
+    assert sorted(p.devices for p in best.placements if p.kind == shared.name) == [(0, 1), (2, 3)]
+    proved = bound.bound(given, model, shared=(shared,)).proved_ms
+    assert 0.5 < proved / price(lower(best, given), model).total_ms <= 1
+
+
+@pytest.mark.parametrize("made", [lambda seed: contended(seed), lambda seed: crowded(0.3)],
+                         ids=["contended", "crowded"])
+def test_no_op_has_more_load_than_its_ms_allow(made):
+    """Of drawn ops with one shard of some tables each: the least contending of a load among them."""
+    for seed in range(3):
+        rng, model = np.random.default_rng(seed), made(seed)
+        given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
+        shards = bound_shards.BoundShards(given, model, (), False)
+        every = np.ones(len(shards.kind), dtype=bool)
+        found = bound_ops.curve(shards, 0, every, ~every)
+        for _ in range(300):
+            tables = rng.permutation(8)[:rng.integers(1, 9)]
+            op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
+            ms = float(model.head(shards.codes[op].sum(0)[None])[0]) - model.launch_ms
+            assert found.load[op].sum() <= found.most(np.array([ms]))[0] * (1 + 1e-9)
+            assert found.alone[op].sum() <= ms * (1 + 1e-9)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.inputs import received_bytes
-from shardcore.layouts import CHANNELS, Channel, Layout
+from shardcore.layouts import CHANNELS, Layout
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.types import Problem, Shard
@@ -32,7 +32,8 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
         return dict.fromkeys(_TERMS, 0.0)
-    of_all = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in problem.tables)
+    of_all = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in problem.tables
+                 if (t.collection, t.sequence) == (layout.collection, layout.sequence))
     outputs = _probes(of_all / n, n)
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
         outputs[:, group] = outputs[:, group[:1]]
@@ -41,18 +42,18 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     return _fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
 
 
-def id_rates(problem: Problem, model: CostModel, channel: Channel) -> dict[str, float]:
-    """As `exchange_rates`, per byte of ids that devices receive by a channel.
+def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
+    """As `exchange_rates`, per byte of ids that devices receive. All 0 for kinds without ids.
 
     `own` is 0: the longest transfer counts.
     """
     n = len(problem.topology)
-    if n == 1:
+    if n == 1 or not layout.ids:
         return dict.fromkeys(_TERMS, 0.0)
     of_all = sum(received_bytes(Shard.whole(t), problem) for t in problem.tables)
     id_bytes = _probes(max(of_all, 1.0) / n, n)
     traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
-    traffic[CHANNELS.index(channel)] = id_bytes
+    traffic[CHANNELS.index(layout.ids)] = id_bytes
     longest = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology).input_ms.max(1, keepdims=True)
     return {"own": 0.0, **_fitted(id_bytes, np.broadcast_to(longest, id_bytes.shape), problem.topology,
                                   _TERMS[1:])}

@@ -20,14 +20,14 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.inputs import received_bytes
 from shardcore.layouts import (
-    ID_CHANNELS,
-    RUNS,
     WHOLE_ROWS,
     Group,
     Layout,
     device_names,
     even_share,
     layout_of,
+    run_of,
+    runs_of,
     shards_on,
 )
 from shardcore.memory import bytes_as, free_bytes
@@ -163,6 +163,7 @@ class SearchSpace:
     fixed: the same as arrays, for the compiled search.
     groups: [G] a kind and its devices, which may share whole tables.
     divided: [N] strips whose rows are always divided over all devices.
+    runs: [X - K] those that ids travel for, each by an exchange of its own: of kinds, then of groups.
     """
 
     problem: Problem
@@ -170,26 +171,26 @@ class SearchSpace:
     fixed: SearchProblem
     groups: tuple[tuple[Layout, Group], ...]
     divided: np.ndarray
+    runs: tuple[Layout, ...]
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """[Y] layouts of the groups."""
         return tuple(dict.fromkeys(layout for layout, _ in self.groups))
 
-    def number(self, kind: str, devices: Group, sequence: bool) -> int:
-        """The number of a group that shares pooled tables, or sequences."""
-        return next(g for g, (layout, group) in enumerate(self.groups)
-                    if (layout.name, group, layout.sequence) == (kind, devices, sequence))
+    def number(self, kind: str, devices: Group, table: Table) -> int:
+        """The number of a group that shares a table by a kind."""
+        return self.groups.index((run_of(kind, table), devices))
 
-    def dividing(self, sequence: bool) -> int:
-        """The group of all devices that divides rows of pooled tables, or of sequences."""
+    def dividing(self, table: Table) -> int:
+        """The group of all devices that divides rows of a table."""
         return next((g for g, (layout, group) in enumerate(self.groups) if layout.divides_rows
-                     and layout.sequence == sequence and len(group) == len(self.problem.topology)), 0)
+                     and runs(layout, table) and len(group) == len(self.problem.topology)), 0)
 
     @property
     def always_shared(self) -> np.ndarray:
         """[N, 2] the divided strips, each with its group."""
-        pairs = [(s, self.dividing(self.cache.table(s).sequence)) for s in self.divided]
+        pairs = [(s, self.dividing(self.cache.table(s))) for s in self.divided]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     @property
@@ -215,6 +216,11 @@ class SearchSpace:
             layout, on = self.groups[group[s]]
             found.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
         return found
+
+
+def runs(layout: Layout, table: Table) -> bool:
+    """Whether a layout is of the table's collection."""
+    return (layout.sequence, layout.collection) == (table.sequence, table.collection)
 
 
 def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
@@ -250,16 +256,16 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     # Hosts as numbers.
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices = len(problem.topology)
-    has = {t.sequence for t in problem.tables}
-    groups = tuple((layout, group) for layout in RUNS if layout.sequence in has
+    groups = tuple((layout, group) for layout in runs_of(problem.tables)
                    for group in layout.groups(problem.topology) if len(group) > 1)
+    of_ids = tuple(dict.fromkeys((*cache.kinds, *(layout for layout, _ in groups))))
     exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds),
-                *(id_rates(problem, model, channel) for channel in ID_CHANNELS)]
+                *(id_rates(problem, model, layout) for layout in of_ids)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
         added_ms=added(cache.codes, model), bytes=cache.bytes, outputs=cache.outputs,
-        ids=cache.id_bytes.sum(1), ids_by=cache.ids_by + len(cache.kinds),
+        ids=cache.id_bytes, ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
@@ -268,11 +274,11 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
-        **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}),
+        **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids),
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
     return SearchSpace(problem, cache, fixed, groups,
-                       np.array([number[t.name] for t in by_rows], dtype=np.int64))
+                       np.array([number[t.name] for t in by_rows], dtype=np.int64), of_ids)
 
 
 def is_large(cache: ShardCostCache) -> bool:
@@ -328,7 +334,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 
 
 def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
-            wanted: bool, divided: Collection[str]) -> dict[str, np.ndarray]:
+            wanted: bool, divided: Collection[str], of_ids: Sequence[Layout]) -> dict[str, np.ndarray]:
     """The fields of records.SearchProblem about groups.
 
     Groups may share whole tables that lookups hit and no constraint concerns.
@@ -336,6 +342,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     They also need that no strip is a row range, as those would run in the same op.
 
     divided: names of tables that are always divided.
+    of_ids: the runs of the exchanges of ids.
     """
     topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
     n_kinds = len(cache.kinds)
@@ -348,8 +355,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
              "may_share": np.zeros(shape, dtype=bool),
              "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
              "shared_bytes": np.zeros(shape, np.int64), "shared_ids": np.zeros(shape, np.int64),
-             "shared_ids_by": np.array([n_kinds + (ID_CHANNELS.index(layout.ids) if layout.ids else 0)
-                                        for layout in layouts], np.int64),
+             "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
              "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
     if not wanted and not divided:
@@ -359,7 +365,6 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     free = np.array([wanted and not cache.is_range[s] and w.width == MIN_WIDTH * cache.size[s]
                      and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
-    sequence = np.array([shard.table.sequence for shard in whole], dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for of_group, group in groups if of_group is layout)
@@ -370,7 +375,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
                       for shard, rows in zip(whole, share, strict=True)]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
             divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
-        found["may_share"][y] = free & divides & (sequence == layout.sequence)
+        found["may_share"][y] = free & divides & [runs(layout, shard.table) for shard in whole]
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
         if layout.ids:

@@ -24,7 +24,6 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import CHANNELS, ID_CHANNELS
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards
@@ -178,14 +177,13 @@ class Search:
     def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
         state, fixed, space = start.state, start.fixed, start.space
-        carried = {layout: state.carried[:, k] for k, layout in enumerate(space.cache.kinds)}
-        ids = dict(zip(ID_CHANNELS, state.carried.T[len(carried):], strict=True))
+        carried = {run: np.zeros(len(fixed.speed)) for run in space.runs}
+        for run, n_bytes in zip(space.cache.kinds, state.carried.T, strict=False):
+            carried[run] += n_bytes
+        for (run, devices), size in zip(space.groups, state.group_size, strict=True):
+            carried[run][list(devices)] += size
+        ids = dict(zip(space.runs, state.carried.T[len(space.cache.kinds):], strict=True))
         traffic = traffic_of_outputs(carried, self.problem, ids)
-        for (layout, devices), size in zip(space.groups, state.group_size, strict=True):
-            for channel, entering in layout.channels_in(self.problem).items():
-                # Group sizes are bytes of gradients, or of outputs (see _shared).
-                weights, outputs = (size, 0) if layout.dense_gradient else (0, size)
-                traffic[CHANNELS.index(channel), devices] += entering(weights, outputs, self.problem)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))

@@ -312,7 +312,7 @@ class Starts:
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = self.spaces.space(self._of_strips(shards), shards, True, kind == "halves")
-        shared = [_pairs(space.strips([t]), space.number(*group, t.sequence))
+        shared = [_pairs(space.strips([t]), space.number(*group, t))
                   for group, tables in old.shared.items() for t in tables]
         start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
         held = start.state.held.copy()

@@ -11,7 +11,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.inputs import expected_bytes
 from shardcore.job import Job
-from shardcore.layouts import ID_CHANNELS, layout_of
+from shardcore.layouts import layout_of
 from shardcore.search import Budget
 from shardcore.search.anneal import sharder
 from shardcore.types import Plan, Problem, Setting, Table
@@ -22,10 +22,12 @@ HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
-@pytest.mark.parametrize("sequences", [False, True])
-def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, sequences, monkeypatch):
+@pytest.mark.parametrize("sequences, several", [(False, False), (True, False), (True, True)])
+def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, sequences, several,
+                                                                        monkeypatch):
     drawn = draw_tables(np.random.default_rng(1), 12)
-    tables = (replace(t, features=1 + i % 3, sequence=sequences and i % 4 == 0) for i, t in enumerate(drawn))
+    tables = (replace(t, features=1 + i % 3, sequence=sequences and i % 4 == 0,
+                      collection="users" if several and i % 3 == 0 else "") for i, t in enumerate(drawn))
     problem = Problem("p", tuple(tables), on_hosts(hosts), BATCH)
     model, seen = model_for(problem), []
     exact = sharder.Search._exact_ms
@@ -34,7 +36,9 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, s
         state, fixed = start.state, start.fixed
         plan = Plan(tuple(start.placements))
         # All ranges of divided rows count as the first. The last one may have fewer rows.
-        more = state.carried[:, -len(ID_CHANNELS):].T - expected_bytes(plan, problem)
+        runs, expected = start.space.runs, expected_bytes(plan, problem)
+        nothing = 0 * fixed.speed
+        more = state.carried[:, -len(runs):].T - np.array([expected.get(run, nothing) for run in runs])
         divided = any(layout_of(p.kind).divides_rows for p in plan.placements)
         assert (more >= 0).all() and (divided or not more.any())
         kept = {name: getattr(state, name).copy() for name in ("carried", "hosts", "all_carried")}

@@ -174,8 +174,8 @@ def try_edits(head, fx, st, a, b, n):
     n_kinds = len(fx.ids_by)
     for x in range(n_exchanges):
         st.trial_carried[0, x], st.trial_carried[1, x] = st.carried[a, x], st.carried[b, x]
-    # Bit n_kinds * slot + k: the fused op of kind k on that device changes.
-    touched = 0
+    for k in range(n_kinds):
+        st.trial_ms[0, k], st.trial_ms[1, k] = st.ms[a, k], st.ms[b, k]
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         slot = 0 if d == a else 1
@@ -183,7 +183,8 @@ def try_edits(head, fx, st, a, b, n):
         st.trial_used[slot] += fx.bytes[then] - fx.bytes[was]
         st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
-        touched |= 1 << (n_kinds * slot + k)
+        # The fused op of kind k on that device changes.
+        st.trial_ms[slot, k] = -1.0
     # A device that is too full already may still lose bytes.
     if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (
             st.trial_used[1] > fx.free[b] and st.trial_used[1] > st.used[b]):
@@ -194,10 +195,9 @@ def try_edits(head, fx, st, a, b, n):
     for slot in range(2):
         d = a if slot == 0 else b
         for k in range(n_kinds):
-            st.trial_ms[slot, k] = st.ms[d, k]
             for f in range(n_features):
                 st.trial_sums[slot, k, f] = st.sums[d, k, f]
-            if touched >> (n_kinds * slot + k) & 1:
+            if st.trial_ms[slot, k] < 0.0:
                 # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
                 if st.trial_carried[slot, k] == 0:
                     for f in range(n_features):

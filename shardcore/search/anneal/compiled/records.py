@@ -4,7 +4,7 @@ An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
 P parameters, L log entries, K kinds of what single devices hold.
-X exchanges: one of outputs for each kind, then those of ids.
+X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.
 
 Strips and units are defined in search/shard_cost_cache.py.

@@ -1,0 +1,202 @@
+"""A drawn model of several collections, and what its collectives carry in a step, as we say it.
+
+bench.traffic compares this with what TorchRec does.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from shardcore.inputs import Lookups, count_bytes, input_bytes
+from shardcore.job import PAYLOADS, Job
+from shardcore.layouts import CROSS, HOST, ID_CHANNELS, WORLD, Channel, Layout, run_of, shards_on
+from shardcore.outputs import payload_bytes
+from shardcore.topology import Device, Topology
+from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, Plan, Problem, Shard, Table
+from shardcore.workload import lower
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+
+import training  # noqa: E402  (the tests' own)
+
+SHAPES = ((1, 2), (2, 2), (1, 4))
+"""Hosts, and devices on each."""
+SPLITS, INPUT = "splits", "input"
+"""Counts of what travels, and ids with their lengths."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model to train for a step.
+
+    problem: its tables, each with its collection. Its job has the types of ids and lengths.
+    features: of each table. Tables may share them.
+    plan: a plan of the problem.
+    """
+
+    problem: Problem
+    features: dict[str, list[str]]
+    plan: Plan
+
+    @property
+    def collections(self) -> dict[str, list[Table]]:
+        found: dict[str, list[Table]] = {}
+        for table in self.problem.tables:
+            found.setdefault(table.collection, []).append(table)
+        return found
+
+
+def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
+    """A random model and plan."""
+    rng = np.random.default_rng(seed)
+    hosts, per_host = shape or SHAPES[rng.integers(len(SHAPES))]
+    devices = tuple(Device(10**9, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
+    tables, features = [], {}
+    for c in range(rng.integers(1, 4)):
+        sequence, names = bool(rng.random() < 0.3), []
+        weighted, dim = bool(not sequence and rng.random() < 0.4), 4 * int(rng.integers(1, 9))
+        for i in range(rng.integers(1, 6)):
+            own = [f"f{c}_{len(names) + k}" for k in range(rng.choice([1, 2, 3], p=[0.6, 0.2, 0.2]))]
+            # About a third of the tables share a feature with another.
+            own = [names[rng.integers(len(names))], *own[1:]] if names and rng.random() < 0.3 else own
+            names = list(dict.fromkeys([*names, *own]))
+            # An EmbeddingCollection has one dim.
+            dim = dim if sequence else 4 * int(rng.integers(1, 9))
+            tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), dim, 2.0 * len(own),
+                                features=len(own), weighted=weighted, sequence=sequence, collection=f"c{c}"))
+            features[tables[-1].name] = own
+    given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
+    plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
+    # Drawn apart, so that the models are those of earlier versions.
+    payloads = map(str, np.random.default_rng([seed, 1]).choice(list(PAYLOADS), 2, p=[0.5, 0.3, 0.2]))
+    job = Job(id_bytes=id_bytes, length_bytes=length_bytes,
+              **dict(zip(("forward_payload", "backward_payload"), payloads, strict=True)))
+    half = np.random.default_rng([seed, 2]).random(len(tables)) < 0.3
+    mixed = {t.name: replace(t, precision="fp16") for t, short in zip(tables, half, strict=True) if short}
+    given = replace(given, job=job, tables=tuple(mixed.get(t.name, t) for t in tables))
+    return Drawn(given, features, Plan(tuple(
+        replace(p, shard=replace(p.shard, table=mixed.get(p.shard.table.name, p.shard.table)))
+        for p in plan.placements)))
+
+
+def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
+    """For each feature how many ids each sample of a rank has."""
+    rng = np.random.default_rng([seed, rank])
+    return {feature: rng.integers(0, 5, model.problem.local_batch)
+            for feature in sorted({f for own in model.features.values() for f in own})}
+
+
+def ids_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
+    """For each feature the ids that a rank's samples look up: within the rows of every table that has it."""
+    rng = np.random.default_rng([seed, rank, 1])
+    rows = {f: min(t.rows for t in model.problem.tables if f in model.features[t.name])
+            for own in model.features.values() for f in own}
+    return {f: rng.integers(0, rows[f], lengths.sum())
+            for f, lengths in lengths_of(model, seed, rank).items()}
+
+
+def given_lookups(model: Drawn, seed: int) -> Lookups:
+    """The lookups of a drawn batch, counted."""
+    ids = [ids_of(model, seed, rank) for rank in range(len(model.problem.topology))]
+
+    def of(shard: Shard) -> np.ndarray:
+        mine = [np.concatenate([of_rank[f] for f in model.features[shard.table.name]]) for of_rank in ids]
+        return np.array([np.count_nonzero((i >= shard.row_lo) & (i < shard.row_hi)) for i in mine])
+    return of
+
+
+Calls = dict[str, list[list[int]]]
+"""By what is carried, bytes in and out of each collective, rising. Of _SUMMED, of all together."""
+
+
+def expected(model: Drawn, seed: int) -> list[Calls]:
+    """For each rank the collectives of a step."""
+    n, job = len(model.problem.topology), model.problem.job
+    sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
+    counts = count_bytes(model.plan, model.problem)
+    hosts = model.problem.topology.on_hosts
+    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
+    exchanges = [*pooled_exchanges(model), *sequence_exchanges(model, given_lookups(model, seed))]
+    found = []
+    for rank in range(n):
+        mine = {SPLITS: [[counts, counts]], INPUT: [[sent[rank], received[rank]]]}
+        for channel, there, back in exchanges:
+            [group] = (g for g in groups[channel.group] if rank in g)
+            # All ranks of a group take part if any has something.
+            if not there[list(group)].any():
+                continue
+            # What enters on the way there leaves on the way back.
+            ways = {"forward": [there[rank], back[rank]], "backward": [back[rank], there[rank]]}
+            for way in COLLECTIVES[channel.collective]:
+                cast = getattr(job, f"{way}_payload") if channel.collective in CAST else "fp32"
+                mine.setdefault(f"{way} {channel.words}", []).append(
+                    [payload_bytes(n_bytes, cast) for n_bytes in ways[way]])
+        found.append(in_order(mine))
+    return found
+
+
+Exchange = tuple[Channel, np.ndarray, np.ndarray]
+"""A collective, and [D] bytes that enter and leave it forward."""
+
+
+def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
+    """Those of pooled tables and replicas. They do not depend on the ids."""
+    pooled = tuple(t for t in model.problem.tables if not t.sequence)
+    if not pooled:
+        return
+    work = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
+                 replace(model.problem, tables=pooled))
+    n, hosts = len(model.problem.topology), model.problem.topology.on_hosts
+    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
+    for channel, there in zip(work.channels, work.traffic, strict=True):
+        # The workload's ids are those that statistics make us expect.
+        if channel in ID_CHANNELS or not there.any():
+            continue
+        back = there.copy()
+        for group in map(list, groups[channel.group] if channel.collective != "all_reduce" else ()):
+            # An all-to-all deals out what each has, evenly. A reduce-scatter leaves its share of a sum.
+            of_all = there[group].sum() if channel.collective == "all_to_all" else there[group]
+            back[group] = of_all / len(group)
+        yield channel, there, back
+
+
+def sequence_exchanges(model: Drawn, lookups: Lookups) -> Iterator[Exchange]:
+    """Those of sequences, for given lookups.
+
+    A row of each lookup goes from the device that has it to the one that asked. Of a collection, TorchRec
+    runs tables cut by columns apart from whole ones.
+    """
+    found: dict[tuple[Layout, bool], np.ndarray] = {}
+    for placement in model.plan.placements:
+        table = placement.shard.table
+        if table.sequence:
+            run = run_of(placement.kind, table), placement.shard.width < table.dim
+            mine = found.setdefault(run, np.zeros((2, len(model.problem.topology))))
+            for device, shard in shards_on(placement):
+                asked = OUTPUT_BYTES * shard.width * lookups(shard)
+                mine[0, device] += asked.sum()
+                mine[1] += asked
+    for (run, _), (there, back) in found.items():
+        [channel] = run.channels
+        yield channel, there, back
+
+
+def in_order(calls: Mapping[str, Iterable[Sequence[float]]]) -> Calls:
+    found = {}
+    for name, pairs in calls.items():
+        # A host that has nothing of a run still takes part, with 0 bytes.
+        whole = sorted([round(b) for b in pair] for pair in pairs if any(pair))
+        found[name] = [[sum(side) for side in zip(*whole, strict=True)]] if _is_summed(name) else whole
+    return {name: pairs for name, pairs in found.items() if pairs and pairs != [[]]}
+
+
+def _is_summed(name: str) -> bool:
+    """Ids are several tensors. DDP makes buckets of gradients."""
+    return name in (SPLITS, INPUT) or Channel("all_reduce").words in name

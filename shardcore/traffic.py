@@ -1,0 +1,54 @@
+"""Arrays of bytes by channel, and where the runs of a plan stand in them.
+
+Shapes: C channels (layouts.CHANNELS), L lanes, D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from shardcore.layouts import CHANNELS, CROSS, Channel, Layout
+from shardcore.types import Problem
+
+_BY_DDP = "all_reduce"
+
+
+def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
+    """Where runs stand in arrays of bytes: the lane of each, from 0.
+
+    Each run has collectives of its own. Runs without a channel in common share a lane, so most plans have
+    one. Gradients of replicas are all in the first: DDP reduces them together.
+    """
+    taken: list[set[Channel]] = [set()]
+    found = {}
+    for run in runs:
+        own = {c for c in (*run.channels, run.ids) if c and c.collective != _BY_DDP}
+        found[run] = next((i for i, others in enumerate(taken) if not own & others), len(taken))
+        taken += [set()] * (found[run] == len(taken))
+        taken[found[run]] |= own
+    return found
+
+
+def row_in(lane: int, channel: Channel) -> int:
+    """The row of a channel in arrays of bytes."""
+    return lane * len(CHANNELS) + CHANNELS.index(channel)
+
+
+def channels_of(traffic: np.ndarray) -> tuple[Channel, ...]:
+    """The channel of each row of an array of bytes."""
+    return CHANNELS * (len(traffic) // len(CHANNELS))
+
+
+def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
+    """Traffic [L C, ..., D]; with towers, what crosses hosts is divided evenly over each host's devices.
+
+    After the exchange within a tower, all its devices have equally many samples (Layout.channels_in).
+    """
+    if problem.job.tower_ratio is not None:
+        on_hosts = np.array(problem.topology.on_hosts)
+        for row in (i for i, c in enumerate(channels_of(traffic)) if c.group == CROSS):
+            of_host = traffic[row][..., on_hosts]
+            traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
+    return traffic

@@ -1,0 +1,57 @@
+"""Several collections in every search: each has ops and exchanges of its own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance import BATCH, MIB, draw_tables, model_for
+from shapes import on_hosts
+
+from shardcore.cost.model import price
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.bound import bound
+from shardcore.types import Problem
+from shardcore.workload import lower
+
+
+def problem(hosts: str = "aabb", several: bool = True) -> Problem:
+    """Three collections in turns, the last of which has a sequence too."""
+    drawn = draw_tables(np.random.default_rng(3), 12)
+    tables = (replace(t, rows=t.rows + 8, sequence=i == 11, collection="abc"[i % 3] if several else "")
+              for i, t in enumerate(drawn))
+    return Problem("p", tuple(tables), on_hosts(hosts, MIB), BATCH)
+
+
+@pytest.mark.parametrize("name", [n for n in SHARDERS if n != "torchrec"])
+def test_plans_of_all_sharders_run_collections_by_themselves(name):
+    given = problem()
+    plan = SHARDERS[name](given, model_for(given), seed=1, budget=Budget(evals=5_000))
+    workload = lower(plan, given)
+    for op in (op for ops in workload.ops for op in ops):
+        assert len({(s.table.collection, s.table.sequence) for s in op.shards}) == 1
+    assert max(len(ops) for ops in workload.ops) > 2
+    assert price(workload, model_for(given)).total_ms == plan.provenance["predicted_ms"]
+
+
+@pytest.mark.parametrize("name", ["anneal", "anneal_columns"])
+def test_a_search_that_knows_of_collections_finds_better_plans(name):
+    """Than one that takes them for one, by what both cost as they run. With slow launches it matters."""
+    given, one = problem("aaaa"), problem("aaaa", several=False)
+    slow = replace(model_for(given), launch_us=50, exchange_latency_ms=0.05)
+    budget = Budget(evals=20_000)
+    knowing = SHARDERS[name](given, slow, seed=1, budget=budget)
+    blind = SHARDERS[name](one, slow, seed=1, budget=budget)
+    own = {t.name: t for t in given.tables}
+    as_run = replace(blind, placements=tuple(
+        replace(p, shard=replace(p.shard, table=own[p.shard.table.name])) for p in blind.placements))
+    ms = [price(lower(plan, given), slow).total_ms for plan in (knowing, as_run)]
+    assert ms[0] <= ms[1] * (1 + 1e-9)
+    assert ms[1] > blind.provenance["predicted_ms"]
+
+
+def test_nothing_is_proved_of_several_collections():
+    given = problem()
+    pooled = replace(given, tables=tuple(t for t in given.tables if not t.sequence))
+    assert bound(pooled, model_for(given)).proved_ms is None
+    one = replace(given, tables=tuple(t for t in pooled.tables if t.collection == "b"))
+    assert bound(one, model_for(given)).proved_ms > 0
