@@ -29,7 +29,6 @@ from shardcore.search.anneal.sharder import anneal
 from shardcore.types import Table
 from shardcore.workload import lower
 
-
 QUICK = pairs.PairConfig(message_kib=128, load_kib=512)
 """On links so slow, 1 MiB between all pairs of 16 ranks would take ten minutes."""
 
