@@ -42,7 +42,8 @@ def as_in_version_1(plan):
 def test_draws_are_those_of_earlier_versions(tables):
     """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who
     measures."""
-    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0, one_sided=0.0)
+    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0, one_sided=0.0,
+                         sequences=0.0)
     groups = [
         dataset.compute_id(SETTING, compute_request(tables, i, SETTING, 3, config))
         for i in range(50)

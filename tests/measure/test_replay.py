@@ -267,7 +267,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     assert [m.shape for m in marks] == [(CONFIG.repeats, 6)] * 2 and reference_ms.shape == (CONFIG.repeats,)
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
     of_batch = [
-        tuple(batch["column"][0].indices.tolist())
+        tuple(next(iter(batch.values()))[0].indices.tolist())
         for batch in next(s for s in steps if isinstance(s, module._Step))._compute._batches
     ]
     assert len(set(of_batch)) == CONFIG.batches
