@@ -20,6 +20,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_DEVICES
 
 if TYPE_CHECKING:
+    from torch import nn
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
     from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
@@ -37,10 +38,33 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
-def read_torchrec(path: str | Path) -> ShardingPlan:
-    """A plan for DistributedModelParallel. Raises ShardCoreError for a file that is foreign, damaged or
-    edited."""
-    return from_json(_read(path)["modules"], str(path))
+def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
+    """A plan for DistributedModelParallel.
+
+    module: the model that it is for. Without it TorchRec trains on where the plan names other modules: their
+      tables are then not sharded at all.
+
+    Raises ShardCoreError for a file that is foreign, damaged or edited, and for a plan of another model.
+    """
+    found = from_json(_read(path)["modules"], str(path))
+    if module is not None:
+        _require_of(found, module, str(path))
+    return found
+
+
+def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
+    from shardcore.export.torchrec import tables_of
+
+    of_path: dict[str, set[str]] = {}
+    for table in tables_of(module).values():
+        of_path.setdefault(table.path, set()).add(table.name)
+    for path in sorted(set(plan.plan) | set(of_path)):
+        planned, there = set(plan.plan.get(path, {})), of_path.get(path)
+        if there is None:
+            raise ShardCoreError(f"{what} shards module {path!r}, which is no collection of the model; those "
+                                 f"are {sorted(of_path)[:5]}: export with --module")
+        if missing := sorted(there ^ planned):
+            raise ShardCoreError(f"{what} and the model differ in tables {missing[:5]} of module {path!r}")
 
 
 def read_qcomms(path: str | Path) -> QCommsConfig | None:

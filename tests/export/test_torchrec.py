@@ -164,6 +164,23 @@ def test_refuses_another_model():
         from_torchrec(theirs, given, training.Model())
 
 
+def test_a_file_is_checked_against_the_model_that_it_is_read_for(tmp_path):
+    given = training.problem(1, 2)
+    theirs = to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model())
+    write_torchrec(tmp_path / "plan.json", theirs)
+    assert read_torchrec(tmp_path / "plan.json", training.Model()) == theirs
+    left = theirs.plan.pop("left")
+    write_torchrec(tmp_path / "plan.json", theirs)
+    with pytest.raises(ShardCoreError, match="differ in tables .'a', 'b', 'c', 'd'. of module 'left'"):
+        read_torchrec(tmp_path / "plan.json", training.Model())
+    theirs.plan |= {"left": left, "nonsense": left}
+    write_torchrec(tmp_path / "plan.json", theirs)
+    with pytest.raises(ShardCoreError, match="shards module 'nonsense', which is no collection of the model; "
+                                             "those are .'inner.right', 'left'"):
+        read_torchrec(tmp_path / "plan.json", training.Model())
+    assert set(read_torchrec(tmp_path / "plan.json").plan) == {"left", "inner.right", "nonsense"}
+
+
 def test_settings_of_a_plan_are_kept(tmp_path):
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
     from torchrec.distributed.types import CacheParams, DataType, KeyValueParams
