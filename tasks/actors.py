@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -15,12 +15,37 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from shardcore.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
 from shardcore.measure.supervise import START_S
+from tasks import services
 
 _PLACE_S = 60.0
 """Seconds that a gang may wait for room."""
 _LOOK_EVERY_S = 5.0
 _GRACE_S = 3.0
 """How long a rank that lost another waits to be told why: Ray's word of a death comes a moment later."""
+_PROBE_S = 5.0
+"""How long a rank may take to say that it is alive."""
+
+
+class Member:
+    """A rank of a gang. As an actor it needs a concurrency group "watch"."""
+
+    def __init__(self) -> None:
+        self.heard()
+
+    def address(self) -> str:
+        """Where the ranks meet, if this is the first."""
+        # for as long as this rank lives, or another process may get it first
+        self._held = services.reserve_port("")
+        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
+
+    def heard(self) -> None:
+        """For its work to call as it goes on."""
+        self._heard = time.monotonic()
+
+    @ray.method(concurrency_group="watch")  # so that it answers while the rank works
+    def silent_s(self) -> float:
+        """For how long its work has not called `heard`."""
+        return time.monotonic() - self._heard
 
 
 def when_started(calls: Sequence[Any]) -> list[Any]:
@@ -54,26 +79,27 @@ def reason(error: Exception) -> str:
 def rank_cpus(ranks: int, hosts: int = 1) -> float:
     """CPUs for each of so many ranks: one, or less where the largest hosts have fewer cores than ranks."""
     most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-    return min(1.0, most * hosts / ranks)
+    return min(1.0, most / math.ceil(ranks / hosts))
 
 
 @contextmanager
-def gang(actor: Any, name: str, ranks: int, device: str, hosts: int = 1) -> Iterator[list[Any]]:
-    """`ranks` actors of a class, in their order, on `hosts` hosts with equally many each; all end with the
-    context.
+def gang(actor: Any, name: str, ranks: int, device: str, hosts: int | None = 1) -> Iterator[list[Any]]:
+    """`ranks` actors of a class, in their order; all end with the context.
+
+    hosts: that many hosts have equally many of them each. None: on as few as have room.
 
     One placement group with a bundle a host: what is in one bundle is on one host, and different bundles are
     on different ones. Raises ShardCoreError where they do not fit.
     """
-    each, cpus = ranks // hosts, rank_cpus(ranks, hosts)
+    bundles, nodes = hosts or ranks, [node for node in ray.nodes() if node["Alive"]]
+    each, cpus = ranks // bundles, rank_cpus(ranks, hosts or len(nodes))
     bundle = {"CPU": each * cpus, "GPU": each} if device == "cuda" else {"CPU": each * cpus}
-    group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
+    group = placement_group([bundle] * bundles, strategy="STRICT_SPREAD" if hosts else "PACK")
     try:
         if not group.wait(_PLACE_S):
-            nodes = sum(node["Alive"] for node in ray.nodes())
-            raise ShardCoreError(f"{ranks} ranks, {each} a host, found no room within {_PLACE_S:g} s on the "
-                                 "Ray cluster of "
-                                 f"{nodes} nodes with {ray.cluster_resources()}; ask for fewer")
+            raise ShardCoreError(f"{ranks} ranks{f', {each} a host,' if hosts else ''} found no room within "
+                                 f"{_PLACE_S:g} s on the Ray cluster of "
+                                 f"{len(nodes)} nodes with {ray.cluster_resources()}; ask for fewer")
         members = [actor.options(name=f"{name} rank {rank}", num_cpus=cpus, num_gpus=int(device == "cuda"),
                                  scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each))
                    .remote() for rank in range(ranks)]
@@ -118,6 +144,18 @@ def answers(name: str, calls: Sequence[Any], timeout_s: float,
         silent = _listed(waiting.values()) or rank
         raise ShardCoreError(f"{name}: rank {silent} does not answer the others; rank {rank}: {said}")
     return ray.get(list(calls))
+
+
+def silence(members: Sequence[Any]) -> Callable[[int], float]:
+    """Says for how many s a rank of these Members has not been heard of; for `answers`."""
+    heard = [time.monotonic()] * len(members)
+
+    def silent_s(rank: int) -> float:
+        with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
+            heard[rank] = time.monotonic() - ray.get(members[rank].silent_s.remote(), timeout=_PROBE_S)
+        return time.monotonic() - heard[rank]
+
+    return silent_s
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +21,22 @@ from shardcore.measurements import StepSample
 from shardcore.samples import dataset, replays
 from shardcore.types import MIN_WIDTH, Plan, Problem, Setting, Table
 from shardcore.workload import Workload
-from tasks import actors, services
+from tasks import actors
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress
 
-_PROBE_S = 5.0
 Run = Callable[[Sequence[Workload]], list[StepSample]]
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
-class ReplayRank:
+class ReplayRank(actors.Member):
     """One rank of a gang that replays."""
-
-    def __init__(self) -> None:
-        self._heard = time.monotonic()
-
-    def address(self) -> str:
-        # for as long as this rank lives, or another process may get it first
-        self._held = services.reserve_port("")
-        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
     def run(self, rank: int, address: str, workloads: Sequence[Workload],
             setting: Setting, config: ReplayConfig,
             device: str, reference: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
-        self._progress()
-        return replay_rank(rank, address, workloads, setting, config, device, self._progress, reference)
-
-    @ray.method(concurrency_group="watch")  # so that it answers while the rank works
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard
-
-    def _progress(self) -> None:
-        self._heard = time.monotonic()
+        self.heard()
+        return replay_rank(rank, address, workloads, setting, config, device, self.heard, reference)
 
 
 @contextmanager
@@ -221,11 +204,4 @@ def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setti
     calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting,
                                                                          config, device, reference)
              for rank, m in enumerate(members)]
-    heard = [time.monotonic()] * len(members)
-
-    def silent_s(rank: int) -> float:
-        with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
-            heard[rank] = time.monotonic() - ray.get(members[rank].silent_s.remote(), timeout=_PROBE_S)
-        return time.monotonic() - heard[rank]
-
-    return actors.answers("replay", calls, config.timeout_s + _PROBE_S, silent_s)
+    return actors.answers("replay", calls, config.timeout_s, actors.silence(members))

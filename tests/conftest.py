@@ -79,8 +79,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 # --- how tests are dealt to the workers ---------------------------------------------------------------------
 
-RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_tasks.py",
-       "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py", "tasks/test_workers.py")
+RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pairs.py",
+       "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py",
+       "tasks/test_workers.py")
 """These use one Ray cluster."""
 FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
 """The longest begin first, so that the workers end together."""

@@ -12,7 +12,6 @@ from shardcore.cli.options import Formatter, command, positive
 from shardcore.errors import ShardCoreError
 
 if TYPE_CHECKING:
-    from shardcore.measure.pairs import Found
     from shardcore.types import Problem
 
 _MEASURE = """Time messages between all pairs of ranks, find which of them share a host, a switch or a fast
@@ -39,17 +38,14 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from dataclasses import replace
-
     from shardcore import files
     from shardcore.measure import pairs
-    from shardcore.rank_order import order, topology_of
+    from shardcore.report import topology_report
 
     problem = files.read_problem(args.problem)
     n = len(problem.topology)
     config = pairs.PairConfig(args.message_kib, repeats=args.repeats)
-    if n < 2:
-        raise ShardCoreError(f"problem {problem.name!r} has one device; links need 2 or more")
+    pairs.require_links(problem)
     if "RANK" in os.environ:
         first = _rank(problem) == 0
         found = pairs.measure_job(config, args.device, _say if first else lambda *_: None)
@@ -57,13 +53,7 @@ def measure(args: argparse.Namespace) -> None:
             return
     else:
         found = pairs.measure(n, config, args.device, _say)
-    arranged = order(found.levels, n)
-    made = replace(problem, topology=topology_of(found.levels, found.links, problem.topology))
-    files.write_problem(args.out, made)
-    if args.ranks:
-        files.write_json(args.ranks, {"order": list(arranged), "levels": found.levels,
-                                      "pair_ms": found.pair_ms.round(6).tolist()})
-    print("\n".join(said(found, arranged)))
+    print(topology_report.write(found, problem, args.out, args.ranks))
 
 
 def _rank(problem: Problem) -> int:
@@ -78,24 +68,6 @@ def _rank(problem: Problem) -> int:
         if name not in given:
             raise ShardCoreError(f"{name} is not set, though RANK is; a job needs both")
     return int(given["RANK"])
-
-
-def said(found: Found, arranged: tuple[int, ...]) -> list[str]:
-    """What was found, in lines."""
-    lines = []
-    for groups in found.levels:
-        shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
-        lines.append(f"{len(groups)} groups of ranks: {shown}")
-    if not found.levels:
-        lines.append("all ranks are equally near each other: they count as one host")
-    links = found.links
-    carried = [f"{name} {gbps:.3g} GB/s" for name, gbps in (("within", links.within_gbps),
-                                                              ("between", links.between_gbps)) if gbps]
-    if links.host_gbps:
-        carried.append(f"{links.host_gbps:.3g} GB/s between hosts, shared by all ranks of one")
-    return [*lines, f"links of a rank carry {' and '.join(carried)}; a collective takes "
-            f"{links.latency_ms:.3g} ms", f"order of ranks: {' '.join(map(str, arranged))}",
-            "Device i of the new problem is that of the i-th rank in this order. Start ranks in it."]
 
 
 def _say(done: int, of: int) -> None:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.limits import MOST_REPEATS, WAITS_S, require_within
+from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import collectives, local_ranks
 from shardcore.measure.hosts import Place
 from shardcore.rank_order import Groups, Links, levels
+from shardcore.types import Problem
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""
@@ -56,6 +57,11 @@ class Found:
     links: Links
 
 
+def require_links(problem: Problem) -> None:
+    """Raises ShardCoreError for a problem of one device."""
+    require(len(problem.topology) > 1, f"problem {problem.name!r} has one device; links need 2 or more")
+
+
 Note = Callable[[int, int], None]
 """Told after each turn of pairs how many there were, and of how many."""
 
@@ -82,28 +88,29 @@ def _work(rank: int, init_method: str, say: Callable[[object], None], ranks: int
     """One process of the gang. It says how far it is, and in the end what it found."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    else:
+    say(measure_rank(rank, ranks, init_method, config, device, lambda *done: say(done)))
+
+
+def measure_rank(rank: int, ranks: int, init_method: str, config: PairConfig, device: str,
+                 note: Note = lambda done, of: None) -> Found:
+    """The same, called by every rank of a gang, each in a process of its own."""
+    if device == "cpu":
         torch.set_num_threads(1)
     with local_ranks.exchanging():
         collectives.connect(rank, ranks, init_method, device, config.timeout_s)
-        found = measure_here(config, device, lambda *done: say(done))
-        say(found)
+        found = measure_here(config, device, note)
         # Rank 0 holds the store, which the others need until they are done.
         dist.barrier()
         dist.destroy_process_group()
+    return found
 
 
 def measure_job(config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None) -> Found:
     """The same in a job that torchrun or the like has started. Each of its processes calls this."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with local_ranks.exchanging():
-        collectives.connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", device,
-                            config.timeout_s)
-        found = measure_here(config, device, note)
-        dist.barrier()
-        dist.destroy_process_group()
-    return found
+    return measure_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", config, device,
+                        note)
 
 
 def measure_here(config: PairConfig, device: torch.device | str = "cpu",

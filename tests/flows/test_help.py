@@ -12,7 +12,7 @@ from tasks import services
 
 
 @pytest.mark.parametrize("flow", ["tables", "measure", "train", "train_policy", "evaluate", "promote",
-                                  "publish", "refresh"])
+                                  "publish", "refresh", "topology"])
 @pytest.mark.parametrize("word, code", [("-h", 0), ("--bogus", 2)])
 @pytest.mark.filterwarnings("ignore")  # Prefect's, of a flow that is defined twice in a process
 def test_a_flow_says_what_it_does_or_what_it_does_not_know(flow, word, code, capsys):

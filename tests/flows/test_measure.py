@@ -2,6 +2,7 @@
 cancelling."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from shardcore import files
 from shardcore.draws.groups import reference_request
 from shardcore.measurements import ComputeSample
 from shardcore.samples import dataset
+from shardcore.topology import Device, Topology
 from tasks import console, services
 from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig
@@ -118,6 +120,19 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
         assert seen[name]["kind"] == "compute"
         assert seen[name].get("device", "device 0") in ("device 0", "device 1")
     shutil.rmtree(folder)
+
+
+@pytest.mark.long
+def test_links_between_devices_of_the_cluster_are_found(toy, problem):
+    path, alone = toy.folder / "p.json", toy.folder / "alone.json"
+    files.write_problem(path, problem)
+    files.write_problem(alone, dataclasses.replace(problem, topology=Topology((Device(1 << 30),))))
+    said = toy.run("flows.topology", str(path), "--out", "found.json", "--ranks", "ranks.json").stdout
+    assert "Device i of the new problem is that of the i-th rank in this order." in said
+    assert files.read_problem(toy.folder / "found.json").topology.within_host_gbps > 0
+    ranks = json.loads((toy.folder / "ranks.json").read_text())
+    assert sorted(ranks["order"]) == [0, 1, 2, 3] and ranks["nodes"] == ["127.0.0.1"] * 4
+    assert "has one device; links need 2" in toy.error_of("flows.topology", str(alone), "--out", "x.json")
 
 
 @pytest.mark.long

@@ -18,10 +18,12 @@ DRIVER = """
 import json, sys
 import ray
 from shardcore.measure.collectives import combine
+from shardcore.measure.pairs import PairConfig
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import Setting
 from tasks import actors
 from tasks.measure import Exchange, MeasureConfig
+from tasks.topology import measure_pairs
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="warning")
 config = MeasureConfig(comm_repeats=3).comm()
@@ -34,7 +36,9 @@ with actors.gang(Exchange, "measure[comm]", 4, "cpu", hosts=2) as members:
     times = actors.answers("exchanges", [m.measure.remote(requests) for m in members], 90)
     nodes = [ray.get(m.__ray_call__.remote(lambda self: ray.util.get_node_ip_address())) for m in members]
 samples = [combine(Setting("cpu", 1024), r, seen) for r, seen in zip(requests, zip(*times))]
-print(json.dumps({"nodes": nodes, "ms": [max(x.median_ms for x in s.backward) for s in samples]}))
+found, placed = measure_pairs.fn(4, PairConfig(message_kib=256, load_kib=512))
+print(json.dumps({"nodes": nodes, "ms": [max(x.median_ms for x in s.backward) for s in samples],
+                  "levels": found.levels, "placed": placed, "link_gbps": found.links.host_gbps}))
 """
 
 
@@ -49,7 +53,7 @@ def ray_on(place, *options):
 
 @boxed
 @pytest.mark.long
-def test_a_gang_of_two_hosts_exchanges_over_their_link(tmp_path):
+def test_a_gang_of_two_hosts_exchanges_over_their_link_and_finds_them(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     with box_of(BOX) as places, contextlib.ExitStack() as ends:
         first, second = places[0], places[2]
@@ -66,5 +70,9 @@ def test_a_gang_of_two_hosts_exchanges_over_their_link(tmp_path):
     nodes = said["nodes"]  # consecutive ranks share a host, whichever Ray took first
     assert nodes[0] == nodes[1] and nodes[2] == nodes[3]
     assert {nodes[0], nodes[2]} == {first.address, second.address}
+    placed = said["placed"]
+    [hosts] = said["levels"]
+    assert len(hosts) == 2 and all(placed[a] == placed[b] for a, b in hosts) and len(set(placed)) == 2
+    assert 0.5 < said["link_gbps"] / (BOX.between_gbit_s / 8) < 2
     # Half of what a host's two ranks own leaves it: 256 KiB each, at 5 MB/s. Loopback takes a few ms.
     assert said["ms"][0] > 0.7 * 256 * 1024 / 5e3

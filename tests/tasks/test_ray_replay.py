@@ -7,7 +7,6 @@ import time
 import pytest
 import ray
 
-import tasks.replay
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure.replay import ReplayConfig
 from shardcore.topology import Device, Topology
@@ -79,7 +78,7 @@ def test_a_workload_of_another_setting_is_refused(workload):
 ], ids=["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, monkeypatch, number,
                                                               timeout_s, said):
-    monkeypatch.setattr(tasks.replay, "_PROBE_S", 1.0)
+    monkeypatch.setattr(actors, "_PROBE_S", 1.0)
     monkeypatch.setattr(actors, "_GRACE_S", 0.2)
     struck, over = [], threading.Event()
 

@@ -1,0 +1,49 @@
+"""What was found of ranks and their links: the problem with it, the order of ranks, and lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardcore import files
+from shardcore.rank_order import order, topology_of
+
+if TYPE_CHECKING:
+    from shardcore.measure.pairs import Found
+    from shardcore.types import Problem
+
+
+def write(found: Found, problem: Problem, out: Path, ranks: Path | None = None,
+          nodes: Sequence[str] | None = None) -> str:
+    """Write the problem with the topology that was found. Returns lines that say what was found.
+
+    ranks: where to write the order of ranks, their groups and the times of pairs. None: nowhere.
+    nodes: address of each rank's host, where it is known.
+    """
+    files.write_problem(out, replace(problem, topology=topology_of(found.levels, found.links,
+                                                                   problem.topology)))
+    if ranks:
+        files.write_json(ranks, {"order": list(order(found.levels, len(found.pair_ms))),
+                                 "levels": found.levels, "pair_ms": found.pair_ms.round(6).tolist()}
+                         | ({"nodes": list(nodes)} if nodes else {}))
+    return "\n".join(lines(found))
+
+
+def lines(found: Found) -> list[str]:
+    """What was found, for people."""
+    arranged, told = order(found.levels, len(found.pair_ms)), []
+    for groups in found.levels:
+        shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
+        told.append(f"{len(groups)} groups of ranks: {shown}")
+    if not found.levels:
+        told.append("all ranks are equally near each other: they count as one host")
+    links = found.links
+    carried = [f"{name} {gbps:.3g} GB/s" for name, gbps in (("within", links.within_gbps),
+                                                              ("between", links.between_gbps)) if gbps]
+    if links.host_gbps:
+        carried.append(f"{links.host_gbps:.3g} GB/s between hosts, shared by all ranks of one")
+    return [*told, f"links of a rank carry {' and '.join(carried)}; a collective takes "
+            f"{links.latency_ms:.3g} ms", f"order of ranks: {' '.join(map(str, arranged))}",
+            "Device i of the new problem is that of the i-th rank in this order. Start ranks in it."]

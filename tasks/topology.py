@@ -1,0 +1,76 @@
+"""Times of messages between pairs of ranks, by a gang on the connected cluster."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+from prefect import task
+
+from shardcore import files
+from shardcore.measure import pairs
+from shardcore.measure.pairs import Found, PairConfig
+from shardcore.report import topology_report
+from tasks import actors, console
+from tasks.measure import cluster_device
+from tasks.ray_cluster import ray_cluster
+
+_LOOK_S = 5.0
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+class PairRank(actors.Member):
+    """One rank of a gang that times its pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = (0, 1)
+
+    def run(self, rank: int, ranks: int, address: str, config: PairConfig, device: str) -> tuple[Found, str]:
+        """What it found, and the address of its node."""
+        found = pairs.measure_rank(rank, ranks, address, config, device, self._note)
+        return found, ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group="watch")
+    def turns(self) -> tuple[int, int]:
+        """How many turns of pairs are done, and of how many."""
+        return self._turns
+
+    def _note(self, done: int, of: int) -> None:
+        self._turns = done, of
+        self.heard()
+
+
+def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig) -> str:
+    """Measure with a rank for each device of a problem, and write what was found. Returns it in lines."""
+    asked = files.read_problem(problem)
+    pairs.require_links(asked)
+    with ray_cluster():
+        found, nodes = measure_pairs(len(asked.topology), config)
+    return topology_report.write(found, asked, out, ranks, nodes)
+
+
+@task(task_run_name="measure-pairs")
+def measure_pairs(ranks: int, config: PairConfig) -> tuple[Found, list[str]]:
+    """What a gang of the connected cluster finds, and the node of each rank.
+
+    It runs on GPUs where the cluster has some, else on CPU cores. Ray fills a host before it takes another.
+    Raises ShardCoreError where the ranks find no room, or one fails, dies or hangs.
+    """
+    device = cluster_device()
+    with actors.gang(PairRank, "pairs", ranks, device, hosts=None) as members:
+        [address] = actors.when_started([members[0].address.remote()])
+        calls = [member.run.remote(rank, ranks, address, config, device)
+                 for rank, member in enumerate(members)]
+        silent_s = actors.silence(members)
+
+        def looked_s(rank: int) -> float:
+            if rank == 0:
+                with suppress(ray.exceptions.RayError):  # its call tells why
+                    done, of = ray.get(members[0].turns.remote(), timeout=_LOOK_S)
+                    console.progress(done / of, f"turns of pairs: {done} of {of}")
+            return silent_s(rank)
+
+        told = actors.answers("pairs", calls, config.timeout_s, looked_s)
+    return told[0][0], [node for _, node in told]
