@@ -37,7 +37,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from boxes import can_box  # noqa: E402
-from ray_fixtures import actor_processes, another_node, cluster, ray_env, written_stack  # noqa: E402, F401
+from ray_fixtures import (  # noqa: E402, F401
+    actor_processes,
+    another_node,
+    cluster,
+    ray_env,
+    second_node,
+    written_stack,
+)
 
 from shardcore.topology import Device, Topology  # noqa: E402
 from shardcore.types import Problem, Reuse, Table, Zipf  # noqa: E402

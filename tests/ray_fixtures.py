@@ -57,6 +57,16 @@ def add_node(cluster):
 
 
 @pytest.fixture
+def second_node(cluster, ray_env):
+    """One of the two raylets. A test may kill it: then the tests after it have a fresh one."""
+    _, found = cluster.list_all_nodes()
+    yield found
+    if found not in cluster.list_all_nodes():
+        with mock.patch.dict(os.environ, ray_env):
+            add_node(cluster)
+
+
+@pytest.fixture
 def another_node(cluster, ray_env):
     """A third raylet for as long as a test lasts."""
     with mock.patch.dict(os.environ, ray_env):

@@ -4,7 +4,6 @@ cancelling."""
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ from unittest import mock
 import psutil
 import pytest
 from laws import pool, spread
-from ray_fixtures import add_node, raylet
+from ray_fixtures import raylet
 from scratch import timings, until
 
 import flows.measure
@@ -160,23 +159,19 @@ def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, ou
 
 
 @pytest.mark.long
-def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, ray_env, rng, outcome,
+def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, second_node, rng, outcome,
                                                                      monkeypatch, capsys):
     shutil.rmtree(toy.folder / "data/measurements", ignore_errors=True)
     toy.set_params("measure", compute_samples=SAMPLES)
-    if len(cluster.list_all_nodes()) < 2:
-        with mock.patch.dict(os.environ, ray_env):
-            add_node(cluster)
-    _, other = cluster.list_all_nodes()
     there = rng.randrange(SAMPLES // 3)
     with toy.started("flows.measure") as run:
         until(lambda: measured(toy) > there, every_s=0.02)
-        killed, outcome.hit = raylet(other), run.process.poll() is None
+        killed, outcome.hit = raylet(second_node), run.process.poll() is None
         for process in (*(p for p in workers(cluster) if p.info["ppid"] == killed.pid), killed):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         killed.wait()
-        cluster.remove_node(other, allow_graceful=False)
+        cluster.remove_node(second_node, allow_graceful=False)
         assert run.process.wait(240) == 0, run.log()[-3000:]
     [(outcome.said, again)] = set(re.findall(r"(its process died.*; "
                                              r"(\d+) samples are measured again one by one)", run.log()))
