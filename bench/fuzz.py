@@ -57,11 +57,14 @@ from shardcore.errors import MOST_CHARACTERS, ShardCoreError
 from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
+from shardcore.provision import clusters, read_offers
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
+from shardcore.search.learned import sharder
+from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, members, problem_of_group
-from shardcore.types import COLLECTIVES, Placement, Plan, Problem, Shard
+from shardcore.types import COLLECTIVES, Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
 from tasks import cache, params, served_model
 
@@ -107,6 +110,12 @@ def make(folder: Path) -> None:
     known, exchanges = dataset.read_compute(shipped, setting)[:150], dataset.read_comm(shipped, setting)[:40]
     model = fit.train(known, exchanges, setting, fit.FitConfig(epochs=1, hidden=(4,))).model
     neural.save(model, folder / "model")
+    write_policy(folder / "policy", _untrained("dreamshard", setting))
+    _write(folder / "offers.json", {"schema": "shardcore/offers", "version": 1, "offers": [
+        {"name": "small", "devices": 2, "memory_bytes": 1 << 34, "price_per_hour": 1.5, "most_hosts": 3,
+         "model": "model", "watts": 300.0},
+        {"name": "large", "devices": 8, "memory_bytes": 1 << 36, "price_per_hour": 20.0, "model": "model",
+         "speed": 1.5, "within_host_gbps": 100.0, "between_hosts_gbps": 10.0, "latency_ms": 0.05}]})
     pool = tuple({s.table.name: s.table for sample in known for s in sample.request.shards}.values())
     files.write_pool(folder / "pool.json", pool)
     measurements = folder / "measurements"
@@ -150,6 +159,15 @@ def make(folder: Path) -> None:
                                      to_torchrec(plan, problem, "model.bags", "cpu"))
         dmp_collection.write_dmp_collection(
             folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5)
+
+
+def _untrained(name: str, setting: Setting) -> Policy:
+    """A policy that reads and places like a trained one."""
+    rng, shapes = np.random.default_rng(0), NETS[name].shapes
+    weights = {k: rng.uniform(-1, 1, shape).astype(np.float32) for k, shape in shapes.items()}
+    for k in ("sd", "scale_ms"):
+        weights[k] = np.ones(shapes[k], np.float32)
+    return Policy(name, setting, weights)
 
 
 def _write(path: Path, value: Any) -> None:
@@ -211,6 +229,16 @@ def use_model(folder: Path, sound: Sound) -> None:
     low, high = model.interval(sums, 0.9)
     _require(_is_cost(low, high) and (low <= high).all(), "its interval is none")
     neural.out_of_range(model, workload)
+
+
+def use_policy(folder: Path, sound: Sound) -> None:
+    policy = read_policy(folder / "policy")
+    _priced(sharder.place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
+
+
+def use_offers(folder: Path, sound: Sound) -> None:
+    for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
+        _require(_is_cost(cluster.price_per_hour, cluster.watts or 0.0), f"{cluster.words} has no price")
 
 
 def use_plans(folder: Path, sound: Sound) -> None:
@@ -461,9 +489,9 @@ def _damaged_cell(value: Any, rng: random.Random) -> Any:
                        []])
 
 
-def damage_model(folder: Path, rng: random.Random) -> None:
-    """model.json or the weights, whose digest stands there."""
-    meta, path = folder / "model" / "model.json", folder / "model" / "weights.safetensors"
+def damage_model(folder: Path, rng: random.Random, name: str = "model") -> None:
+    """model.json or the weights, whose digest stands there; of a policy alike."""
+    meta, path = folder / name / f"{name}.json", folder / name / "weights.safetensors"
     if rng.random() < 0.4:
         damage_json(meta, rng, sealed)
         return
@@ -538,6 +566,8 @@ FORMATS = {
     "plan": Format(("plan.json",), _json("plan.json", sealed), use_plan),
     "grouped": Format(("grouped.json",), _json("grouped.json", sealed), use_grouped),
     "model": Format(("model",), damage_model, use_model),
+    "policy": Format(("policy",), lambda folder, rng: damage_model(folder, rng, "policy"), use_policy),
+    "offers": Format(("offers.json",), _json("offers.json"), use_offers),
     "plans": Format(("plans",), damage_decision, use_plans),
     "replays": Format(("replays",), _json("replays/replays.json", sealed), use_replays),
     "measurements": Format(("measurements",), damage_part, use_measurements),

@@ -5,8 +5,8 @@ import pytest
 from bench import fuzz
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
-OF_EACH = 42
-"""Cases, which makes 588 of all formats."""
+OF_EACH = 36
+"""Cases, which makes 576 of all formats."""
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ def test_shuffled_ranks_are_found():
 @pytest.mark.long
 def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
     setting = Setting("cpu", 1024)
-    tables = tuple(Table(f"t{i}", 2000, 32, 20.0) for i in range(3))
+    # Far more lookups than the replica has, so that what else the machine does cannot hide it.
+    tables = tuple(Table(f"t{i}", 2000, 32, pooling) for i, pooling in enumerate((80.0, 80.0, 2.0)))
     problem = Problem("p", tables, on_hosts("aabb", 1 << 30), 1024)
     config = ReplayConfig(repeats=4, warmups=1, batches=2, evict_bytes=1 << 20)
     apart = Plan((column(tables[0], 0), host_row(tables[1], (2, 3)), replica(tables[2], problem.topology)))
@@ -62,4 +63,3 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
         # Half of what device 0 sends goes to the other host. What exceeds a burst passes at the link's rate.
         n_bytes = workload.traffic[CHANNELS.index(Channel("all_to_all")), 0] / 2 - (64 << 10)
         assert max(found.forward_comm_ms) > 0.8 * 8e3 * n_bytes / (SLOW.between_gbit_s * 1e9)
-    assert both[1].backward_compute_ms[0] > both[0].backward_compute_ms[0]
