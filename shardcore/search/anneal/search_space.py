@@ -198,6 +198,18 @@ class SearchSpace:
         """The same space, but the tables that groups share stay the same."""
         return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
+    def among_groups(self, group: np.ndarray) -> SearchProblem:
+        """The same space, but of the tables that groups share only those move that other groups may share.
+
+        group: [S] the group that shares a strip, -1 for none.
+        """
+        fixed, may = self.fixed, np.zeros_like(self.fixed.may_share)
+        shared = np.flatnonzero(group >= 0)
+        y = fixed.group_layout[group[shared]]
+        several = np.bincount(fixed.group_layout, minlength=len(may)) > 1
+        may[y, shared] = fixed.may_share[y, shared] & several[y]
+        return fixed._replace(may_share=may)
+
     def strips(self, tables: Iterable[Table]) -> np.ndarray:
         """[N] strips of whole tables, which must not be in bundles."""
         of = {self.cache.table(s).name: s for s in range(len(self.cache))}

@@ -6,7 +6,7 @@ Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -92,8 +92,9 @@ class Starts:
         layouts = space.layouts if space.fixed.may_share.any() else ()
         # Layouts without divided rows come last: they may be the only ones that fit.
         for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
-            found += (self._divided(space, y)
-                      if layouts[y].divides_rows else self._replicated(space, y, any(found)))
+            found += (self._divided(space, y) if layouts[y].divides_rows
+                      else [self._copied(columns, kind, y)] if columns
+                      else self._replicated(space, y, any(found)))
         on_host = Counter(d.host for d in self.problem.topology.devices)
         if len(set(on_host.values())) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
@@ -108,7 +109,8 @@ class Starts:
     def _divided(self, space: SearchSpace, y: int) -> list[Start | None]:
         """Starts with large tables shared by the groups of a layout, and with all tables shared.
 
-        With all tables shared there is no op of whole rows, and no exchange for it.
+        With all tables shared there is no op of whole rows, and no exchange for it. Those that do better on
+        all devices, or cannot be divided, may be there.
         """
         whole = np.flatnonzero(space.fixed.may_share[y])
         single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
@@ -116,7 +118,34 @@ class Starts:
         mean_ms = all_ms.sum() / space.fixed.speed.sum()
         large = [whole[single > share * mean_ms] for share in _DIVIDED]
         return [self._cheapest(space, [self._with(space, s, y) for s in large if len(s)]),
-                self._cheapest(space, [self._with(space, whole, y)])]
+                self._cheapest(space, [self._with(space, whole, y), *self._with_copies(space, whole, y)])]
+
+    def _with_copies(self, space: SearchSpace, whole: np.ndarray,
+                     y: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ways to start: some strips on all devices, all others shared by the groups of a layout.
+
+        whole: strips that the layout may share.
+        """
+        may_share = space.fixed.may_share
+        for z in (z for z, layout in enumerate(space.layouts) if not layout.divides_rows):
+            worth = self.spaces.worth_copying(space, self.model, z)
+            copied = np.union1d(worth, np.flatnonzero(may_share[z] & ~may_share[y]))
+            if len(copied):
+                n, on_all = self._with(space, copied, z)
+                also, in_groups = self._with(space, np.setdiff1d(whole, copied), y)
+                yield np.minimum(n, also), np.concatenate([on_all, in_groups])
+
+    def _copied(self, columns: Sequence[Placement], kind: str, y: int) -> Start | None:
+        """A plan by columns, with tables on all devices where that pays. None if it pays nowhere."""
+        placed = [(shard, d) for p in columns for d, shard in shards_on(p)]
+        space = self._space([shard for shard, _ in placed], kind)
+        worth = self.spaces.worth_copying(space, self.model, y)
+        if not len(worth):
+            return None
+        [group] = np.flatnonzero(space.fixed.group_layout == y)
+        copied = {space.cache.table(s).name for s in [*worth, *space.divided]}
+        left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
+        return self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> list[Start | None]:
         """Starts with tables on all devices where that pays.
@@ -179,7 +208,7 @@ class Starts:
             misses += 1
             if state is not None and state.value[self.compiled.BEST] < least:
                 best, least, misses = state, state.value[self.compiled.BEST], 0
-        return None if best is None else Start(space, best, space.as_it_is)
+        return None if best is None else Start(space, best, space.among_groups(best.group))
 
     def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
         """Place strips in n [S] shards by falling cost; if that fails, by falling size. 0 leaves a strip out.
@@ -211,15 +240,24 @@ class Starts:
     def _with(self, space: SearchSpace, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
         """A way to start: some strips shared by groups of a layout, all others cut.
 
-        The costliest strips go first, each to the group with least load.
-        Other strips are cut if they cost more than a device's mean load.
+        The costliest strips go first, each to the group with least load that has room; the largest go first
+        if that fails. Other strips are cut if they cost more than a device's mean load.
         """
         groups = np.flatnonzero(space.fixed.group_layout == y)
-        cost = self._single_ms(space.fixed, strips, space.fixed.size[strips])
-        load, of = np.zeros(len(groups)), np.zeros(len(strips), dtype=np.int64)
-        for i in np.argsort(-cost, kind="stable") if len(groups) > 1 else ():
-            of[i] = load.argmin()
-            load[of[i]] += cost[i]
+        fixed = space.fixed
+        cost = (self.model.head(fixed.shared_codes[y, strips])
+                + (fixed.shared_own[y] + fixed.shared_busiest[y]) * fixed.shared_size[y, strips])
+        n_bytes = space.fixed.shared_bytes[y][strips]
+        free = np.array([min(space.fixed.free[list(space.groups[g][1])]) for g in groups])
+        for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
+            load, room, of = np.zeros(len(groups)), free.copy(), np.zeros(len(strips), dtype=np.int64)
+            for i in order if len(groups) > 1 else ():
+                fits = room >= n_bytes[i]
+                of[i] = np.where(fits, load, np.inf).argmin() if fits.any() else room.argmax()
+                load[of[i]] += cost[i]
+                room[of[i]] -= n_bytes[i]
+            if (room >= 0).all():
+                break
         return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
     def _small(self, space: SearchSpace, share: float) -> np.ndarray:

@@ -122,6 +122,20 @@ def test_it_finds_the_cheapest_of_all_plans_on_two_hosts(between_hosts_gbps):
     assert set(again.placements) == set(plan.placements)
 
 
+def test_tables_that_hosts_share_are_swapped_between_them():
+    """Lookups of 3, 3, 2, 2 and 2 parts. Greedily one host has 7; no move of one table mends that."""
+    parts = (3, 3, 2, 2, 2)
+    tables = tuple(Table(f"t{i}", 1000, 8, 10.0 * n, Zipf(0.2)) for i, n in enumerate(parts))
+    where = on_hosts("xyxy", MIB, within_host_gbps=20.0, between_hosts_gbps=0.2, latency_ms=0.0)
+    problem = Problem("halves", tables, where, BATCH)
+    plan = anneal(problem, replace(model_for(problem), lookup_ns=20), budget=Budget(evals=20_000))
+    lookups = {}
+    for p in plan.placements:
+        assert p.kind == "host_row"
+        lookups[p.devices] = lookups.get(p.devices, 0) + p.shard.table.pooling
+    assert list(lookups.values()) == [60, 60]
+
+
 def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     small = tuple(Table(f"s{i}", 4, 64, 1.0, Zipf(0.0)) for i in range(9))
     large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))

@@ -12,14 +12,15 @@ from shardcore.search.anneal.compiled.state import hold, note, recompute, set_gr
 
 @inner
 def propose_shared(fx, st):
-    """Draw a move: (leaves, start, comes, to, b). An entry of -1 means none; all -1: no move.
+    """Draw a move: (leaves, start, comes, to, b, back). An entry of -1 means none; all -1: no move.
 
     leaves: a strip that leaves group `start`, for another group `to` or for device b.
     comes: a strip that leaves device b for group `to`.
+    back: a strip that leaves group `to` for `start`, where `leaves` goes the other way.
     """
     n, n_shared = len(st.load), st.number[N_SHARED]
     b, leaves, comes, y = below(st, n), -1, -1, 0
-    nothing = (-1, -1, -1, -1, -1)
+    nothing = (-1, -1, -1, -1, -1, -1)
     # Prefer the slowest device as the giver.
     if uniform(st) < 0.5:
         b = st.number[WORST]
@@ -33,7 +34,9 @@ def propose_shared(fx, st):
             return nothing
         start, to = st.group[leaves], fx.group_of[y, b]
         if to != start and uniform(st) < 0.5:
-            return leaves, start, -1, to, b
+            back = st.shared[below(st, n_shared)]
+            swaps = st.group[back] == to and fx.may_share[y, back] and uniform(st) < 0.7
+            return leaves, start, -1, to, b, back if swaps else -1
     # Another strip may take its place, or come alone. It has to be whole on b.
     if (leaves < 0 or uniform(st) < 0.6) and st.count[b] > 0:
         comes = st.strips[b, below(st, st.count[b])]
@@ -52,7 +55,7 @@ def propose_shared(fx, st):
             c = fx.group_of[y, below(st, n)] if len(st.group_size) > len(fx.shared_once) else to
             if c != to and c >= 0 and uniform(st) < 0.5:
                 to = c
-    return leaves, start, comes, to, b
+    return leaves, start, comes, to, b, -1
 
 
 @inner
@@ -78,7 +81,7 @@ def try_group(head, fx, st, slot, g, leaves, comes):
 @inner
 def change_shared(head, fx, st, threshold):
     """Try one move of shared tables. Carry it out if the energy is then below the threshold."""
-    leaves, start, comes, to, b = propose_shared(fx, st)
+    leaves, start, comes, to, b, back = propose_shared(fx, st)
     if b < 0:
         return False
     moves = leaves >= 0 and comes < 0 and to >= 0  # between groups
@@ -87,9 +90,9 @@ def change_shared(head, fx, st, threshold):
     for g in range(len(st.group_size)):
         st.trial_group_size[g] = st.group_size[g]
     if start >= 0:
-        try_group(head, fx, st, 0, start, leaves, comes if to == start else -1)
+        try_group(head, fx, st, 0, start, leaves, comes if to == start else back)
     if to >= 0 and to != start:
-        try_group(head, fx, st, 1, to, -1, leaves if moves else comes)
+        try_group(head, fx, st, 1, to, back, leaves if moves else comes)
     # What b holds, after the move, of strips that run as these do on one device.
     k = fx.kind[leaves if leaves >= 0 else comes]
     carried, more_on_b = st.trial_carried[0], 0
@@ -122,6 +125,9 @@ def change_shared(head, fx, st, threshold):
     in_bytes = (fx.shared_bytes[y, leaves] if moves else fx.shared_bytes[y, comes]) if to >= 0 else 0
     out_ids = fx.shared_ids[y, leaves] if leaves >= 0 else 0
     in_ids = (fx.shared_ids[y, leaves] if moves else fx.shared_ids[y, comes]) if to >= 0 else 0
+    if back >= 0:
+        out_bytes, in_bytes = out_bytes - fx.shared_bytes[y, back], in_bytes - fx.shared_bytes[y, back]
+        out_ids, in_ids = out_ids - fx.shared_ids[y, back], in_ids - fx.shared_ids[y, back]
     copy_norm(norm, st.norm)
     # Every device of a group changes. So the norms of loads and of ids are summed anew.
     norm[0, 0] = 0.0
@@ -170,6 +176,9 @@ def change_shared(head, fx, st, threshold):
         if not moves:
             note(st, leaves, b, 0)
             hold(fx, st, leaves, b, fx.size[leaves])
+    if back >= 0:
+        note(st, back, -1, to)
+        set_group(st, back, start)
     if comes >= 0:
         note(st, comes, b, fx.size[comes])
         hold(fx, st, comes, b, 0)
