@@ -1,4 +1,4 @@
-"""The command that makes a problem file."""
+"""Commands that make a problem file, and look at one."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         p.add_argument(f"--{way}-payload", choices=list(PAYLOADS), default="fp32",
                        help=f"what {'outputs' if way == 'forward' else 'gradients'} travel as")
     p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
+    p = command(commands, heat, "Show which rows of a problem's tables are hot, and what a cache of them "
+                "would miss.")
+    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
+    p.add_argument("--held", type=float, default=0.1, metavar="SHARE",
+                   help="of each table's rows in the cache")
+
+
+def heat(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.report.heat_report import heat_table
+
+    print(heat_table(files.read_problem(args.problem), args.held))
 
 
 def problem(args: argparse.Namespace) -> None:

@@ -246,6 +246,13 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
     return np.where(flat, np.log(ranks), risen - 1) / whole
 
 
+def zipf_classes(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """[K] rows of classes of similar popularity, the most popular first; [K] their shares of accesses."""
+    edges = _zipf_edges(np.array([table.rows]))[0]
+    edges = edges[np.diff(edges, prepend=-1.0) > 0]
+    return np.diff(edges), np.diff(_zipf_cdf(edges[None], [table])[0])
+
+
 def access_share(shard: Shard) -> float:
     """The share of its table's lookups that a shard's row range serves."""
     table = shard.table
@@ -280,9 +287,7 @@ def reuse_bins(table: Table, batch: int) -> tuple[float, ...]:
         return table.access.bins
     from scipy.special import pdtr
 
-    edges = _zipf_edges(np.array([table.rows]))[0]
-    edges = edges[np.diff(edges, prepend=-1.0) > 0]
-    sizes, mass = np.diff(edges), np.diff(_zipf_cdf(edges[None], [table])[0])
+    sizes, mass = zipf_classes(table)
     # A row's lookups in a batch are nearly Poisson.
     lookups_each = lookups(table, batch) * mass / sizes
     below = pdtr(np.concatenate([[0.0], BIN_HIGH[:-1]])[:, None], lookups_each[None])  # [REUSE_BINS, classes]

@@ -1,0 +1,34 @@
+"""Which rows of a problem's tables are hot, as a table."""
+
+from __future__ import annotations
+
+from shardcore.limits import require
+from shardcore.report.text import text_table
+from shardcore.tables.heat import heat_of
+from shardcore.types import Problem
+
+_MOST = 0.8
+
+
+def heat_table(problem: Problem, held: float) -> str:
+    """Tables by the rows that a batch touches, most first: hot rows, and what a cache misses.
+
+    held: share of each table's rows that the cache has.
+    """
+    require(0 <= held <= 1, f"the cache holds a share of {held:g} of the rows; it needs to be within 0 and 1")
+    found, batch = [], problem.global_batch
+    for table in problem.tables:
+        heat = heat_of(table)
+        missed = heat.missed(held * table.rows, batch)
+        found.append((heat.touched(batch), missed, table, heat.rows_of(_MOST)))
+    found.sort(key=lambda x: -x[0])
+    rows = [(table.name, f"{table.rows:,}", f"{table.pooling:.1f}", f"{hot:,.0f}", f"{hot / table.rows:.1%}",
+             f"{touched:,.0f}", f"{missed / touched:.0%}" if touched else "-")
+            for touched, missed, table, hot in found]
+    all_touched, all_missed = (sum(x[i] for x in found) for i in (0, 1))
+    share = all_missed / all_touched if all_touched else 0.0
+    return "\n".join([
+        text_table(("table", "rows", "lookups a sample", f"rows with {_MOST:.0%} of them", "of all",
+                    "rows a batch touches", f"misses with {held:.0%} held"), rows),
+        "", f"A batch of {batch:,} samples touches {all_touched:,.0f} rows; a cache of {held:.0%} of each "
+        f"table (LRU) has to fetch {all_missed:,.0f} of them ({share:.0%})."])
