@@ -44,7 +44,7 @@ def test_a_cache_misses_what_is_predicted(alpha, share):
     table = replace(TABLE, access=Zipf(alpha))
     batches, rows = drawn(table, 80), int(share * table.rows)
     found = miss_ratio(batches, rows)
-    for seen, within in ((None, 0.025), (8, 0.06), (1, 0.1)):
+    for seen, within in ((None, 0.012), (8, 0.06), (1, 0.1)):
         if seen:
             table = replace(TABLE, access=access.reuse_of(np.concatenate(batches[:seen]), seen * BATCH))
         heat = heat_of(table)
