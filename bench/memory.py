@@ -21,6 +21,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ from torch import nn
 
 from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
-from shardcore.fused import OPTIMIZERS
+from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.job import PAYLOADS, Job
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
@@ -64,7 +67,15 @@ def drawn(seed: int) -> tuple[Problem, Plan]:
     devices = tuple(Device(2**34, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
     given = Problem(f"{mostly}-{seed}", tables, Topology(devices, "cpu"), batch,
                     str(rng.choice(["exact_sgd", "rowwise_adagrad"])))
-    return given, training.draw(given, rng)
+    return replace(given, job=drawn_job(seed)), training.draw(given, rng)
+
+
+def drawn_job(seed: int) -> Job:
+    """Half of them with payloads of 16 bits, one way or both. Half with an optimizer of replicas by name."""
+    rng = np.random.default_rng([seed, 20])
+    there, back = (str(x) for x in rng.choice(list(PAYLOADS), 2)) if rng.integers(2) else ("fp32", "fp32")
+    of_replicas = str(rng.choice(list(DENSE_OPTIMIZERS))) if rng.integers(2) else None
+    return Job(forward_payload=there, backward_payload=back, replica_optimizer=of_replicas)
 
 
 # --- what is measured -------------------------------------------------------------------------------------
@@ -139,16 +150,21 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     theirs = {name: EmbOptimType[optimizer.theirs] for name, optimizer in OPTIMIZERS.items()}
     of_replicas = _optimizer_class(problem)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType(problem.job.forward_payload),
+                                                    CommType(problem.job.backward_payload)),
+                                       device=torch.device("cpu"))
     model = DistributedModelParallel(
         Model(problem), device=torch.device("cpu"), plan=to_torchrec(plan, problem, Model(problem), "cpu"),
         sharders=[EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01})])
+            fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
+            qcomm_codecs_registry=codecs)])
     dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())),
                                   lambda parameters: of_replicas(parameters, lr=0.01))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]),
@@ -159,10 +175,9 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
 
 
 def _optimizer_class(problem: Problem) -> type[torch.optim.Optimizer]:
-    """The optimizer of replicas, whose state is as that of FBGEMM's."""
-    from torchrec.optim import RowWiseAdagrad
-
-    return {"exact_sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}[problem.optimizer]
+    """The optimizer of replicas."""
+    module, _, name = DENSE_OPTIMIZERS[problem.replica_optimizer].theirs.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def peaks(trace: Path) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.errors import Infeasible
-from shardcore.fused import OPTIMIZERS
+from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
 from shardcore.outputs import output_bytes, table_output_rows
@@ -46,8 +46,7 @@ dense gradients: of replicas, with DDP's buckets.
 STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x in OPTIMIZERS.items()}
 """Optimizer state: bytes a cell, and bytes a row. FBGEMM keeps moments as FP32 whatever the weights are.
 
-Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py. The optimizers of
-replicas are torch's and TorchRec's. They keep as much, but a partial row-wise one is a full one there.
+Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py.
 """
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -125,12 +124,13 @@ class DeviceMemory:
 # --- amounts ----------------------------------------------------------------------------------------------
 
 
-def resident_bytes(layout: Layout, shard: Shard, optimizer: str) -> tuple[int, int]:
+def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
     """Bytes of a shard's weights, and of its optimizer's state."""
-    a_cell, a_row = STATE_BYTES[optimizer]
-    if layout.dense_gradient and a_cell:
-        # Adam and LAMB of torch and TorchRec have two full moments, of the type of the weights.
-        a_cell, a_row = 2 * PRECISION_BYTES[shard.table.precision], 0
+    a_cell, a_row = STATE_BYTES[problem.optimizer]
+    if layout.dense_gradient:
+        # Torch's optimizers keep state of the weights' type.
+        dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[shard.table.precision]
+        a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
     return shard.bytes, shard.rows * (shard.width * a_cell + a_row)
 
 
@@ -208,7 +208,7 @@ def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
     """Bytes of one device's part of a shard, run as this kind, in its own largest phase."""
     if layout.name == WHOLE_ROWS.name and shard.full_rows:
         return table_bytes(shard.table, problem, shard.width)
-    return (sum(resident_bytes(layout, shard, problem.optimizer))
+    return (sum(resident_bytes(layout, shard, problem))
             + _most(shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)))
 
 
@@ -297,7 +297,7 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
     of_all, found = placed_amounts(plan, problem), []
     for held in _held(plan, problem):
-        resident = [resident_bytes(layout, shard, problem.optimizer) for layout, shard in held]
+        resident = [resident_bytes(layout, shard, problem) for layout, shard in held]
         amounts = Counter(of_all)
         for layout, shard in held:
             amounts.update(shard_amounts(layout, shard, problem))
