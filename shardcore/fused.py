@@ -1,5 +1,5 @@
-"""What FBGEMM fuses into one op: optimizers and weight precisions, by our names and theirs. And the optimizers
-of replicas, which are not fused.
+"""What FBGEMM fuses into one op: optimizers and weight precisions, by our names and theirs. And the
+optimizers of replicas, which are not fused.
 
 TorchRec takes FBGEMM's optimizers by the same names. Which of all these run depends on the device and on
 FBGEMM's version; `measure.fused_op` finds out by running one row.
@@ -15,7 +15,7 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer.
+    """An optimizer of embeddings.
 
     theirs: name in FBGEMM's EmbOptimType. Of a dense one, the path of its class.
     states: for each moment that it keeps, what has one number: "row" or "cell". FBGEMM's momentum1 is the

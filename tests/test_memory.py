@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from shapes import column, on_hosts, replica, row
 
 from shardcore import memory
 from shardcore.errors import Infeasible
+from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
+from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Shard, Table
@@ -44,16 +47,37 @@ def test_a_cut_copies_ids():
     assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
 
 
-@pytest.mark.parametrize("optimizer, cell, row_bytes", [
-    ("exact_sgd", 0, 0), ("rowwise_adagrad", 0, 4), ("adam", 8, 0), ("partial_rowwise_adam", 4, 4),
-    ("lamb", 8, 0)])
-def test_optimizer_state(optimizer, cell, row_bytes):
-    """As FBGEMM keeps it; of replicas, torch's optimizers have no row-wise second moment."""
-    half = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4)
-    assert memory.resident_bytes(WHOLE_ROWS, half, optimizer) == (8000, 1000 * (4 * cell + row_bytes))
+@pytest.mark.parametrize("optimizer, cell, row_bytes, of_replicas", [
+    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"), ("adam", 8, 0, "adam"),
+    ("partial_rowwise_adam", 4, 4, "adam"), ("lamb", 8, 0, "adam")])
+def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
+    """As FBGEMM keeps it, whatever updates replicas. Their state has the type of their weights."""
+    half, given = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4), problem_of(optimizer=optimizer)
+    assert given.replica_optimizer == of_replicas
     copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
-    state = 1000 * (2 * 2 * 4) if cell else 1000 * row_bytes
-    assert memory.resident_bytes(copied, half, optimizer) == (8000, state)
+    for name, state in (("sgd", 0), ("adagrad", 1000 * 2 * 4), ("rowwise_adagrad", 1000 * 2),
+                        ("adam", 1000 * 2 * 2 * 4)):
+        job = Job(replica_optimizer=None if name == of_replicas else name)
+        problem = replace(given, job=job)
+        assert memory.resident_bytes(WHOLE_ROWS, half, problem) == (8000, 1000 * (4 * cell + row_bytes))
+        assert memory.resident_bytes(copied, half, problem) == (8000, state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+def test_state_of_replicas_is_what_their_optimizer_keeps(name, precision):
+    """In the real class, after a step. Torch's keep a count of steps too."""
+    module, _, theirs = DENSE_OPTIMIZERS[name].theirs.rpartition(".")
+    optimizer = getattr(pytest.importorskip(module), theirs)
+    table = Table("t", 100, 8, 1.0, precision=precision)
+    weights = torch.nn.Parameter(torch.zeros(100, 8, dtype=getattr(torch, PRECISIONS[precision].torch)))
+    weights.grad = torch.ones_like(weights)
+    stepped = optimizer([weights], lr=0.1)
+    stepped.step()
+    kept = sum(n.numel() * n.element_size() for n in stepped.state[weights].values() if n.numel() > 1)
+    problem = replace(problem_of(table), job=Job(replica_optimizer=name))
+    copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
+    assert memory.resident_bytes(copied, Shard.whole(table), problem)[1] == kept
 
 
 def test_parts_of_a_replica_are_weights_gradients_and_buckets():
