@@ -98,6 +98,6 @@ def _unpriced_replicas(plan: ShardingPlan, optimizer: str | None, job: Job) -> l
                 if sharding.sharding_type == "data_parallel"]
     dense = job.replica_optimizer or (OPTIMIZERS[optimizer].dense if optimizer else None)
     shown = ", ".join(map(repr, replicas[:3])) + (", ..." if len(replicas) > 3 else "")
-    under, named_dense = f", under {optimizer}" if optimizer else "", f", {dense}," if dense else ""
-    return [f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{named_dense} "
-            "steps over all of their weights later, which is not timed"] if replicas else []
+    under, by = f", under {optimizer}" if optimizer else "", f", {dense}," if dense else ""
+    return [f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
+            "over all of their weights later, which is not timed"] if replicas else []
