@@ -14,6 +14,8 @@ promised (ABOVE, BELOW).
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import logging
 import os
@@ -53,7 +55,6 @@ SHAPES = ((1, 2), (1, 2), (1, 2), (1, 2), (2, 2))
 """Hosts, and devices on each. A fifth of the plans have two hosts."""
 WARM, STEPS = 3, 5
 """Steps before those that are measured, and these. DDP makes its buckets anew in the third."""
-_EXCHANGES = ("All2All_Pooled", "ReduceScatterBase", "PooledEmbeddings", "KJTAllToAll")
 
 
 def drawn(seed: int) -> tuple[Problem, Plan]:
@@ -134,6 +135,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
                       LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    count_in_all_threads()
     for i, (problem, plan) in enumerate(given):
         trace = f"{folder}/trace-{rank}.json"
         # From the start, so that weights and optimizer state count as what they really are.
@@ -141,6 +143,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
                                     profile_memory=True) as profiler:
             _steps(problem, plan, batch_of(problem, rank))
         profiler.export_chrome_trace(trace)
+        gc.collect()  # the next plan starts with nothing
         files.write_json(f"{folder}/{i}-{rank}.json", peaks(Path(trace)))
         dist.barrier()
     os._exit(0)
@@ -180,52 +183,24 @@ def _optimizer_class(problem: Problem) -> type[torch.optim.Optimizer]:
     return getattr(import_module(module), name)
 
 
-def peaks(trace: Path) -> list[int]:
-    """The peak of each warm step.
+def count_in_all_threads() -> None:
+    """From now on the profiler's totals include what gloo's threads allocate and free.
 
-    The profiler does not see what gloo's threads free. So what was exchanged two steps before counts as
-    freed. What they free within a step is missed at times. Then that step seems to take more.
+    It records what its own threads do. But a flag of torch's allocator makes its total that of all threads.
     """
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def peaks(trace: Path) -> list[int]:
+    """The peak of each warm step."""
     events = json.loads(trace.read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Addr"], e["args"]["Bytes"]) for e in events
-                     if e.get("name") == "[memory]")
-    calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
-                   if e.get("ph") == "X" and any(name in e["name"] for name in _EXCHANGES))
-    # Nested calls as one.
-    starts, ends = [], []
-    for start, end in calls:
-        if starts and start <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
-        else:
-            starts.append(start)
-            ends.append(end)
-    starts, ends = np.array(starts), np.array(ends)
-
-    def exchanged(ts: float) -> bool:
-        i = int(np.searchsorted(starts, ts, "right")) - 1
-        return i >= 0 and ts <= ends[i]
-
+    totals = np.array(sorted((e["ts"], e["args"]["Total Allocated"]) for e in events
+                             if e.get("name") == "[memory]"))
     steps = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events
              if e.get("ph") == "X" and str(e["name"]).startswith("step ")}
-    return [_peak(changes, steps[f"step {s}"], steps[f"step {s - 1}"][0], exchanged)
-            for s in range(WARM, WARM + STEPS)]
-
-
-def _peak(changes, step, before: float, exchanged) -> int:
-    alive: dict[int, int] = {}
-    total = peak = 0
-    for ts, address, n_bytes in changes:
-        if ts > step[1]:
-            break
-        if n_bytes < 0 or address in alive:
-            total -= alive.pop(address, 0)
-        # A pipeline keeps what the step before exchanged.
-        if n_bytes > 0 and not (ts < before and exchanged(ts)):
-            alive[address] = n_bytes
-            total += n_bytes
-        if ts >= step[0]:
-            peak = max(peak, total)
-    return peak
+    bounds = [np.searchsorted(totals[:, 0], steps[f"step {s}"]) for s in range(WARM, WARM + STEPS)]
+    return [int(totals[first:last, 1].max()) for first, last in bounds]
 
 
 # --- TorchRec's own count ---------------------------------------------------------------------------------
