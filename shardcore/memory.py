@@ -27,6 +27,7 @@ import numpy as np
 from shardcore.errors import Infeasible
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
+from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.tables.access import access_share
@@ -62,35 +63,68 @@ _Alive = Mapping[str, Mapping[str, int]]
 _EXCHANGED, _SUMMED = "all_to_all world", "reduce_scatter world"
 _CROSSED, _SUMMED_ON_HOST = "all_to_all cross", "reduce_scatter host"
 _IDS = {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2}
-_GRADIENTS = {"received": 1, _EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1}
 _DENSE = {"dense": 1}
+
+
+def _of(what: str, *collectives: str) -> dict[str, int]:
+    return {f"{collective} {what}": 1 for collective in collectives}
+
+
+_SENT = {**_of("there", _EXCHANGED, _CROSSED), "arriving": 1}
+"""All-to-alls that are under way."""
+_BEING_SUMMED = {**_of("there", _SUMMED), "scattered there": 1}
+"""Reduce-scatters that are under way. Gloo sums in a buffer of its own."""
+_GATHERED = {f"{_SUMMED} back": 2, "scattered back": 1}
+"""All-gathers of gradients that are under way. Gloo gathers in a buffer of its own."""
+
+
+def _forward(outputs: Mapping[str, int], payloads: Mapping[str, int]) -> _Alive:
+    return {"ids": _IDS, "outputs": {"replicated": 1, **outputs}, "payloads": payloads,
+            "dense gradients": _DENSE}
+
+
 PHASES: Mapping[str, _Alive] = {
     # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
     "ids arrive": {"ids": {**_IDS, "arrived": 3}, "dense gradients": _DENSE},
-    # All lookups have run, and their exchanges have begun, before one is waited for.
-    "forward exchange": {"ids": _IDS, "outputs": {_EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1},
-                         "payloads": {_EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1},
-                         "received outputs": {"received": 1}, "dense gradients": _DENSE},
+    # Kinds run one after another: each looks up, casts to what travels, and sends. Any may be the last.
+    "outputs sent": _forward({_EXCHANGED: 1}, {**_SENT, **_BEING_SUMMED, **_of("cast", _EXCHANGED)}),
+    "outputs cast": _forward({_EXCHANGED: 1}, {**_BEING_SUMMED, **_of("cast", _EXCHANGED),
+                                              **_of("clamped", _EXCHANGED)}),
+    "sums sent": _forward({_SUMMED: 1}, {**_SENT, **_BEING_SUMMED, **_of("cast", _SUMMED)}),
+    "sums cast": _forward({_SUMMED: 1}, {**_SENT, **_of("cast", _SUMMED), **_of("clamped", _SUMMED)}),
+    "sums of hosts sent": _forward({_SUMMED_ON_HOST: 1, _CROSSED: 1},
+                                   {**_SENT, **_BEING_SUMMED, **_of("there", _SUMMED_ON_HOST),
+                                    **_of("cast", _CROSSED)}),
+    "sums of hosts cast": _forward({_SUMMED_ON_HOST: 1}, {**_of("there", _EXCHANGED), **_BEING_SUMMED,
+                                                          **_of("cast", _SUMMED_ON_HOST),
+                                                          **_of("clamped", _SUMMED_ON_HOST)}),
+    "outputs joined": {"ids": _IDS, "outputs": {"replicated": 1, "ordered": 1, "scattered": 1},
+                       "received outputs": {"received": 1}, "dense gradients": _DENSE},
     # Before an all-to-all, gradients are put in the order of devices, and of columns if some are cut.
-    "gradients in order": {"ids": _IDS, "output gradients": {"received": 1, _SUMMED: 1},
-                           "payloads": {"ordered": 2, "joined": 1, "scattered": 1},
+    "gradients in order": {"ids": _IDS, "output gradients": {"received": 1},
+                           "payloads": {"ordered": 2, "joined": 1, **_GATHERED}, "dense gradients": _DENSE},
+    "gradients cast": {"ids": _IDS, "output gradients": {"received": 1},
+                       "payloads": {"ordered": 1, "cut": 1, "ordered cast": 1, "ordered clamped": 1,
+                                    **_GATHERED}, "dense gradients": _DENSE},
+    "backward exchange": {"ids": _IDS, "output gradients": {"received": 1},
+                          "payloads": {"cut": 1, "ordered back": 1, **_GATHERED,
+                                       **_of("back", _EXCHANGED, _CROSSED)}, "dense gradients": _DENSE},
+    "gradients gathered": {"ids": _IDS, "output gradients": {"received": 1, _CROSSED: 1},
+                           "payloads": {**_GATHERED, f"{_SUMMED_ON_HOST} back": 2},
                            "dense gradients": _DENSE},
-    # Gloo gathers into a buffer of its own.
-    "gradients gathered": {"ids": _IDS, "output gradients": {**_GRADIENTS, _EXCHANGED: 0, _SUMMED_ON_HOST: 1},
-                           "payloads": {_SUMMED_ON_HOST: 1}, "dense gradients": _DENSE},
-    "backward exchange": {"ids": _IDS, "output gradients": _GRADIENTS, "payloads": {"ordered": 1},
-                          "dense gradients": _DENSE},
-    # The dense kernel makes gradients of its own, beside DDP's buckets. Outputs of replicas are still there.
+    # The dense kernel makes gradients of its own, beside DDP's buckets.
     "update": {"ids": _IDS, "sorting": {"sorting": 1},
-               "output gradients": {**_GRADIENTS, _CROSSED: 0, _SUMMED_ON_HOST: 1},
-               "received outputs": {"received": 1}, "dense gradients": {"dense": 2}},
+               "output gradients": {"received": 1, _EXCHANGED: 1, _SUMMED: 1, _SUMMED_ON_HOST: 1,
+                                    "replicated": 1},
+               "dense gradients": {"dense": 2}},
 }
 """What of which amount is alive in each phase of a step.
 
 Amounts of a shard:
 
 - arrived: the ids of a global batch that it gets.
-- a collective and its group: the outputs that enter it.
+- a collective and its group: the outputs that enter it. There, back: as they travel, and their gradients.
+- cast, clamped: what TorchRec's codec makes of them, in the number type that travels and before. 0 for FP32.
 - sorting: what backward sorts.
 - dense: a replica's gradient.
 
@@ -99,9 +133,12 @@ Amounts of a local batch. A plan as a whole decides them, and they are the same 
 - batch: its ids.
 - permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times.
 - bucketized: its ids of tables whose rows are divided.
-- received: its outputs of all tables.
-- ordered, scattered: of those, outputs that come by all-to-all, and by reduce-scatter.
+- received: its outputs of all tables. replicated: of replicas.
+- arriving: as they travel, those that come by all-to-all.
+- ordered, scattered: outputs that come by all-to-all, and by reduce-scatter. There, back, cast, clamped: as
+  above.
 - joined: as ordered, if columns of tables, or outputs of several kinds, have to be joined.
+- cut: as ordered, if columns of tables have to be.
 """
 
 
@@ -140,9 +177,19 @@ def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, f
         return {"dense": shard.bytes * layout.dense_gradient}
     lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
     outputs = output_bytes(shard, problem.global_batch)
-    found = {f"{channel.collective} {channel.group}": entering(shard.bytes, outputs, problem)
-             for channel, entering in layout.channels.items()}
+    found: dict[str, float] = {}
+    for channel, entering in layout.channels.items():
+        found |= _travelling(f"{channel.collective} {channel.group}",
+                             entering(shard.bytes, outputs, problem), problem.job)
     return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
+
+
+def _travelling(name: str, n_bytes: float, job: Job, cast: str = "forward_payload") -> dict[str, float]:
+    """An amount, as it travels, and its casts. cast: the payload for which they are made."""
+    there, back, share = (PAYLOADS[payload] / OUTPUT_BYTES for payload in (
+        job.forward_payload, job.backward_payload, getattr(job, cast)))
+    return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
+            f"{name} cast": n_bytes * share * (share < 1), f"{name} clamped": n_bytes * (share < 1)}
 
 
 @lru_cache(maxsize=4)
@@ -151,13 +198,16 @@ def batch_amounts(problem: Problem) -> Mapping[str, float]:
     local = problem.local_batch
     ids = local * sum(sample_bytes(t, problem.job) for t in problem.tables)
     outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, local) for t in problem.tables)
-    return {"batch": ids, "permuted": ids, "received": outputs, "ordered": outputs, "joined": outputs}
+    there = PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
+    return {"batch": ids, "permuted": ids, "received": outputs, "joined": outputs, "cut": outputs,
+            "arriving": outputs * there, "replicated": outputs,
+            **_travelling("ordered", outputs, problem.job, "backward_payload")}
 
 
 def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
     """Bytes of each amount of a local batch under a plan."""
-    local, found = problem.local_batch, Counter(batch_amounts(problem))
-    found["permuted"] = found["ordered"] = found["joined"] = 0
+    local, of_all = problem.local_batch, batch_amounts(problem)
+    found = Counter({name: of_all[name] for name in ("batch", "received")})
     received: dict[Layout, float] = Counter()
     # Several columns of a table on a device are one shard in TorchRec.
     places = {(p.kind, p.shard.table, p.devices): p for p in plan.placements}
@@ -171,16 +221,21 @@ def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
         shard = placement.shard
         received[run_of(placement.kind, shard.table)] += (
             OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local))
+    ordered = arriving = scattered = 0.0
     for layout, n_bytes in received.items():
         collectives = {channel.collective for channel in layout.channels}
+        if layout.local_batch:
+            found["replicated"] += n_bytes
         # Kinds run one after another.
-        if "all_to_all" in collectives:
-            found["ordered"] = max(found["ordered"], n_bytes)
+        elif "all_to_all" in collectives:
+            ordered, arriving = max(ordered, n_bytes), arriving + n_bytes
         elif "reduce_scatter" in collectives:
-            found["scattered"] += n_bytes
+            scattered += n_bytes
     cut = any(p.shard.width < p.shard.table.dim for p in plan.placements)
-    found["joined"] = found["ordered"] * (cut or len(received) > 1)
-    return found
+    found["arriving"] = arriving * PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
+    found["joined"], found["cut"] = ordered * (cut or len(received) > 1), ordered * cut
+    return (found | _travelling("scattered", scattered, problem.job, "backward_payload")
+            | _travelling("ordered", ordered, problem.job, "backward_payload"))
 
 
 def _sorting_bytes(problem: Problem) -> int:
@@ -191,8 +246,14 @@ def _sorting_bytes(problem: Problem) -> int:
 TIMES: Mapping[str, Mapping[str, int]] = {
     phase: sum((Counter(counts) for counts in alive.values()), Counter()) for phase, alive in PHASES.items()}
 """phase -> amount -> how many of it are alive, all parts together."""
-_OF_COLUMNS = tuple({(times["arrived"], times[_EXCHANGED], times["sorting"]) for times in TIMES.values()})
-"""The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
+
+
+@lru_cache(maxsize=16)
+def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
+    """The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
+    outputs = _travelling(_EXCHANGED, 1, job)
+    return tuple({(times["arrived"], sum(n * times[name] for name, n in outputs.items()), times["sorting"])
+                  for times in TIMES.values()})
 
 
 def _most(amounts: Mapping[str, float]) -> int:
@@ -260,7 +321,7 @@ def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Pr
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
     sorting = problem.global_batch * lookups.pooling * _sorting_bytes(problem)
-    phases = [a * arrived + o * outputs + s * sorting for a, o, s in _OF_COLUMNS]
+    phases = [a * arrived + o * outputs + s * sorting for a, o, s in _of_columns(problem.job)]
     if isinstance(resident, np.ndarray):
         return resident + np.ceil(np.maximum.reduce(phases) + permuted)
     return resident + math.ceil(max(phases) + permuted)

@@ -146,8 +146,8 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
 
 def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
-    with pytest.raises(Infeasible, match=r"device 0 .* would hold 0.1 MiB \(weights .*\); it may hold "
-                                         r"40000 bytes, 66752 bytes too little. It would fit with"):
+    with pytest.raises(Infeasible, match=r"device 0 .* would hold 103680 bytes \(weights .*\); it may hold "
+                                         r"40000 bytes, 63680 bytes too little. It would fit with"):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 
