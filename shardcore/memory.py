@@ -112,10 +112,13 @@ PHASES: Mapping[str, _Alive] = {
     "gradients gathered": {"ids": _IDS, "output gradients": {"received": 1, _CROSSED: 1},
                            "payloads": {**_GATHERED, f"{_SUMMED_ON_HOST} back": 2},
                            "dense gradients": _DENSE},
-    # The dense kernel makes gradients of its own, beside DDP's buckets.
+    # The dense kernel makes gradients of its own, beside DDP's buckets. Exchanges are still under way.
+    "gradients of replicas": {"ids": _IDS, "output gradients": {"received": 1},
+                              "payloads": {"ordered back": 1, **_GATHERED,
+                                           **_of("back", _EXCHANGED, _CROSSED)},
+                              "dense gradients": {"dense": 2}},
     "update": {"ids": _IDS, "sorting": {"sorting": 1},
-               "output gradients": {"received": 1, _EXCHANGED: 1, _SUMMED: 1, _SUMMED_ON_HOST: 1,
-                                    "replicated": 1},
+               "output gradients": {"received": 1, _EXCHANGED: 1, _SUMMED: 1, _SUMMED_ON_HOST: 1},
                "dense gradients": {"dense": 2}},
 }
 """What of which amount is alive in each phase of a step.
