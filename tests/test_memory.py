@@ -39,6 +39,37 @@ def test_what_a_whole_table_takes_by_hand():
     assert memory.table_bytes(TABLE, problem_of(hardware=None)) == memory.table_bytes(TABLE, on_gpu)
 
 
+@pytest.mark.parametrize("payload", ["fp16", "bf16"])
+def test_16_bits_take_more_at_first_by_hand(payload):
+    """A codec clamps outputs to a tensor of FP32, and casts that. Only then is what travels half as large."""
+    arrived, pooled = 64 * (3 * 8 + 4), 64 * 8 * 4
+    plain = problem_of(hardware="cpu-some")
+    short = replace(plain, job=Job(forward_payload=payload))
+    assert memory.table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
+    amounts = memory.shard_amounts(WHOLE_ROWS, Shard.whole(TABLE), short)
+    assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
+        pooled, pooled / 2, pooled, pooled / 2, pooled]
+    # Gradients are cast once a device, in the order in which they are sent.
+    back = replace(plain, job=Job(backward_payload=payload))
+    given = Plan((column(TABLE, 0), column(OTHER, 1)))
+    ordered = 32 * (8 + 16) * 4
+    found = memory.placed_amounts(given, back)
+    assert (found["ordered"], found["ordered back"], found["ordered cast"], found["ordered clamped"]) == (
+        ordered, ordered / 2, ordered / 2, ordered)
+    assert memory.placed_amounts(given, short)["arriving"] == ordered / 2
+    assert memory.placed_amounts(given, plain)["ordered cast"] == 0
+
+
+def test_parts_say_what_payloads_of_16_bits_take():
+    """Where outputs dominate: gradients of all tables, in order, clamped and cast."""
+    wide = Table("wide", 8, 512, 1.0)
+    problem = replace(problem_of(wide, hardware="cpu-some", n=1), job=Job(backward_payload="bf16"))
+    [found] = memory.by_part(Plan((column(wide, 0),)), problem)
+    outputs = 64 * 512 * 4
+    assert (found.phase, found.parts["payloads"], found.parts["output gradients"]) == (
+        "gradients cast", 2.5 * outputs, outputs)
+
+
 def test_a_cut_copies_ids():
     """Two halves take what the table does, and its ids once more on their device and twice to be sent."""
     problem = problem_of(hardware="cpu-some")
@@ -86,7 +117,7 @@ def test_parts_of_a_replica_are_weights_gradients_and_buckets():
     problem = problem_of(big)
     [found, _] = memory.by_part(Plan((replica(big, problem.topology),)), problem)
     assert (found.phase, found.parts["weights"], found.parts["dense gradients"]) == (
-        "update", big.bytes, 2 * big.bytes)
+        "gradients of replicas", big.bytes, 2 * big.bytes)
     assert found.parts["sorting"] == 0 and found.bytes == sum(found.parts.values())
 
 
@@ -107,18 +138,21 @@ def test_searches_count_no_less_than_a_plan_takes(seed):
     import training
 
     given = training.problem(1, 2)
-    given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]))
+    job = [Job(), Job(forward_payload="fp16"), Job(forward_payload="bf16", backward_payload="fp16")][seed % 3]
+    given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]), job=job)
     plan = training.draw(given, np.random.default_rng(seed))
     each = memory.every_plan_bytes(given)
     assert all(used <= counted + each for used, counted in zip(
         memory.used_bytes(plan, given), memory.counted_bytes(plan, given), strict=True))
 
 
-def test_all_ways_to_count_a_table_agree():
+@pytest.mark.parametrize("job", [Job(), Job(forward_payload="fp16"), Job(backward_payload="bf16")])
+def test_all_ways_to_count_a_table_agree(job):
     rng = np.random.default_rng(0)
     problem = problem_of(*(Table(f"t{i}", int(rng.integers(1, 10**6)), 4 * int(rng.integers(1, 33)),
                                  float(rng.choice([0, 1, 7.5, 100])), features=1 + i % 3, weighted=i % 5 == 0,
                                  sequence=i % 7 == 0) for i in range(200)))
+    problem = replace(problem, job=job)
     rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
     lookups = memory.Lookups.of_all(problem.tables, problem)
     one_by_one = [memory.table_bytes(t, problem) for t in problem.tables]
@@ -155,7 +189,7 @@ def test_what_does_not_fit_is_said_by_part_and_by_how_much():
 def test_the_count_is_the_peak_that_torch_sees(seed):
     """In TorchRec's own processes, under its pipeline, where most of it is weights, or ids.
 
-    Where outputs dominate it is not held: exchanges overlap by chance, and single steps take more.
+    Where outputs dominate steps differ: gloo's threads free their buffers sooner or later.
     """
     pytest.importorskip("torchrec")
     from bench import memory as peaks
