@@ -1,14 +1,14 @@
 """What a plan takes of a device's memory in a training step, by part.
 
-Weights and optimizer state are always there. What else lives at once depends on the phase of the step, as
-TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes. PHASES says what
-is alive in each. It was read from the live tensors of TorchRec's CPU processes (bench/memory.py). Where
-outputs dominate, exchanges may overlap more: single steps took up to 20% more than is counted. The buffers
-in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not counted.
+Weights and optimizer state are always there. What else lives at once depends on the phase of the step
+(phases.py), as TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes.
+The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
+counted.
 
 Searches add up bytes of shards. So they count of each shard its own largest phase (`bytes_as`), and of the
-tables' own share the largest too (`free_bytes`). That is never less than a plan takes (`used_bytes`): the
-largest of sums is at most the sum of the largest.
+tables' own share the largest too (`free_bytes`). On two devices that is never less than a plan takes
+(`used_bytes`): the largest of sums is at most the sum of the largest. On more, ids of cut and divided tables
+are on every device, but count on some: so it may be less where ids dominate.
 
 Shapes: D devices.
 """
@@ -30,6 +30,7 @@ from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
 from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.phases import EXCHANGED, PHASES, TIMES
 from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
@@ -39,7 +40,7 @@ PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", 
 
 ids: local batches of the pipeline, and what is sent and received of them, with lengths.
 sorting: buffers of FBGEMM's CUDA backward.
-payloads: buffers of collectives.
+payloads: buffers of collectives, and what is cast for them.
 received outputs: a device's samples, of all tables.
 dense gradients: of replicas, with DDP's buckets.
 """
@@ -54,94 +55,6 @@ SORTING_BYTES = 52
 
 8 each for linear indices, sorted ones and unique ones. 4 each for infos, sorted infos, run lengths and their
 sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
-"""
-BATCHES = 3
-"""Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
-
-_Alive = Mapping[str, Mapping[str, int]]
-"""part -> amount -> how many of it are alive."""
-_EXCHANGED, _SUMMED = "all_to_all world", "reduce_scatter world"
-_CROSSED, _SUMMED_ON_HOST = "all_to_all cross", "reduce_scatter host"
-_IDS = {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2}
-_DENSE = {"dense": 1}
-
-
-def _of(what: str, *collectives: str) -> dict[str, int]:
-    return {f"{collective} {what}": 1 for collective in collectives}
-
-
-_SENT = {**_of("there", _EXCHANGED, _CROSSED), "arriving": 1}
-"""All-to-alls that are under way."""
-_BEING_SUMMED = {**_of("there", _SUMMED), "scattered there": 1}
-"""Reduce-scatters that are under way. Gloo sums in a buffer of its own."""
-_GATHERED = {f"{_SUMMED} back": 2, "scattered back": 1}
-"""All-gathers of gradients that are under way. Gloo gathers in a buffer of its own."""
-
-
-def _forward(outputs: Mapping[str, int], payloads: Mapping[str, int]) -> _Alive:
-    return {"ids": _IDS, "outputs": {"replicated": 1, **outputs}, "payloads": payloads,
-            "dense gradients": _DENSE}
-
-
-PHASES: Mapping[str, _Alive] = {
-    # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
-    "ids arrive": {"ids": {**_IDS, "arrived": 3}, "dense gradients": _DENSE},
-    # Kinds run one after another: each looks up, casts to what travels, and sends. Any may be the last.
-    "outputs sent": _forward({_EXCHANGED: 1}, {**_SENT, **_BEING_SUMMED, **_of("cast", _EXCHANGED)}),
-    "outputs cast": _forward({_EXCHANGED: 1}, {**_BEING_SUMMED, **_of("cast", _EXCHANGED),
-                                              **_of("clamped", _EXCHANGED)}),
-    "sums sent": _forward({_SUMMED: 1}, {**_SENT, **_BEING_SUMMED, **_of("cast", _SUMMED)}),
-    "sums cast": _forward({_SUMMED: 1}, {**_SENT, **_of("cast", _SUMMED), **_of("clamped", _SUMMED)}),
-    "sums of hosts sent": _forward({_SUMMED_ON_HOST: 1, _CROSSED: 1},
-                                   {**_SENT, **_BEING_SUMMED, **_of("there", _SUMMED_ON_HOST),
-                                    **_of("cast", _CROSSED)}),
-    "sums of hosts cast": _forward({_SUMMED_ON_HOST: 1}, {**_of("there", _EXCHANGED), **_BEING_SUMMED,
-                                                          **_of("cast", _SUMMED_ON_HOST),
-                                                          **_of("clamped", _SUMMED_ON_HOST)}),
-    "outputs joined": {"ids": _IDS, "outputs": {"replicated": 1, "ordered": 1, "scattered": 1},
-                       "received outputs": {"received": 1}, "dense gradients": _DENSE},
-    # Before an all-to-all, gradients are put in the order of devices, and of columns if some are cut.
-    "gradients in order": {"ids": _IDS, "output gradients": {"received": 1},
-                           "payloads": {"ordered": 2, "joined": 1, **_GATHERED}, "dense gradients": _DENSE},
-    "gradients cast": {"ids": _IDS, "output gradients": {"received": 1},
-                       "payloads": {"ordered": 1, "cut": 1, "ordered cast": 1, "ordered clamped": 1,
-                                    **_GATHERED}, "dense gradients": _DENSE},
-    "backward exchange": {"ids": _IDS, "output gradients": {"received": 1},
-                          "payloads": {"cut": 1, "ordered back": 1, **_GATHERED,
-                                       **_of("back", _EXCHANGED, _CROSSED)}, "dense gradients": _DENSE},
-    "gradients gathered": {"ids": _IDS, "output gradients": {"received": 1, _CROSSED: 1},
-                           "payloads": {**_GATHERED, f"{_SUMMED_ON_HOST} back": 2},
-                           "dense gradients": _DENSE},
-    # The dense kernel makes gradients of its own, beside DDP's buckets. Exchanges are still under way.
-    "gradients of replicas": {"ids": _IDS, "output gradients": {"received": 1},
-                              "payloads": {"ordered back": 1, **_GATHERED,
-                                           **_of("back", _EXCHANGED, _CROSSED)},
-                              "dense gradients": {"dense": 2}},
-    "update": {"ids": _IDS, "sorting": {"sorting": 1},
-               "output gradients": {"received": 1, _EXCHANGED: 1, _SUMMED: 1, _SUMMED_ON_HOST: 1},
-               "dense gradients": {"dense": 2}},
-}
-"""What of which amount is alive in each phase of a step.
-
-Amounts of a shard:
-
-- arrived: the ids of a global batch that it gets.
-- a collective and its group: the outputs that enter it. There, back: as they travel, and their gradients.
-- cast, clamped: what TorchRec's codec makes of them, in the number type that travels and before. 0 for FP32.
-- sorting: what backward sorts.
-- dense: a replica's gradient.
-
-Amounts of a local batch. A plan as a whole decides them, and they are the same on all devices:
-
-- batch: its ids.
-- permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times.
-- bucketized: its ids of tables whose rows are divided.
-- received: its outputs of all tables. replicated: of replicas.
-- arriving: as they travel, those that come by all-to-all.
-- ordered, scattered: outputs that come by all-to-all, and by reduce-scatter. There, back, cast, clamped: as
-  above.
-- joined: as ordered, if columns of tables, or outputs of several kinds, have to be joined.
-- cut: as ordered, if columns of tables have to be.
 """
 
 
@@ -175,7 +88,7 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
 
 
 def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in PHASES."""
+    """Bytes of each amount of a shard. The names are those in phases.PHASES."""
     if layout.local_batch:
         return {"dense": shard.bytes * layout.dense_gradient}
     lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
@@ -246,15 +159,10 @@ def _sorting_bytes(problem: Problem) -> int:
     return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
 
 
-TIMES: Mapping[str, Mapping[str, int]] = {
-    phase: sum((Counter(counts) for counts in alive.values()), Counter()) for phase, alive in PHASES.items()}
-"""phase -> amount -> how many of it are alive, all parts together."""
-
-
 @lru_cache(maxsize=16)
 def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
     """The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
-    outputs = _travelling(_EXCHANGED, 1, job)
+    outputs = _travelling(EXCHANGED, 1, job)
     return tuple({(times["arrived"], sum(n * times[name] for name, n in outputs.items()), times["sorting"])
                   for times in TIMES.values()})
 
