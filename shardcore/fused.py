@@ -21,11 +21,13 @@ class Optimizer:
     states: for each moment that it keeps, what has one number: "row" or "cell". FBGEMM's momentum1 is the
         first, momentum2 the second.
     dense: a name of DENSE_OPTIMIZERS, the one that is most like it. None: it is one itself.
+    scratch: of a dense one, tensors as large as a table's weights that it makes to update that table.
     """
 
     theirs: str
     states: tuple[str, ...] = ()
     dense: str | None = None
+    scratch: int = 0
 
     def state_bytes(self, per: str, each: int = STATE_BYTES) -> int:
         """Bytes of state for each "row" or each "cell". each: bytes of a number."""
@@ -57,9 +59,9 @@ OPTIMIZERS = {
 """Those that run in the backward op."""
 DENSE_OPTIMIZERS = {
     "sgd": Optimizer("torch.optim.SGD"),
-    "adagrad": Optimizer("torch.optim.Adagrad", ("cell",)),
-    "rowwise_adagrad": Optimizer("torchrec.optim.RowWiseAdagrad", ("row",)),
-    "adam": Optimizer("torch.optim.Adam", ("cell", "cell")),
+    "adagrad": Optimizer("torch.optim.Adagrad", ("cell",), scratch=1),
+    "rowwise_adagrad": Optimizer("torchrec.optim.RowWiseAdagrad", ("row",), scratch=1),
+    "adam": Optimizer("torch.optim.Adam", ("cell", "cell"), scratch=2),
 }
 """Those of replicas. They step over all weights after backward. State has the data type of the weights."""
 PRECISIONS = {

@@ -42,7 +42,7 @@ ids: local batches of the pipeline, and what is sent and received of them, with 
 sorting: buffers of FBGEMM's CUDA backward.
 payloads: buffers of collectives, and what is cast for them.
 received outputs: a device's samples, of all tables.
-dense gradients: of replicas, with DDP's buckets.
+dense gradients: of replicas, with DDP's buckets, and what their optimizer makes to update them.
 """
 
 STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x in OPTIMIZERS.items()}
@@ -147,6 +147,7 @@ def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
             ordered, arriving = max(ordered, n_bytes), arriving + n_bytes
         elif "reduce_scatter" in collectives:
             scattered += n_bytes
+    found["stepped"] = max(_stepped(layout_of(p.kind), p.shard, problem) for p in plan.placements)
     cut = any(p.shard.width < p.shard.table.dim for p in plan.placements)
     found["arriving"] = arriving * PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
     found["joined"], found["cut"] = ordered * (cut or len(received) > 1), ordered * cut
@@ -190,7 +191,11 @@ def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, flo
     ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
     again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
     return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
-            "bucketized": again * (ranges > 1)}
+            "bucketized": again * (ranges > 1), "stepped": _stepped(layout, shard, problem)}
+
+
+def _stepped(layout: Layout, shard: Shard, problem: Problem) -> int:
+    return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
 
 
 def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:

@@ -72,6 +72,8 @@ PHASES: Mapping[str, _Alive] = {
     "update": {"ids": _IDS, "sorting": {"sorting": 1},
                "output gradients": {"received": 1, EXCHANGED: 1, _SUMMED: 1, _SUMMED_ON_HOST: 1},
                "dense gradients": {"dense": 2}},
+    # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
+    "dense update": {"ids": _IDS, "dense gradients": {"dense": 1, "stepped": 1}},
 }
 """What of which amount is alive in each phase of a step.
 
@@ -94,6 +96,7 @@ Amounts of a local batch. A plan as a whole decides them, and they are the same 
   above.
 - joined: as ordered, if columns of tables, or outputs of several kinds, have to be joined.
 - cut: as ordered, if columns of tables have to be.
+- stepped: what the dense optimizer makes to update the largest replica.
 """
 TIMES: Mapping[str, Mapping[str, int]] = {
     phase: sum((Counter(counts) for counts in alive.values()), Counter()) for phase, alive in PHASES.items()}

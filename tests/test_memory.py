@@ -114,11 +114,21 @@ def test_state_of_replicas_is_what_their_optimizer_keeps(name, precision):
 def test_parts_of_a_replica_are_weights_gradients_and_buckets():
     """Gradients are there twice when they are reduced: the kernel's own, and DDP's buckets."""
     big = Table("big", 100_000, 64, 1.0)
-    problem = problem_of(big)
+    problem = problem_of(big)  # its optimizer is SGD, without scratch
     [found, _] = memory.by_part(Plan((replica(big, problem.topology),)), problem)
     assert (found.phase, found.parts["weights"], found.parts["dense gradients"]) == (
         "gradients of replicas", big.bytes, 2 * big.bytes)
     assert found.parts["sorting"] == 0 and found.bytes == sum(found.parts.values())
+
+
+@pytest.mark.parametrize("name, scratch", [("sgd", 0), ("adagrad", 1), ("rowwise_adagrad", 1), ("adam", 2)])
+def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
+    big, small = Table("big", 100_000, 64, 1.0), Table("small", 1000, 8, 1.0)
+    problem = replace(problem_of(big, small), job=Job(replica_optimizer=name))
+    [found, _] = memory.by_part(Plan(tuple(replica(t, problem.topology) for t in problem.tables)), problem)
+    all_of_them = big.bytes + small.bytes
+    assert found.parts["dense gradients"] == max(2 * all_of_them, all_of_them + scratch * big.bytes)
+    assert (found.phase == "dense update") == (scratch > 1)
 
 
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
