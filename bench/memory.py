@@ -258,8 +258,8 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
 def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
     """For each plan the peak, and the counts, of every device. All of the same shape.
 
-    The peak is that of the largest step: a job has to fit it. Steps of the same batch differ, as exchanges
-    overlap more or less. A part of that may be frees that the profiler missed.
+    The peak is that of the largest step: a job has to fit it. Steps of the same batch differ: gloo's threads
+    free their buffers sooner or later.
     """
     given = [drawn(seed) for seed in seeds]
     return [{"seed": seed, "problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
@@ -310,7 +310,7 @@ def main() -> None:
         print(f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
               f"{within} of {len(each)} devices within limits")
     apart = [max(each) / min(each) - 1 for row in rows for each in row["steps_bytes"]]
-    print(f"steps of a device seem to differ by {np.median(apart):.1%} in the median, "
+    print(f"steps of a device differ by {np.median(apart):.1%} in the median, "
           f"{max(apart):.1%} at most")
     for name, of in (("least", min), ("median", np.median)):
         each = [n / of(steps) - 1 for row in rows
