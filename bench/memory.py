@@ -14,6 +14,8 @@ promised (ABOVE, BELOW).
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import logging
 import os
@@ -21,6 +23,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,8 @@ from torch import nn
 
 from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
-from shardcore.fused import OPTIMIZERS
+from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.job import PAYLOADS, Job
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
@@ -50,7 +55,6 @@ SHAPES = ((1, 2), (1, 2), (1, 2), (1, 2), (2, 2))
 """Hosts, and devices on each. A fifth of the plans have two hosts."""
 WARM, STEPS = 3, 5
 """Steps before those that are measured, and these. DDP makes its buckets anew in the third."""
-_EXCHANGES = ("All2All_Pooled", "ReduceScatterBase", "PooledEmbeddings", "KJTAllToAll")
 
 
 def drawn(seed: int) -> tuple[Problem, Plan]:
@@ -64,7 +68,15 @@ def drawn(seed: int) -> tuple[Problem, Plan]:
     devices = tuple(Device(2**34, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
     given = Problem(f"{mostly}-{seed}", tables, Topology(devices, "cpu"), batch,
                     str(rng.choice(["exact_sgd", "rowwise_adagrad"])))
-    return given, training.draw(given, rng)
+    return replace(given, job=drawn_job(seed)), training.draw(given, rng)
+
+
+def drawn_job(seed: int) -> Job:
+    """Half of them with payloads of 16 bits, one way or both. Half with an optimizer of replicas by name."""
+    rng = np.random.default_rng([seed, 20])
+    there, back = (str(x) for x in rng.choice(list(PAYLOADS), 2)) if rng.integers(2) else ("fp32", "fp32")
+    of_replicas = str(rng.choice(list(DENSE_OPTIMIZERS))) if rng.integers(2) else None
+    return Job(forward_payload=there, backward_payload=back, replica_optimizer=of_replicas)
 
 
 # --- what is measured -------------------------------------------------------------------------------------
@@ -123,6 +135,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
                       LOCAL_RANK=str(rank % local))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
+    count_in_all_threads()
     for i, (problem, plan) in enumerate(given):
         trace = f"{folder}/trace-{rank}.json"
         # From the start, so that weights and optimizer state count as what they really are.
@@ -130,6 +143,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
                                     profile_memory=True) as profiler:
             _steps(problem, plan, batch_of(problem, rank))
         profiler.export_chrome_trace(trace)
+        gc.collect()  # the next plan starts with nothing
         files.write_json(f"{folder}/{i}-{rank}.json", peaks(Path(trace)))
         dist.barrier()
     os._exit(0)
@@ -139,16 +153,21 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     theirs = {name: EmbOptimType[optimizer.theirs] for name, optimizer in OPTIMIZERS.items()}
     of_replicas = _optimizer_class(problem)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType(problem.job.forward_payload),
+                                                    CommType(problem.job.backward_payload)),
+                                       device=torch.device("cpu"))
     model = DistributedModelParallel(
         Model(problem), device=torch.device("cpu"), plan=to_torchrec(plan, problem, Model(problem), "cpu"),
         sharders=[EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01})])
+            fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
+            qcomm_codecs_registry=codecs)])
     dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())),
                                   lambda parameters: of_replicas(parameters, lr=0.01))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]),
@@ -159,58 +178,29 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
 
 
 def _optimizer_class(problem: Problem) -> type[torch.optim.Optimizer]:
-    """The optimizer of replicas, whose state is as that of FBGEMM's."""
-    from torchrec.optim import RowWiseAdagrad
+    """The optimizer of replicas."""
+    module, _, name = DENSE_OPTIMIZERS[problem.replica_optimizer].theirs.rpartition(".")
+    return getattr(import_module(module), name)
 
-    return {"exact_sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}[problem.optimizer]
+
+def count_in_all_threads() -> None:
+    """From now on the profiler's totals include what gloo's threads allocate and free.
+
+    It records what its own threads do. But a flag of torch's allocator makes its total that of all threads.
+    """
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def peaks(trace: Path) -> list[int]:
-    """The peak of each warm step.
-
-    The profiler does not see what gloo's threads free. So what was exchanged two steps before counts as
-    freed. What they free within a step is missed at times. Then that step seems to take more.
-    """
+    """The peak of each warm step."""
     events = json.loads(trace.read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Addr"], e["args"]["Bytes"]) for e in events
-                     if e.get("name") == "[memory]")
-    calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
-                   if e.get("ph") == "X" and any(name in e["name"] for name in _EXCHANGES))
-    # Nested calls as one.
-    starts, ends = [], []
-    for start, end in calls:
-        if starts and start <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
-        else:
-            starts.append(start)
-            ends.append(end)
-    starts, ends = np.array(starts), np.array(ends)
-
-    def exchanged(ts: float) -> bool:
-        i = int(np.searchsorted(starts, ts, "right")) - 1
-        return i >= 0 and ts <= ends[i]
-
+    totals = np.array(sorted((e["ts"], e["args"]["Total Allocated"]) for e in events
+                             if e.get("name") == "[memory]"))
     steps = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events
              if e.get("ph") == "X" and str(e["name"]).startswith("step ")}
-    return [_peak(changes, steps[f"step {s}"], steps[f"step {s - 1}"][0], exchanged)
-            for s in range(WARM, WARM + STEPS)]
-
-
-def _peak(changes, step, before: float, exchanged) -> int:
-    alive: dict[int, int] = {}
-    total = peak = 0
-    for ts, address, n_bytes in changes:
-        if ts > step[1]:
-            break
-        if n_bytes < 0 or address in alive:
-            total -= alive.pop(address, 0)
-        # A pipeline keeps what the step before exchanged.
-        if n_bytes > 0 and not (ts < before and exchanged(ts)):
-            alive[address] = n_bytes
-            total += n_bytes
-        if ts >= step[0]:
-            peak = max(peak, total)
-    return peak
+    bounds = [np.searchsorted(totals[:, 0], steps[f"step {s}"]) for s in range(WARM, WARM + STEPS)]
+    return [int(totals[first:last, 1].max()) for first, last in bounds]
 
 
 # --- TorchRec's own count ---------------------------------------------------------------------------------
@@ -268,8 +258,8 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
 def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
     """For each plan the peak, and the counts, of every device. All of the same shape.
 
-    The peak is that of the largest step: a job has to fit it. Steps of the same batch differ, as exchanges
-    overlap more or less. A part of that may be frees that the profiler missed.
+    The peak is that of the largest step: a job has to fit it. Steps of the same batch differ: gloo's threads
+    free their buffers sooner or later.
     """
     given = [drawn(seed) for seed in seeds]
     return [{"seed": seed, "problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
@@ -320,7 +310,7 @@ def main() -> None:
         print(f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
               f"{within} of {len(each)} devices within limits")
     apart = [max(each) / min(each) - 1 for row in rows for each in row["steps_bytes"]]
-    print(f"steps of a device seem to differ by {np.median(apart):.1%} in the median, "
+    print(f"steps of a device differ by {np.median(apart):.1%} in the median, "
           f"{max(apart):.1%} at most")
     for name, of in (("least", min), ("median", np.median)):
         each = [n / of(steps) - 1 for row in rows

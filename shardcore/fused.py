@@ -1,4 +1,5 @@
-"""What FBGEMM fuses into one op: optimizers and weight precisions, by our names and theirs.
+"""What FBGEMM fuses into one op: optimizers and weight precisions, by our names and theirs. And the
+optimizers of replicas, which are not fused.
 
 TorchRec takes FBGEMM's optimizers by the same names. Which of all these run depends on the device and on
 FBGEMM's version; `measure.fused_op` finds out by running one row.
@@ -14,19 +15,23 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer that runs in the backward op.
+    """An optimizer of embeddings.
 
-    theirs: name in FBGEMM's EmbOptimType.
+    theirs: name in FBGEMM's EmbOptimType. Of a dense one, the path of its class.
     states: for each moment that it keeps, what has one number: "row" or "cell". FBGEMM's momentum1 is the
         first, momentum2 the second.
+    dense: a name of DENSE_OPTIMIZERS, the one that is most like it. None: it is one itself.
+    scratch: of a dense one, tensors as large as a table's weights that it makes to update that table.
     """
 
     theirs: str
     states: tuple[str, ...] = ()
+    dense: str | None = None
+    scratch: int = 0
 
-    def state_bytes(self, per: str) -> int:
-        """Bytes of state for each "row" or each "cell"."""
-        return STATE_BYTES * self.states.count(per)
+    def state_bytes(self, per: str, each: int = STATE_BYTES) -> int:
+        """Bytes of state for each "row" or each "cell". each: bytes of a number."""
+        return each * self.states.count(per)
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,21 @@ class Precision:
 
 
 OPTIMIZERS = {
-    "exact_sgd": Optimizer("EXACT_SGD"),
-    "rowwise_adagrad": Optimizer("EXACT_ROWWISE_ADAGRAD", ("row",)),
-    "adam": Optimizer("ADAM", ("cell", "cell")),
-    "partial_rowwise_adam": Optimizer("PARTIAL_ROWWISE_ADAM", ("cell", "row")),
-    "lamb": Optimizer("LAMB", ("cell", "cell")),
+    "exact_sgd": Optimizer("EXACT_SGD", dense="sgd"),
+    "rowwise_adagrad": Optimizer("EXACT_ROWWISE_ADAGRAD", ("row",), dense="rowwise_adagrad"),
+    "adam": Optimizer("ADAM", ("cell", "cell"), dense="adam"),
+    "partial_rowwise_adam": Optimizer("PARTIAL_ROWWISE_ADAM", ("cell", "row"), dense="adam"),
+    # Torch has no LAMB, and TorchRec's is a placeholder. Like it, Adam keeps two full moments.
+    "lamb": Optimizer("LAMB", ("cell", "cell"), dense="adam"),
 }
+"""Those that run in the backward op."""
+DENSE_OPTIMIZERS = {
+    "sgd": Optimizer("torch.optim.SGD"),
+    "adagrad": Optimizer("torch.optim.Adagrad", ("cell",), scratch=1),
+    "rowwise_adagrad": Optimizer("torchrec.optim.RowWiseAdagrad", ("row",), scratch=1),
+    "adam": Optimizer("torch.optim.Adam", ("cell", "cell"), scratch=2),
+}
+"""Those of replicas. They step over all weights after backward. State has the data type of the weights."""
 PRECISIONS = {
     "fp32": Precision("FP32", "float32", 4),
     "fp16": Precision("FP16", "float16", 2),

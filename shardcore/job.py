@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardcore.fused import DENSE_OPTIMIZERS
 from shardcore.limits import MOST_MS, MOST_RATIO, require, require_known, require_within
 
 HIDES_IDS = {"none": False, "sparse_dist": True}
@@ -31,6 +32,8 @@ class Job:
     forward_payload, backward_payload: as what outputs and gradients travel.
     tower_ratio: how many times smaller a tower module makes outputs before they cross hosts (towers.py).
         None: there are no towers.
+    replica_optimizer: what updates replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
+        dense optimizer of the job. None: the one that is most like the problem's optimizer.
     """
 
     pipeline: str = "sparse_dist"
@@ -41,11 +44,14 @@ class Job:
     forward_payload: str = "fp32"
     backward_payload: str = "fp32"
     tower_ratio: float | None = None
+    replica_optimizer: str | None = None
 
     def __post_init__(self) -> None:
         require_known(self, "job", pipeline=HIDES_IDS, forward_payload=PAYLOADS, backward_payload=PAYLOADS)
         require_within(self, "job", dense_forward_ms=(0, MOST_MS), dense_backward_ms=(0, MOST_MS))
         require_within(self, "job", tower_ratio=(1, MOST_RATIO))
+        if self.replica_optimizer is not None:
+            require_known(self, "job", replica_optimizer=DENSE_OPTIMIZERS)
         one = (self.dense_forward_ms is None) != (self.dense_backward_ms is None)
         require(not one, f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
                 f"{self.dense_backward_ms}; it needs both, or neither")

@@ -1,14 +1,14 @@
 """What a plan takes of a device's memory in a training step, by part.
 
-Weights and optimizer state are always there. What else lives at once depends on the phase of the step, as
-TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes. PHASES says what
-is alive in each. It was read from the live tensors of TorchRec's CPU processes (bench/memory.py). Where
-outputs dominate, exchanges may overlap more: single steps took up to 20% more than is counted. The buffers
-in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not counted.
+Weights and optimizer state are always there. What else lives at once depends on the phase of the step
+(phases.py), as TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes.
+The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
+counted.
 
 Searches add up bytes of shards. So they count of each shard its own largest phase (`bytes_as`), and of the
-tables' own share the largest too (`free_bytes`). That is never less than a plan takes (`used_bytes`): the
-largest of sums is at most the sum of the largest.
+tables' own share the largest too (`free_bytes`). On two devices that is never less than a plan takes
+(`used_bytes`): the largest of sums is at most the sum of the largest. On more, ids of cut and divided tables
+are on every device, but count on some: so it may be less where ids dominate.
 
 Shapes: D devices.
 """
@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.errors import Infeasible
-from shardcore.fused import OPTIMIZERS
+from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
+from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
 from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.phases import EXCHANGED, PHASES, TIMES
 from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
@@ -38,71 +40,21 @@ PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", 
 
 ids: local batches of the pipeline, and what is sent and received of them, with lengths.
 sorting: buffers of FBGEMM's CUDA backward.
-payloads: buffers of collectives.
+payloads: buffers of collectives, and what is cast for them.
 received outputs: a device's samples, of all tables.
-dense gradients: of replicas, with DDP's buckets.
+dense gradients: of replicas, with DDP's buckets, and what their optimizer makes to update them.
 """
 
 STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x in OPTIMIZERS.items()}
 """Optimizer state: bytes a cell, and bytes a row. FBGEMM keeps moments as FP32 whatever the weights are.
 
-Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py. The optimizers of
-replicas are torch's and TorchRec's. They keep as much, but a partial row-wise one is a full one there.
+Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py.
 """
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
 
 8 each for linear indices, sorted ones and unique ones. 4 each for infos, sorted infos, run lengths and their
 sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
-"""
-BATCHES = 3
-"""Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
-
-_Alive = Mapping[str, Mapping[str, int]]
-"""part -> amount -> how many of it are alive."""
-_EXCHANGED, _SUMMED = "all_to_all world", "reduce_scatter world"
-_CROSSED, _SUMMED_ON_HOST = "all_to_all cross", "reduce_scatter host"
-_IDS = {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2}
-_GRADIENTS = {"received": 1, _EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1}
-_DENSE = {"dense": 1}
-PHASES: Mapping[str, _Alive] = {
-    # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
-    "ids arrive": {"ids": {**_IDS, "arrived": 3}, "dense gradients": _DENSE},
-    # All lookups have run, and their exchanges have begun, before one is waited for.
-    "forward exchange": {"ids": _IDS, "outputs": {_EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1},
-                         "payloads": {_EXCHANGED: 1, _CROSSED: 1, _SUMMED: 1},
-                         "received outputs": {"received": 1}, "dense gradients": _DENSE},
-    # Before an all-to-all, gradients are put in the order of devices, and of columns if some are cut.
-    "gradients in order": {"ids": _IDS, "output gradients": {"received": 1, _SUMMED: 1},
-                           "payloads": {"ordered": 2, "joined": 1, "scattered": 1},
-                           "dense gradients": _DENSE},
-    # Gloo gathers into a buffer of its own.
-    "gradients gathered": {"ids": _IDS, "output gradients": {**_GRADIENTS, _EXCHANGED: 0, _SUMMED_ON_HOST: 1},
-                           "payloads": {_SUMMED_ON_HOST: 1}, "dense gradients": _DENSE},
-    "backward exchange": {"ids": _IDS, "output gradients": _GRADIENTS, "payloads": {"ordered": 1},
-                          "dense gradients": _DENSE},
-    # The dense kernel makes gradients of its own, beside DDP's buckets. Outputs of replicas are still there.
-    "update": {"ids": _IDS, "sorting": {"sorting": 1},
-               "output gradients": {**_GRADIENTS, _CROSSED: 0, _SUMMED_ON_HOST: 1},
-               "received outputs": {"received": 1}, "dense gradients": {"dense": 2}},
-}
-"""What of which amount is alive in each phase of a step.
-
-Amounts of a shard:
-
-- arrived: the ids of a global batch that it gets.
-- a collective and its group: the outputs that enter it.
-- sorting: what backward sorts.
-- dense: a replica's gradient.
-
-Amounts of a local batch. A plan as a whole decides them, and they are the same on all devices:
-
-- batch: its ids.
-- permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times.
-- bucketized: its ids of tables whose rows are divided.
-- received: its outputs of all tables.
-- ordered, scattered: of those, outputs that come by all-to-all, and by reduce-scatter.
-- joined: as ordered, if columns of tables, or outputs of several kinds, have to be joined.
 """
 
 
@@ -125,24 +77,35 @@ class DeviceMemory:
 # --- amounts ----------------------------------------------------------------------------------------------
 
 
-def resident_bytes(layout: Layout, shard: Shard, optimizer: str) -> tuple[int, int]:
+def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
     """Bytes of a shard's weights, and of its optimizer's state."""
-    a_cell, a_row = STATE_BYTES[optimizer]
-    if layout.dense_gradient and a_cell:
-        # Adam and LAMB of torch and TorchRec have two full moments, of the type of the weights.
-        a_cell, a_row = 2 * PRECISION_BYTES[shard.table.precision], 0
+    a_cell, a_row = STATE_BYTES[problem.optimizer]
+    if layout.dense_gradient:
+        # Torch's optimizers keep state of the weights' type.
+        dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[shard.table.precision]
+        a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
     return shard.bytes, shard.rows * (shard.width * a_cell + a_row)
 
 
 def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in PHASES."""
+    """Bytes of each amount of a shard. The names are those in phases.PHASES."""
     if layout.local_batch:
         return {"dense": shard.bytes * layout.dense_gradient}
     lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
     outputs = output_bytes(shard, problem.global_batch)
-    found = {f"{channel.collective} {channel.group}": entering(shard.bytes, outputs, problem)
-             for channel, entering in layout.channels.items()}
+    found: dict[str, float] = {}
+    for channel, entering in layout.channels.items():
+        found |= _travelling(f"{channel.collective} {channel.group}",
+                             entering(shard.bytes, outputs, problem), problem.job)
     return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
+
+
+def _travelling(name: str, n_bytes: float, job: Job, cast: str = "forward_payload") -> dict[str, float]:
+    """An amount, as it travels, and its casts. cast: the payload for which they are made."""
+    there, back, share = (PAYLOADS[payload] / OUTPUT_BYTES for payload in (
+        job.forward_payload, job.backward_payload, getattr(job, cast)))
+    return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
+            f"{name} cast": n_bytes * share * (share < 1), f"{name} clamped": n_bytes * (share < 1)}
 
 
 @lru_cache(maxsize=4)
@@ -151,13 +114,16 @@ def batch_amounts(problem: Problem) -> Mapping[str, float]:
     local = problem.local_batch
     ids = local * sum(sample_bytes(t, problem.job) for t in problem.tables)
     outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, local) for t in problem.tables)
-    return {"batch": ids, "permuted": ids, "received": outputs, "ordered": outputs, "joined": outputs}
+    there = PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
+    return {"batch": ids, "permuted": ids, "received": outputs, "joined": outputs, "cut": outputs,
+            "arriving": outputs * there, "replicated": outputs,
+            **_travelling("ordered", outputs, problem.job, "backward_payload")}
 
 
 def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
     """Bytes of each amount of a local batch under a plan."""
-    local, found = problem.local_batch, Counter(batch_amounts(problem))
-    found["permuted"] = found["ordered"] = found["joined"] = 0
+    local, of_all = problem.local_batch, batch_amounts(problem)
+    found = Counter({name: of_all[name] for name in ("batch", "received")})
     received: dict[Layout, float] = Counter()
     # Several columns of a table on a device are one shard in TorchRec.
     places = {(p.kind, p.shard.table, p.devices): p for p in plan.placements}
@@ -171,16 +137,22 @@ def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
         shard = placement.shard
         received[run_of(placement.kind, shard.table)] += (
             OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local))
+    ordered = arriving = scattered = 0.0
     for layout, n_bytes in received.items():
         collectives = {channel.collective for channel in layout.channels}
+        if layout.local_batch:
+            found["replicated"] += n_bytes
         # Kinds run one after another.
-        if "all_to_all" in collectives:
-            found["ordered"] = max(found["ordered"], n_bytes)
+        elif "all_to_all" in collectives:
+            ordered, arriving = max(ordered, n_bytes), arriving + n_bytes
         elif "reduce_scatter" in collectives:
-            found["scattered"] += n_bytes
+            scattered += n_bytes
+    found["stepped"] = max(_stepped(layout_of(p.kind), p.shard, problem) for p in plan.placements)
     cut = any(p.shard.width < p.shard.table.dim for p in plan.placements)
-    found["joined"] = found["ordered"] * (cut or len(received) > 1)
-    return found
+    found["arriving"] = arriving * PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
+    found["joined"], found["cut"] = ordered * (cut or len(received) > 1), ordered * cut
+    return (found | _travelling("scattered", scattered, problem.job, "backward_payload")
+            | _travelling("ordered", ordered, problem.job, "backward_payload"))
 
 
 def _sorting_bytes(problem: Problem) -> int:
@@ -188,11 +160,12 @@ def _sorting_bytes(problem: Problem) -> int:
     return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
 
 
-TIMES: Mapping[str, Mapping[str, int]] = {
-    phase: sum((Counter(counts) for counts in alive.values()), Counter()) for phase, alive in PHASES.items()}
-"""phase -> amount -> how many of it are alive, all parts together."""
-_OF_COLUMNS = tuple({(times["arrived"], times[_EXCHANGED], times["sorting"]) for times in TIMES.values()})
-"""The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
+@lru_cache(maxsize=16)
+def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
+    """The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
+    outputs = _travelling(EXCHANGED, 1, job)
+    return tuple({(times["arrived"], sum(n * times[name] for name, n in outputs.items()), times["sorting"])
+                  for times in TIMES.values()})
 
 
 def _most(amounts: Mapping[str, float]) -> int:
@@ -208,7 +181,7 @@ def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
     """Bytes of one device's part of a shard, run as this kind, in its own largest phase."""
     if layout.name == WHOLE_ROWS.name and shard.full_rows:
         return table_bytes(shard.table, problem, shard.width)
-    return (sum(resident_bytes(layout, shard, problem.optimizer))
+    return (sum(resident_bytes(layout, shard, problem))
             + _most(shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)))
 
 
@@ -218,7 +191,11 @@ def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, flo
     ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
     again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
     return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
-            "bucketized": again * (ranges > 1)}
+            "bucketized": again * (ranges > 1), "stepped": _stepped(layout, shard, problem)}
+
+
+def _stepped(layout: Layout, shard: Shard, problem: Problem) -> int:
+    return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
 
 
 def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
@@ -260,7 +237,7 @@ def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Pr
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
     sorting = problem.global_batch * lookups.pooling * _sorting_bytes(problem)
-    phases = [a * arrived + o * outputs + s * sorting for a, o, s in _OF_COLUMNS]
+    phases = [a * arrived + o * outputs + s * sorting for a, o, s in _of_columns(problem.job)]
     if isinstance(resident, np.ndarray):
         return resident + np.ceil(np.maximum.reduce(phases) + permuted)
     return resident + math.ceil(max(phases) + permuted)
@@ -297,7 +274,7 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
     of_all, found = placed_amounts(plan, problem), []
     for held in _held(plan, problem):
-        resident = [resident_bytes(layout, shard, problem.optimizer) for layout, shard in held]
+        resident = [resident_bytes(layout, shard, problem) for layout, shard in held]
         amounts = Counter(of_all)
         for layout, shard in held:
             amounts.update(shard_amounts(layout, shard, problem))

@@ -153,7 +153,7 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
         if layout.dense_gradient:
             continue
         for device, shard in shards_on(placement):
-            weights, state = memory.resident_bytes(layout, shard, problem.optimizer)
+            weights, state = memory.resident_bytes(layout, shard, problem)
             found[device] = found[device][0] + weights, found[device][1] + state
     return found
 

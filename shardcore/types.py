@@ -356,6 +356,11 @@ class Problem:
         """Of the weights, as in Setting."""
         return precision_of(self.tables)
 
+    @property
+    def replica_optimizer(self) -> str:
+        """What updates replicas: a name of fused.DENSE_OPTIMIZERS."""
+        return self.job.replica_optimizer or fused.OPTIMIZERS[self.optimizer].dense
+
     @cached_property
     def bundle_of(self) -> Mapping[str, tuple[str, ...]]:
         """For each table that is kept together with others, the names of the whole group, itself among them.

@@ -50,6 +50,7 @@ def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, t
     first, *rest = problem.tables
     several = dataclasses.replace(first, features=3, weighted=True, collection="model.users")
     for job in (Job("none"),
+                Job(replica_optimizer="adam"),
                 Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4, forward_payload="fp16")):
         other = dataclasses.replace(problem, tables=(several, *rest), job=job)
         files.write_problem(tmp_path / "j.json", other)
@@ -94,6 +95,7 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
     (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
     (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
+    (lambda d: d.update(job={"replica_optimizer": 3}), ["replica_optimizer", "3"]),
     (lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}), ["dense_forward_ms -2.0"]),
     (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
     (lambda d: d["tables"][0].update(features=0), ["'cold'", "0 features", "1 to 10000"]),

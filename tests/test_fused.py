@@ -39,9 +39,9 @@ def test_a_shard_takes_its_state_too(optimizer):
     """Of a hundred rows it is a hundred times what FBGEMM allocates for one."""
     def extra(width: int) -> int:
         table, one = Table("t", 100, width, 1.0), Topology((Device(1 << 30),))
-        own, plain = (table_bytes(table, Problem("p", (table,), one, 32, optimizer=name))
-                      for name in (optimizer, "exact_sgd"))
-        assert resident_bytes(WHOLE_ROWS, Shard.whole(table), optimizer)[1] == own - plain
+        given, sgd = (Problem("p", (table,), one, 32, optimizer=name) for name in (optimizer, "exact_sgd"))
+        own, plain = (table_bytes(table, problem) for problem in (given, sgd))
+        assert resident_bytes(WHOLE_ROWS, Shard.whole(table), given)[1] == own - plain
         return own - plain
 
     assert sum(map(extra, WIDTHS)) == 100 * state_bytes(optimizer, "fp32")

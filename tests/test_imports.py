@@ -16,7 +16,8 @@ ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 
 
 BELOW = {"errors.py": (), "limits.py": ("errors",), "topology.py": ("errors", "limits"),
-         "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits"), "fused.py": (),
+         "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
+         "fused.py": (),
          "types.py": ("errors", "limits", "topology", "constraints", "fused", "job"),
          "measurements.py": ("errors", "limits", "types")}
 """What the nouns see of ours: nothing but other nouns, and the errors and limits of them all."""

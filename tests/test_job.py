@@ -24,6 +24,8 @@ def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
     ({"id_bytes": 2}, "job has id_bytes 2; it needs 4 or 8"),
     ({"length_bytes": 0}, "job has length_bytes 0; it needs 4 or 8"),
     ({"forward_payload": "int8"}, "job has forward_payload 'int8'; known are fp32, fp16, bf16"),
+    ({"replica_optimizer": "lamb"},
+     "job has replica_optimizer 'lamb'; known are sgd, adagrad, rowwise_adagrad, adam"),
     ({"backward_payload": "fp8"}, "job has backward_payload 'fp8'; known are fp32, fp16, bf16"),
 ])
 def test_what_no_job_has_is_refused(given, said):

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from shapes import column, on_hosts, replica, row
 
 from shardcore import memory
 from shardcore.errors import Infeasible
+from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
+from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Shard, Table
@@ -36,6 +39,37 @@ def test_what_a_whole_table_takes_by_hand():
     assert memory.table_bytes(TABLE, problem_of(hardware=None)) == memory.table_bytes(TABLE, on_gpu)
 
 
+@pytest.mark.parametrize("payload", ["fp16", "bf16"])
+def test_16_bits_take_more_at_first_by_hand(payload):
+    """A codec clamps outputs to a tensor of FP32, and casts that. Only then is what travels half as large."""
+    arrived, pooled = 64 * (3 * 8 + 4), 64 * 8 * 4
+    plain = problem_of(hardware="cpu-some")
+    short = replace(plain, job=Job(forward_payload=payload))
+    assert memory.table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
+    amounts = memory.shard_amounts(WHOLE_ROWS, Shard.whole(TABLE), short)
+    assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
+        pooled, pooled / 2, pooled, pooled / 2, pooled]
+    # Gradients are cast once a device, in the order in which they are sent.
+    back = replace(plain, job=Job(backward_payload=payload))
+    given = Plan((column(TABLE, 0), column(OTHER, 1)))
+    ordered = 32 * (8 + 16) * 4
+    found = memory.placed_amounts(given, back)
+    assert (found["ordered"], found["ordered back"], found["ordered cast"], found["ordered clamped"]) == (
+        ordered, ordered / 2, ordered / 2, ordered)
+    assert memory.placed_amounts(given, short)["arriving"] == ordered / 2
+    assert memory.placed_amounts(given, plain)["ordered cast"] == 0
+
+
+def test_parts_say_what_payloads_of_16_bits_take():
+    """Where outputs dominate: gradients of all tables, in order, clamped and cast."""
+    wide = Table("wide", 8, 512, 1.0)
+    problem = replace(problem_of(wide, hardware="cpu-some", n=1), job=Job(backward_payload="bf16"))
+    [found] = memory.by_part(Plan((column(wide, 0),)), problem)
+    outputs = 64 * 512 * 4
+    assert (found.phase, found.parts["payloads"], found.parts["output gradients"]) == (
+        "gradients cast", 2.5 * outputs, outputs)
+
+
 def test_a_cut_copies_ids():
     """Two halves take what the table does, and its ids once more on their device and twice to be sent."""
     problem = problem_of(hardware="cpu-some")
@@ -44,26 +78,57 @@ def test_a_cut_copies_ids():
     assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
 
 
-@pytest.mark.parametrize("optimizer, cell, row_bytes", [
-    ("exact_sgd", 0, 0), ("rowwise_adagrad", 0, 4), ("adam", 8, 0), ("partial_rowwise_adam", 4, 4),
-    ("lamb", 8, 0)])
-def test_optimizer_state(optimizer, cell, row_bytes):
-    """As FBGEMM keeps it; of replicas, torch's optimizers have no row-wise second moment."""
-    half = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4)
-    assert memory.resident_bytes(WHOLE_ROWS, half, optimizer) == (8000, 1000 * (4 * cell + row_bytes))
+@pytest.mark.parametrize("optimizer, cell, row_bytes, of_replicas", [
+    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"), ("adam", 8, 0, "adam"),
+    ("partial_rowwise_adam", 4, 4, "adam"), ("lamb", 8, 0, "adam")])
+def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
+    """As FBGEMM keeps it, whatever updates replicas. Their state has the type of their weights."""
+    half, given = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4), problem_of(optimizer=optimizer)
+    assert given.replica_optimizer == of_replicas
     copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
-    state = 1000 * (2 * 2 * 4) if cell else 1000 * row_bytes
-    assert memory.resident_bytes(copied, half, optimizer) == (8000, state)
+    for name, state in (("sgd", 0), ("adagrad", 1000 * 2 * 4), ("rowwise_adagrad", 1000 * 2),
+                        ("adam", 1000 * 2 * 2 * 4)):
+        job = Job(replica_optimizer=None if name == of_replicas else name)
+        problem = replace(given, job=job)
+        assert memory.resident_bytes(WHOLE_ROWS, half, problem) == (8000, 1000 * (4 * cell + row_bytes))
+        assert memory.resident_bytes(copied, half, problem) == (8000, state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+def test_state_of_replicas_is_what_their_optimizer_keeps(name, precision):
+    """In the real class, after a step. Torch's keep a count of steps too."""
+    module, _, theirs = DENSE_OPTIMIZERS[name].theirs.rpartition(".")
+    optimizer = getattr(pytest.importorskip(module), theirs)
+    table = Table("t", 100, 8, 1.0, precision=precision)
+    weights = torch.nn.Parameter(torch.zeros(100, 8, dtype=getattr(torch, PRECISIONS[precision].torch)))
+    weights.grad = torch.ones_like(weights)
+    stepped = optimizer([weights], lr=0.1)
+    stepped.step()
+    kept = sum(n.numel() * n.element_size() for n in stepped.state[weights].values() if n.numel() > 1)
+    problem = replace(problem_of(table), job=Job(replica_optimizer=name))
+    copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
+    assert memory.resident_bytes(copied, Shard.whole(table), problem)[1] == kept
 
 
 def test_parts_of_a_replica_are_weights_gradients_and_buckets():
     """Gradients are there twice when they are reduced: the kernel's own, and DDP's buckets."""
     big = Table("big", 100_000, 64, 1.0)
-    problem = problem_of(big)
+    problem = problem_of(big)  # its optimizer is SGD, without scratch
     [found, _] = memory.by_part(Plan((replica(big, problem.topology),)), problem)
     assert (found.phase, found.parts["weights"], found.parts["dense gradients"]) == (
-        "update", big.bytes, 2 * big.bytes)
+        "gradients of replicas", big.bytes, 2 * big.bytes)
     assert found.parts["sorting"] == 0 and found.bytes == sum(found.parts.values())
+
+
+@pytest.mark.parametrize("name, scratch", [("sgd", 0), ("adagrad", 1), ("rowwise_adagrad", 1), ("adam", 2)])
+def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
+    big, small = Table("big", 100_000, 64, 1.0), Table("small", 1000, 8, 1.0)
+    problem = replace(problem_of(big, small), job=Job(replica_optimizer=name))
+    [found, _] = memory.by_part(Plan(tuple(replica(t, problem.topology) for t in problem.tables)), problem)
+    all_of_them = big.bytes + small.bytes
+    assert found.parts["dense gradients"] == max(2 * all_of_them, all_of_them + scratch * big.bytes)
+    assert (found.phase == "dense update") == (scratch > 1)
 
 
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
@@ -83,18 +148,21 @@ def test_searches_count_no_less_than_a_plan_takes(seed):
     import training
 
     given = training.problem(1, 2)
-    given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]))
+    job = [Job(), Job(forward_payload="fp16"), Job(forward_payload="bf16", backward_payload="fp16")][seed % 3]
+    given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]), job=job)
     plan = training.draw(given, np.random.default_rng(seed))
     each = memory.every_plan_bytes(given)
     assert all(used <= counted + each for used, counted in zip(
         memory.used_bytes(plan, given), memory.counted_bytes(plan, given), strict=True))
 
 
-def test_all_ways_to_count_a_table_agree():
+@pytest.mark.parametrize("job", [Job(), Job(forward_payload="fp16"), Job(backward_payload="bf16")])
+def test_all_ways_to_count_a_table_agree(job):
     rng = np.random.default_rng(0)
     problem = problem_of(*(Table(f"t{i}", int(rng.integers(1, 10**6)), 4 * int(rng.integers(1, 33)),
                                  float(rng.choice([0, 1, 7.5, 100])), features=1 + i % 3, weighted=i % 5 == 0,
                                  sequence=i % 7 == 0) for i in range(200)))
+    problem = replace(problem, job=job)
     rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
     lookups = memory.Lookups.of_all(problem.tables, problem)
     one_by_one = [memory.table_bytes(t, problem) for t in problem.tables]
@@ -122,8 +190,8 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
 
 def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
-    with pytest.raises(Infeasible, match=r"device 0 .* would hold 0.1 MiB \(weights .*\); it may hold "
-                                         r"40000 bytes, 66752 bytes too little. It would fit with"):
+    with pytest.raises(Infeasible, match=r"device 0 .* would hold 103680 bytes \(weights .*\); it may hold "
+                                         r"40000 bytes, 63680 bytes too little. It would fit with"):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 
@@ -131,7 +199,7 @@ def test_what_does_not_fit_is_said_by_part_and_by_how_much():
 def test_the_count_is_the_peak_that_torch_sees(seed):
     """In TorchRec's own processes, under its pipeline, where most of it is weights, or ids.
 
-    Where outputs dominate it is not held: exchanges overlap by chance, and single steps take more.
+    Where outputs dominate steps differ: gloo's threads free their buffers sooner or later.
     """
     pytest.importorskip("torchrec")
     from bench import memory as peaks

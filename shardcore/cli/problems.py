@@ -9,6 +9,7 @@ from pathlib import Path
 from shardcore.cli.options import command, natural, positive
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
+from shardcore.fused import DENSE_OPTIMIZERS
 from shardcore.job import HIDES_IDS, PAYLOADS, Job
 from shardcore.limits import MOST_DEVICES, require_within
 from shardcore.topology import Device, Topology
@@ -29,6 +30,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--pipeline", choices=list(HIDES_IDS), default=Job.pipeline,
                    help="TorchRec's: whether ids travel while the dense part runs")
+    p.add_argument("--replica-optimizer", choices=list(DENSE_OPTIMIZERS), help="the job's dense optimizer, "
+                   "which updates replicas; left out, the one most like that of the tables")
     for way in ("forward", "backward"):
         p.add_argument(f"--dense-{way}-ms", type=float, metavar="MS",
                        help="of the dense part on a device; give both or neither")
@@ -56,7 +59,8 @@ def problem(args: argparse.Namespace) -> None:
 
     require_within(args, "problem", devices=(1, MOST_DEVICES))
     job = Job(args.pipeline, args.dense_forward_ms, args.dense_backward_ms,
-              forward_payload=args.forward_payload, backward_payload=args.backward_payload)
+              forward_payload=args.forward_payload, backward_payload=args.backward_payload,
+              replica_optimizer=args.replica_optimizer)
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:

@@ -63,10 +63,10 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
 
     Tables are priced as fused ops in device memory, collectives with the job's payloads (None: FP32).
     Sharders are checked for other payloads, and for another optimizer in fused_params. An optimizer that is
-    set elsewhere goes unnoticed.
+    set elsewhere goes unnoticed. Of replicas no model has the time of the dense optimizer.
     """
     job = job or Job()
-    said = []
+    said = _unpriced_replicas(plan, optimizer, job)
     for path, module in plan.plan.items():
         for name, sharding in module.items():
             given = [f"{f.name}={value}" for f in fields(sharding)
@@ -91,3 +91,13 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
                  f"backward; it sends {own[0]} forward, {own[1]} backward"
                  for op, own in sent.items() if own != priced]
     return said
+
+
+def _unpriced_replicas(plan: ShardingPlan, optimizer: str | None, job: Job) -> list[str]:
+    replicas = [name for module in plan.plan.values() for name, sharding in module.items()
+                if sharding.sharding_type == "data_parallel"]
+    dense = job.replica_optimizer or (OPTIMIZERS[optimizer].dense if optimizer else None)
+    shown = ", ".join(map(repr, replicas[:3])) + (", ..." if len(replicas) > 3 else "")
+    under, by = f", under {optimizer}" if optimizer else "", f", {dense}," if dense else ""
+    return [f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
+            "over all of their weights later, which is not timed"] if replicas else []

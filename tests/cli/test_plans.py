@@ -76,6 +76,8 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
     assert found.job == Job("none", 2.0, 3.5)
     assert found.constraints.reserved_bytes == int(0.15 * 10 * 2**30)
     assert main(made) == 0 and files.read_problem(path).job == Job()
+    assert main([*made, "--replica-optimizer", "adagrad"]) == 0
+    assert files.read_problem(path).job == Job(replica_optimizer="adagrad")
     assert main([*made, "--forward-payload", "fp16", "--backward-payload", "bf16"]) == 0
     assert files.read_problem(path).job == Job(forward_payload="fp16", backward_payload="bf16")
     capsys.readouterr()

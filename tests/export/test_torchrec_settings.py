@@ -136,16 +136,22 @@ def test_what_a_price_leaves_out_is_named():
         qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
     assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
     said = unpriced(tiered(), [sharder])
-    assert len(said) == 6
+    assert len(said) == 7
+    assert said[0] == ("replicas of 'b' are priced as if updated in backward; a dense optimizer "
+                       "steps over all of their weights later, which is not timed")
+    said = said[1:]
     assert said[0].startswith("table 'a' of module 'left' is priced as fused, in device memory; "
                               "it has kernel fused_uvm_caching, cache_params=")
     assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with float32 "
                        "forward, float32 backward; it sends float16 forward, bfloat16 backward")
+    of_replicas = unpriced(tiered(), [sharder], "adam", Job(replica_optimizer="adagrad"))[0]
+    assert "in backward, under adam; a dense optimizer, adagrad, steps" in of_replicas
+    assert "optimizer, rowwise_adagrad, steps" in unpriced(tiered(), [sharder], "rowwise_adagrad")[0]
     of_plan = said[:3]
     plain = to_torchrec(whole(), GIVEN, MODULE)
     as_sent = Job(forward_payload="fp16", backward_payload="bf16")
-    assert unpriced(tiered(), [sharder], job=as_sent) == of_plan
-    assert len(unpriced(tiered(), [sharder], job=Job(forward_payload="fp16"))) == 6
+    assert unpriced(tiered(), [sharder], job=as_sent)[1:] == of_plan
+    assert len(unpriced(tiered(), [sharder], job=Job(forward_payload="fp16"))) == 7
     assert unpriced(plain, [EmbeddingBagCollectionSharder()], job=as_sent) == [
         "output of EmbeddingBagCollectionSharder is priced with float16 forward, bfloat16 backward; it sends "
         "float32 forward, float32 backward"]
