@@ -1,0 +1,216 @@
+"""Heat: how often each row of a table is looked up, and what a cache of some of its rows misses.
+
+Rows fall into classes that are looked up equally often, the hottest first. The cache is FBGEMM's: it takes
+the unique rows of a whole batch at once, keeps those of the current batch, and drops rows by the last batch
+that touched them (LRU). Its sets of 32 ways count as one.
+
+Misses follow Che's approximation, in batches instead of requests. A cache of r rows holds what the last T
+batches touched, with T such that this is r rows on average. If r is less than one batch touches, a row that
+misses enters with a probability p, such that the cache is full.
+
+A reuse histogram knows the rows of one batch. Rows that it never saw count as never looked up, so misses of
+tables with a long tail are a lower bound.
+
+Shapes: K classes of rows, L lookups, N sizes, T tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardcore.errors import ShardCoreError
+from shardcore.tables import access
+from shardcore.types import Table, Zipf
+
+_POINTS = 256
+"""Sizes at which misses are computed. Others lie between them."""
+_MOST_BATCHES = 1e9
+"""After so many batches a row counts as never looked up again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Heat:
+    """How often a batch looks up the rows of a table.
+
+    name: of the table.
+    batch: samples of the batch.
+    rows: [K] rows of each class, hottest first. They sum to the table's rows.
+    lookups: [K] mean lookups a batch of one row of each class.
+    touched: [K] probability that a batch looks a row of each class up.
+    """
+
+    name: str
+    batch: int
+    rows: np.ndarray
+    lookups: np.ndarray
+    touched: np.ndarray
+
+    @property
+    def table_rows(self) -> int:
+        return round(float(self.rows.sum()))
+
+    @property
+    def unique_rows(self) -> float:
+        """Expected unique rows that a batch touches."""
+        return float(self.rows @ self.touched)
+
+    def hottest_lookups(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] expected lookups a batch of the so many hottest rows. Raises ShardCoreError for too many."""
+        return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.lookups)
+
+    def hottest_touched(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] of the so many hottest rows, those that a batch touches. Raises ShardCoreError for too many."""
+        return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.touched)
+
+    def misses(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] unique rows a batch that a warm cache of so many rows misses.
+
+        Raises ShardCoreError for a cache that is larger than the table.
+        """
+        sizes, misses = self._misses
+        return np.interp(self._require(rows, "cached rows"), sizes, misses)
+
+    def miss_ratio(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] `misses` as a share of the unique rows that a batch touches."""
+        return self.misses(rows) / self.unique_rows
+
+    def _require(self, rows: float | np.ndarray, what: str) -> np.ndarray:
+        asked = np.asarray(rows, dtype=float)
+        wrong = asked[~((asked >= 0) & (asked <= self.table_rows))]
+        if wrong.size:
+            raise ShardCoreError(f"table {self.name!r} was asked for {wrong.flat[0]:.15g} {what}; it has "
+                                 f"{self.table_rows} rows, so 0 to {self.table_rows} would be right")
+        return asked
+
+    @cached_property
+    def _misses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes of a cache in rows, rising, and unique rows a batch that each misses."""
+        q, half = self.touched, _POINTS // 2
+        p = np.geomspace(1e-6, 1, half)[:, None]
+        batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
+        # A cached row stays while each batch touches it. A row that misses enters with probability p.
+        scarce = q * p / np.maximum(1 - q + q * p, 1e-300)
+        with np.errstate(divide="ignore"):
+            ample = -np.expm1(batches * np.log1p(-q))
+        held = np.concatenate([scarce, ample])
+        sizes, hits = held @ self.rows, held @ (self.rows * q)
+        sizes, hits = (np.concatenate([[0.0], of]) for of in (sizes, hits))
+        unique = self.unique_rows
+        return (np.append(np.maximum.accumulate(sizes), max(sizes[-1], float(self.table_rows))),
+                np.append(np.clip(unique - hits, 0, None), 0.0))
+
+
+def heat_of(tables: Sequence[Table], batch: int) -> list[Heat]:
+    """[T] the heat of tables at a batch, from their access statistics.
+
+    Raises ShardCoreError for a table without lookups, and for a reuse histogram of a smaller batch: it does
+    not tell what more samples would touch.
+    """
+    for table in tables:
+        if access.lookups(table, batch) == 0:
+            raise ShardCoreError(f"table {table.name!r} has no access statistics: its pooling of "
+                                 f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some")
+        if not isinstance(table.access, Zipf) and table.access.batch < batch:
+            raise ShardCoreError(f"table {table.name!r} has a reuse histogram of batch {table.access.batch}, "
+                                 f"which does not tell what a batch of {batch} touches; it needs one of "
+                                 f"{batch} samples or more")
+    found: dict[int, Heat] = {}
+    reuse = [i for i, table in enumerate(tables) if not isinstance(table.access, Zipf)]
+    if reuse:
+        rows, sums = access.bins_of([tables[i] for i in reuse])
+        for i, of, total in zip(reuse, rows, sums, strict=True):
+            found[i] = _of_reuse(tables[i], batch, of, total)
+    return [found.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
+
+
+def heat_of_ids(table: Table, ids: np.ndarray, batch: int, batches: int = 1) -> Heat:
+    """The heat of a table from the ids [L] of so many batches of its data.
+
+    Raises ShardCoreError as `row_counts` does, and if there are no ids.
+    """
+    if len(ids) == 0:
+        raise ShardCoreError(f"table {table.name!r} has no access statistics: {batches} batches of its data "
+                             "have no ids; it needs some")
+    return heat_of_counts(table, row_counts(table, ids), batch, batches)
+
+
+def heat_of_counts(table: Table, counts: np.ndarray, batch: int, batches: int = 1) -> Heat:
+    """The heat of a table from the lookups [table.rows] of each row in so many batches."""
+    each, rows = np.unique(np.asarray(counts, dtype=float), return_counts=True)
+    mean = each[::-1] / batches
+    return Heat(table.name, batch, rows[::-1].astype(float), mean, -np.expm1(-mean))
+
+
+def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
+    """[table.rows] how often each row is among ids [L]. Raises ShardCoreError for an id outside the table."""
+    ids = np.asarray(ids)
+    outside = ids[(ids < 0) | (ids >= table.rows)]
+    if outside.size:
+        raise ShardCoreError(f"table {table.name!r} was given id {int(outside[0])}, one of {outside.size} "
+                             f"outside it; it has {table.rows} rows, so ids 0 to {table.rows - 1}")
+    return np.bincount(ids, minlength=table.rows)
+
+
+@dataclass(frozen=True)
+class HeatDrift:
+    """How hot an old hot set still is.
+
+    still_hot: share of its rows that are still among as many hottest.
+    old_share: share of lookups that it had.
+    share: share of lookups that it has now.
+    best_share: share of lookups that as many hottest rows have now: what a new hot set would have.
+    """
+
+    still_hot: float
+    old_share: float
+    share: float
+    best_share: float
+
+
+def heat_drift(table: Table, before: np.ndarray, after: np.ndarray, rows: int) -> HeatDrift:
+    """How hot the so many hottest rows of `before` are in `after`. Both are counts [table.rows].
+
+    Raises ShardCoreError for counts of another table, without lookups, and for more rows than it has.
+    """
+    for when, counts in (("old", before), ("new", after)):
+        if len(counts) != table.rows:
+            raise ShardCoreError(f"table {table.name!r} has {table.rows} rows, its {when} counts "
+                                 f"{len(counts)}; it needs a count for each row")
+        if not np.sum(counts) > 0:
+            raise ShardCoreError(f"table {table.name!r} has no access statistics: its {when} counts are all "
+                                 "0; it needs some lookups")
+    if not 1 <= rows <= table.rows:
+        raise ShardCoreError(f"table {table.name!r} was asked for {rows} hot rows; it has {table.rows} rows, "
+                             f"so 1 to {table.rows} would be right")
+    was, now = (np.argsort(-np.asarray(of), kind="stable")[:rows] for of in (before, after))
+    total = float(np.sum(after))
+    # Rows as hot as the last of the new set count as hot: which of equals is in it means nothing.
+    hot = np.count_nonzero(after[was] >= max(1, after[now[-1]]))
+    return HeatDrift(float(hot / rows), float(before[was].sum() / np.sum(before)),
+                     float(after[was].sum() / total), float(after[now].sum() / total))
+
+
+def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray) -> Heat:
+    live = np.flatnonzero(rows > 0)[::-1]
+    sizes, keep = rows[live], batch / table.access.batch
+    counts = sums[live] / sizes
+    touched = access.seen_when_thinned(counts, np.float64(keep))
+    # The table's other rows were never looked up.
+    cold = np.array([table.rows - sizes.sum()])
+    return Heat(table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0),
+                np.append(touched, 0.0))
+
+
+def _of_zipf(table: Table, batch: int) -> Heat:
+    sizes, mass = access.zipf_classes(table)
+    lookups = access.lookups(table, batch) * mass / sizes
+    return Heat(table.name, batch, sizes, lookups, -np.expm1(-lookups))
+
+
+def _through(asked: np.ndarray, sizes: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """What the first so many rows amount to: classes are taken in order, the last in part."""
+    return np.interp(asked, np.append(0.0, np.cumsum(sizes)), np.append(0.0, np.cumsum(amounts)))

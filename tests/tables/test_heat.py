@@ -1,0 +1,104 @@
+"""What heat says of a table holds for streams drawn from it, and for a cache that is simulated on them."""
+
+import numpy as np
+import pytest
+
+from shardcore.errors import ShardCoreError
+from shardcore.tables import access, streams
+from shardcore.tables.heat import heat_drift, heat_of, heat_of_counts, heat_of_ids, row_counts
+from shardcore.tables.lru import lru_misses
+from shardcore.types import Reuse, Shard, Table, Zipf
+
+BATCH = 256
+HALVES = (0.2, 0.2, 0.2, 0.2, 0.1, 0.1) + (0.0,) * 11
+
+
+def zipf(alpha=1.05, rows=2_000, pooling=5.0, **fields):
+    return Table(f"z{alpha}", rows, 16, pooling, Zipf(alpha), **fields)
+
+
+def reuse(batch=8 * BATCH, rows=8_000, pooling=4.0):
+    return Table("r", rows, 16, pooling, Reuse(HALVES, batch))
+
+
+TABLES = [zipf(0.0), zipf(0.8), zipf(1.05), zipf(1.4), reuse(), reuse(rows=1_500)]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_heat_adds_up(table):
+    (heat,) = heat_of([table], BATCH)
+    assert heat.rows.sum() == pytest.approx(table.rows)
+    assert heat.hottest_lookups(table.rows) == pytest.approx(access.lookups(table, BATCH), rel=0.01)
+    assert heat.unique_rows == pytest.approx(access.unique_rows(Shard.whole(table), BATCH), rel=1e-6)
+    assert heat.hottest_touched(table.rows) == pytest.approx(heat.unique_rows)
+    assert np.all(np.diff(heat.lookups) <= 1e-9)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_hottest_rows_have_their_expected_lookups_in_streams(table):
+    (heat,) = heat_of([table], BATCH)
+    drawn = [row_counts(table, streams.stream(table, BATCH, seed)[0]) for seed in range(60)]
+    # A stream's hottest rows are known from its table: they are those of the lowest ranks.
+    order = (np.arange(table.rows) if table.ordered
+             else streams._scatter(np.arange(table.rows), table.rows))
+    mean = np.mean(drawn, axis=0)[order]
+    # Counts within a bin of a histogram differ, which classes do not tell.
+    for rows in (20, 200, 1000) if isinstance(table.access, Zipf) else (500, 1000):
+        assert mean[:rows].sum() == pytest.approx(heat.hottest_lookups(rows), rel=0.1)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_misses_are_those_of_a_simulated_cache(table, share):
+    (heat,) = heat_of([table], BATCH)
+    rows = int(share * table.rows)
+    seen, missed = lru_misses((streams.stream(table, BATCH, seed)[0] for seed in range(150)),
+                              table.rows, rows, warm=100)
+    assert heat.miss_ratio(rows) == pytest.approx(missed / seen, abs=0.02)
+
+
+def test_misses_fall_with_the_cache_and_end_at_none():
+    for heat in heat_of(TABLES, BATCH):
+        sizes = np.linspace(0, heat.table_rows, 200)
+        misses = heat.misses(sizes)
+        assert misses[0] == pytest.approx(heat.unique_rows)
+        assert misses[-1] == 0
+        assert np.all(np.diff(misses) <= 1e-6)
+
+
+def test_heat_of_data_is_near_that_of_its_law():
+    table = zipf(1.2)
+    ids = np.concatenate([streams.stream(table, BATCH, seed)[0] for seed in range(50)])
+    (law,), data = heat_of([table], BATCH), heat_of_ids(table, ids, BATCH, 50)
+    assert data.unique_rows == pytest.approx(law.unique_rows, rel=0.02)
+    assert data.miss_ratio(500) == pytest.approx(law.miss_ratio(500), abs=0.05)
+
+
+def test_drift_of_the_same_counts_is_none_and_of_turned_ones_all():
+    table, counts = zipf(rows=4), np.array([8, 4, 2, 0])
+    same, turned = heat_drift(table, counts, counts, 2), heat_drift(table, counts, counts[::-1], 2)
+    assert (same.still_hot, same.share, same.best_share) == (1.0, 12 / 14, 12 / 14)
+    assert (turned.still_hot, turned.old_share, turned.share) == (0.0, 12 / 14, 2 / 14)
+    assert turned.best_share == 12 / 14
+
+
+@pytest.mark.parametrize(("do", "words"), [
+    (lambda: heat_of([zipf(pooling=0.0)], BATCH), "has no access statistics: its pooling of 0"),
+    (lambda: heat_of([reuse(batch=BATCH // 2)], BATCH), "needs one of 256 samples or more"),
+    (lambda: row_counts(zipf(rows=5), np.array([1, 5, -1])), "given id 5, one of 2 outside it; it has 5"),
+    (lambda: heat_of_ids(zipf(), np.zeros(0, dtype=int), BATCH), "no access statistics: 1 batches"),
+    (lambda: heat_of([zipf(rows=5)], BATCH)[0].misses(6), "was asked for 6 cached rows; it has 5 rows"),
+    (lambda: heat_of([zipf(rows=5)], BATCH)[0].hottest_lookups(np.nan), "asked for nan hottest rows"),
+    (lambda: heat_drift(zipf(rows=2), np.ones(3), np.ones(2), 1), "has 2 rows, its old counts 3"),
+    (lambda: heat_drift(zipf(rows=2), np.ones(2), np.zeros(2), 1), "its new counts are all 0"),
+    (lambda: heat_drift(zipf(rows=2), np.ones(2), np.ones(2), 3), "was asked for 3 hot rows"),
+    (lambda: lru_misses([np.array([0])], 1, 2), "cache of 2 rows; it has 1"),
+])
+def test_what_cannot_be_said_is_refused(do, words):
+    with pytest.raises(ShardCoreError, match=words):
+        do()
+
+
+def test_counts_of_several_batches_are_a_mean():
+    heat = heat_of_counts(zipf(rows=3), np.array([4, 0, 2]), BATCH, 2)
+    assert heat.lookups.tolist() == [2, 1, 0]
