@@ -218,7 +218,7 @@ def _choices(table: Table, problem: Problem) -> list[Tier]:
         return [Tier(table, 0, 0, whole.device_bytes, 0.0), whole]
     row = table.dim * PRECISION_BYTES[table.precision]
     a_cell, a_row = STATE_BYTES[problem.optimizer]
-    heat: Heat = heat_of([table], problem.global_batch)[0]
+    heat: Heat = heat_of([table], problem.global_batch, unseen=True)[0]
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
     sizes = sizes[sizes < table.rows]
     state = heat.unique_rows * (table.dim * a_cell + a_row)

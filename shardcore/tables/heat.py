@@ -8,8 +8,8 @@ Misses follow Che's approximation, in batches instead of requests. A cache of r 
 batches touched, with T such that this is r rows on average. If r is less than one batch touches, a row that
 misses enters with a probability p, such that the cache is full.
 
-A reuse histogram knows the rows of one batch. Rows that it never saw count as never looked up, so misses of
-tables with a long tail are a lower bound.
+A reuse histogram knows the rows of one batch. As streams are drawn, other rows are never looked up. In data
+they are: together as often as rows that the batch saw once (Good and Turing).
 
 Shapes: K classes of rows, L lookups, N sizes, T tables.
 """
@@ -104,8 +104,10 @@ class Heat:
                 np.append(np.clip(unique - hits, 0, None), 0.0))
 
 
-def heat_of(tables: Sequence[Table], batch: int) -> list[Heat]:
+def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
     """[T] the heat of tables at a batch, from their access statistics.
+
+    unseen: whether rows that a histogram's batch never saw are looked up, as in data, or not, as in streams.
 
     Raises ShardCoreError for a table without lookups, and for a reuse histogram of a smaller batch: it does
     not tell what more samples would touch.
@@ -123,7 +125,7 @@ def heat_of(tables: Sequence[Table], batch: int) -> list[Heat]:
     if reuse:
         rows, sums = access.bins_of([tables[i] for i in reuse])
         for i, of, total in zip(reuse, rows, sums, strict=True):
-            found[i] = _of_reuse(tables[i], batch, of, total)
+            found[i] = _of_reuse(tables[i], batch, of, total, unseen)
     return [found.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
 
 
@@ -194,13 +196,18 @@ def heat_drift(table: Table, before: np.ndarray, after: np.ndarray, rows: int) -
                      float(after[was].sum() / total), float(after[now].sum() / total))
 
 
-def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray) -> Heat:
+def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
     live = np.flatnonzero(rows > 0)[::-1]
     sizes, keep = rows[live], batch / table.access.batch
     counts = sums[live] / sizes
     touched = access.seen_when_thinned(counts, np.float64(keep))
-    # The table's other rows were never looked up.
-    cold = np.array([table.rows - sizes.sum()])
+    cold = table.rows - sizes.sum()
+    if unseen and cold > 0:
+        # Rows that are seen share what the rows that are not take.
+        share = rows[0] / sums.sum()
+        mean = np.append(counts * (1 - share), rows[0] / cold) * keep
+        order = np.argsort(-mean, kind="stable")
+        return Heat(table.name, batch, np.append(sizes, cold)[order], mean[order], -np.expm1(-mean[order]))
     return Heat(table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0),
                 np.append(touched, 0.0))
 

@@ -102,3 +102,17 @@ def test_what_cannot_be_said_is_refused(do, words):
 def test_counts_of_several_batches_are_a_mean():
     heat = heat_of_counts(zipf(rows=3), np.array([4, 0, 2]), BATCH, 2)
     assert heat.lookups.tolist() == [2, 1, 0]
+
+
+def test_rows_that_a_histogram_never_saw_are_missed_as_in_data():
+    """One batch's histogram of a power law tells what a cache misses in other batches of it."""
+    law = zipf(1.1, rows=5_000)
+    table = Table("r", 5_000, 16, 5.0, access.reuse_of(streams.stream(law, BATCH, 999)[0], BATCH))
+    blind, told = (heat_of([table], BATCH, unseen)[0] for unseen in (False, True))
+    assert told.lookups @ told.rows == pytest.approx(blind.lookups @ blind.rows)
+    assert np.all(np.diff(told.lookups) <= 0)
+    for rows in (500, 1000, 2000):
+        seen, missed = lru_misses((streams.stream(law, BATCH, seed)[0] for seed in range(150)),
+                                  law.rows, rows, warm=100)
+        off, blind_off = (abs(heat.miss_ratio(rows) - missed / seen) for heat in (told, blind))
+        assert off < min(0.15, blind_off)
