@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.memory_tiers import SlowLink, decide, largest_to_host, tier_bytes
+from shardcore.memory_tiers import SlowLink, decide, largest_to_host, one_load_factor, tier_bytes
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.heat import heat_of
@@ -65,7 +65,7 @@ def misses(n: int, batches: int) -> None:
 
 
 def tiers(n: int) -> None:
-    print("\n| memory, share of tables | largest to host, ms | by heat, ms | largest over heat |")
+    print("\n| memory, share of tables | largest to host, ms | one load factor, ms | by heat, ms |")
     print("|---|---|---|---|")
     pool, rng, ratios = [t for t in generate_pool() if t.pooling > 0.01], np.random.default_rng(1), []
     for i in range(n):
@@ -75,10 +75,11 @@ def tiers(n: int) -> None:
         beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
         memory = int(beside + share * sum(t.bytes for t in some)) // 4
         problem = replace(rich, topology=Topology((Device(memory),) * 4))
-        ours, usual = decide(problem, LINK).slow_ms, largest_to_host(problem, LINK).slow_ms
-        ratios.append(usual / ours if ours else np.inf)
-        print(f"| {share:.0%} | {usual:.3f} | {ours:.3f} | {ratios[-1]:.2f} |", flush=True)
-    print(f"\nmedian {np.median(ratios):.2f}, least {min(ratios):.2f}")
+        arms = [how(problem, LINK).slow_ms for how in (largest_to_host, one_load_factor, decide)]
+        ratios.append(np.array(arms[:2]) / arms[2])
+        print(f"| {share:.0%} | {' | '.join(f'{ms:.4f}' for ms in arms)} |", flush=True)
+    for name, of in zip(("largest to host", "one load factor"), np.array(ratios).T, strict=True):
+        print(f"\n{name}, over by heat: median {np.median(of):.1f}, least {of.min():.1f}")
 
 
 def main() -> None:

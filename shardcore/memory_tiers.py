@@ -17,6 +17,7 @@ Shapes: N sizes of a cache.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -151,6 +152,20 @@ def largest_to_host(problem: Problem, link: SlowLink) -> Tiers:
         tiers[table.name] = whole if whole.device_bytes <= left else _choices(table, problem)[0]
         left = left - whole.device_bytes if whole.device_bytes <= left else 0
     return Tiers(tuple(tiers[table.name] for table in problem.tables), link, len(problem.topology))
+
+
+def one_load_factor(problem: Problem, link: SlowLink) -> Tiers:
+    """What is simple instead: every table is cached, with the largest load factor of all that fits."""
+    left = tier_bytes(problem) - KNOWN_ROW_BYTES * sum(table.rows for table in problem.tables)
+    choices = [_choices(table, problem) for table in problem.tables]
+
+    def at(factor: float) -> list[Tier]:
+        return [max((tier for tier in of if tier.load_factor <= factor), key=lambda t: t.cached_rows)
+                for of in choices]
+
+    factors = sorted({tier.load_factor for of in choices for tier in of})
+    fits = bisect_right(factors, left, key=lambda f: sum(tier.device_bytes for tier in at(f)))
+    return Tiers(tuple(at(factors[max(0, fits - 1)])), link, len(problem.topology))
 
 
 def tier_bytes(problem: Problem) -> float:
