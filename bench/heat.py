@@ -1,100 +1,123 @@
-"""What a cache of a table's rows misses: predicted (shardcore/tables/heat.py) against simulated, on streams.
+"""Does heat tell what a cache misses, and do tiers by heat move less than the largest tables to the host?
 
-    python -m bench.heat
+    python -m bench.heat --tables 20 --problems 20
 
-20 tables of 2,000 to 50,000 rows, with lookups by power laws of 0.5 to 1.4. Each batch looks up its rows at
-once. "LRU" drops the row that was not looked up for longest, but none of the batch. "32 ways" is as FBGEMM's
-cache: a row's hash tells its set of 32 rows, and each set is an LRU. Predictions know the law, or only the
-reuse histogram of so many batches. The first batches fill the cache, and do not count.
-
-Miss ratios are of a batch's unique rows. Differences are in points of percent.
+Tables: half of the calibrated pool, half with a power law. Their misses are compared to an LRU cache
+simulated on drawn streams, in one set and in sets of 32 ways. Then those with a power law are known by the
+histograms of some batches only. Problems: tables of the pool, on devices with
+memory for a share of them. Bytes over the slow link follow from the miss ratios. They are not measured, nor
+is the link.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import OrderedDict
-from collections.abc import Sequence
+import sys
 from dataclasses import replace
 
 import numpy as np
 
-from shardcore import report
-from shardcore.tables import access
+from shardcore.memory_tiers import SlowLink, decide, largest_to_host, one_load_factor, tier_bytes
+from shardcore.tables import streams
+from shardcore.tables.access import reuse_of
+from shardcore.tables.generate import generate_pool
 from shardcore.tables.heat import heat_of
-from shardcore.tables.streams import stream
-from shardcore.types import Table, Zipf
+from shardcore.tables.lru import WAYS, lru_misses
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table, Zipf
 
-BATCH, BATCHES, FILLING = 512, 160, 120
-SHARES = (0.05, 0.1, 0.2, 0.5)
-WAYS = 32
-SEEN = (0, 8, 1)
-"""Batches of the histogram that a prediction knows. 0: it knows the law."""
+BATCH = 2048
+SHARES = (0.02, 0.1, 0.3)
+"""Of a table's rows, those of them that recur: what is cached."""
+HISTOGRAMS, UNSEEN_SHARES = (1, 2, 4, 8), (0.05, 0.1, 0.2)
+LINK = SlowLink(25.0, 1e15)
 
 
-def miss_ratio(batches: Sequence[np.ndarray], rows: int, ways: int = 0, filling: int | None = None) -> float:
-    """Share of a batch's unique rows that a cache of so many rows misses, after it was filled.
+def tables(n: int) -> list[Table]:
+    """Of the pool, and as many with a power law."""
+    rng = np.random.default_rng(0)
+    # The smallest are quick to simulate.
+    live = [t for t in generate_pool() if t.pooling >= 0.5 and t.rows >= 20_000]
+    small = sorted(live, key=lambda t: t.rows)[:100]
+    drawn = [small[i] for i in rng.choice(len(small), n // 2, replace=False)]
+    laws = [Table(f"zipf-{i}", int(rng.integers(20_000, 100_000)), 64, float(rng.integers(2, 30)),
+                  Zipf(float(rng.uniform(0.6, 1.4)))) for i in range(n - len(drawn))]
+    return drawn + laws
 
-    ways: rows of a set. 0: all rows are one set.
-    filling: batches that fill it. None: half of all.
-    """
-    sets = max(1, rows // ways) if ways else 1
-    held: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(sets)]  # row: batch of its last lookup
-    most, missed, looked_up = rows // sets, 0, 0
-    for i, ids in enumerate(batches):
-        unique = np.unique(ids)
-        hashed = unique.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
-        placed = [(row, held[at]) for row, at in zip(unique.tolist(), (hashed % np.uint64(sets)).tolist(),
-                                                     strict=True)]
-        new = [(row, one) for row, one in placed if row not in one]
-        for row, one in placed:
-            if row in one:
-                one[row] = i
-                one.move_to_end(row)
-        # In any order, as ids are hashed.
-        for row, one in (new[k] for k in np.random.default_rng(i).permutation(len(new))):
-            if len(one) == most and next(iter(one.values())) < i:
-                one.popitem(last=False)
-            if len(one) < most:
-                one[row] = i
-        if i >= (len(batches) // 2 if filling is None else filling):
-            missed, looked_up = missed + len(new), looked_up + len(unique)
-    return missed / looked_up
+
+def misses(n: int, batches: int) -> None:
+    print("| table | rows | rows cached | predicted miss ratio | one set | 32 ways | off by, points |")
+    print("|---|---|---|---|---|---|---|")
+    errors = []
+    for table in tables(n):
+        drawn = [streams.stream(table, BATCH, seed)[0] for seed in range(batches)]
+        (heat,) = heat_of([table], BATCH)
+        known = int(heat.rows[heat.lookups > 0].sum())
+        for rows in sorted({max(4 * WAYS, int(share * known)) for share in SHARES}):
+            predicted = float(heat.miss_ratio(rows))
+            one, sets = (missed / seen for seen, missed in (
+                lru_misses(drawn, table.rows, rows, batches // 2, ways) for ways in (None, WAYS)))
+            errors.append((predicted - one, predicted - sets))
+            print(f"| {table.name} | {table.rows} | {rows} | {predicted:.3f} | {one:.3f} | {sets:.3f} | "
+                  f"{100 * (predicted - one):+.1f}, {100 * (predicted - sets):+.1f} |", flush=True)
+    off = 100 * np.abs(errors)
+    for name, of in zip(("one set", f"{WAYS} ways"), off.T, strict=True):
+        print(f"\n{name}: mean {of.mean():.2f} points off, worst {of.max():.2f}, within 2 points "
+              f"{np.count_nonzero(of <= 2)} of {len(of)}")
+
+
+def unseen(n: int, batches: int) -> None:
+    """Power laws, known by the histograms of some batches only. Caches: shares of all rows."""
+    print("\n| rows cached | miss ratio | " + " | ".join(f"histogram of {k}" for k in HISTOGRAMS) + " |")
+    print("|---|---|" + "---|" * len(HISTOGRAMS))
+    off: dict[tuple[float, int], list[float]] = {}
+    ratios: dict[float, list[float]] = {}
+    for law in (t for t in tables(2 * n) if isinstance(t.access, Zipf)):
+        drawn = [streams.stream(law, BATCH, seed)[0] for seed in range(batches)]
+        for share in UNSEEN_SHARES:
+            seen, missed = lru_misses(drawn, law.rows, int(share * law.rows), batches // 2)
+            ratios.setdefault(share, []).append(missed / seen)
+            for k in HISTOGRAMS:
+                ids = np.concatenate([streams.stream(law, BATCH, 10**6 + i)[0] for i in range(k)])
+                [heat] = heat_of([replace(law, access=reuse_of(ids, k * BATCH))], BATCH, unseen=True)
+                off.setdefault((share, k), []).append(
+                    100 * abs(float(heat.miss_ratio(int(share * law.rows))) - missed / seen))
+    for share, found in ratios.items():
+        of = (off[share, k] for k in HISTOGRAMS)
+        print(f"| {share:.0%} | {np.mean(found):.2f} | "
+              + " | ".join(f"{np.mean(x):.1f} ({max(x):.1f})" for x in of) + " |", flush=True)
+
+
+def tiers(n: int) -> None:
+    print("\n| memory, share of tables | largest to host, ms | one load factor, ms | by heat, ms |")
+    print("|---|---|---|---|")
+    pool, rng, ratios = [t for t in generate_pool() if t.pooling > 0.01], np.random.default_rng(1), []
+    for i in range(n):
+        some = tuple(pool[k] for k in rng.choice(len(pool), 60, replace=False))
+        share = (0.1, 0.25, 0.5, 0.75)[i % 4]
+        rich = Problem(f"heat-{i}", some, Topology((Device(1 << 40),) * 4), BATCH)
+        beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
+        memory = int(beside + share * sum(t.bytes for t in some)) // 4
+        problem = replace(rich, topology=Topology((Device(memory),) * 4))
+        arms = [how(problem, LINK).slow_ms for how in (largest_to_host, one_load_factor, decide)]
+        ratios.append(np.array(arms[:2]) / arms[2])
+        print(f"| {share:.0%} | {' | '.join(f'{ms:.4f}' for ms in arms)} |", flush=True)
+    for name, of in zip(("largest to host", "one load factor"), np.array(ratios).T, strict=True):
+        print(f"\n{name}, over by heat: median {np.median(of):.1f}, least {of.min():.1f}")
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m bench.heat", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    rng = np.random.default_rng(2026)
-    off: dict[tuple[float, int, int], list[float]] = {}
-    ratios: dict[float, list[float]] = {}
-    for n in range(20):
-        table = Table(f"t{n}", int(rng.integers(2_000, 50_000)), 16, float(rng.integers(1, 20)),
-                      Zipf(float(rng.uniform(0.5, 1.4))))
-        batches = [stream(table, BATCH, seed)[0] for seed in range(BATCHES)]
-        for share in SHARES:
-            rows = int(share * table.rows) // WAYS * WAYS
-            if len(np.unique(np.concatenate(batches[:FILLING]))) < rows:
-                continue  # it would never fill
-            real = {ways: miss_ratio(batches, rows, ways, FILLING) for ways in (0, WAYS)}
-            ratios.setdefault(share, []).append(real[0])
-            for seen in SEEN:
-                given = table if not seen else replace(
-                    table, access=access.reuse_of(np.concatenate(batches[:seen]), seen * BATCH))
-                heat = heat_of(given)
-                predicted = heat.missed(rows, BATCH) / heat.touched(BATCH)
-                for ways, found in real.items():
-                    off.setdefault((share, seen, ways), []).append(100 * abs(predicted - found))
-    rows_of = []
-    for share in SHARES:
-        for ways in (0, WAYS):
-            told = [off[share, seen, ways] for seen in SEEN]
-            rows_of.append((f"{share:.0%}", f"{ways} ways" if ways else "LRU", len(told[0]),
-                            f"{100 * np.mean(ratios[share]):.0f}",
-                            *(f"{np.mean(x):.1f} ({max(x):.1f})" for x in told)))
-    print(report.text_table(("rows held", "cache", "tables", "misses, %", "law known: off by (most)",
-                             "8 batches seen", "1 batch seen"), rows_of))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tables", type=int, default=20)
+    parser.add_argument("--problems", type=int, default=20)
+    parser.add_argument("--batches", type=int, default=100)
+    args = parser.parse_args()
+    if args.tables:
+        misses(args.tables, args.batches)
+        unseen(args.tables, args.batches)
+    if args.problems:
+        tiers(args.problems)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardcore.limits import require
 from shardcore.report.text import text_table
+from shardcore.tables.access import lookups
 from shardcore.tables.heat import heat_of
 from shardcore.types import Problem
 
@@ -18,9 +19,11 @@ def heat_table(problem: Problem, held: float) -> str:
     require(0 <= held <= 1, f"the cache holds a share of {held:g} of the rows; it needs to be within 0 and 1")
     found, batch = [], problem.global_batch
     for table in problem.tables:
-        heat = heat_of(table)
-        missed = heat.missed(held * table.rows, batch)
-        found.append((heat.touched(batch), missed, table, heat.rows_of(_MOST)))
+        if lookups(table, batch) == 0:
+            found.append((0.0, 0.0, table, 0.0))
+            continue
+        [heat] = heat_of([table], batch, unseen=True)
+        found.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
     found.sort(key=lambda x: -x[0])
     rows = [(table.name, f"{table.rows:,}", f"{table.pooling:.1f}", f"{hot:,.0f}", f"{hot / table.rows:.1%}",
              f"{touched:,.0f}", f"{missed / touched:.0%}" if touched else "-")

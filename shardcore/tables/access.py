@@ -55,11 +55,11 @@ def reference_counts(table: Table) -> np.ndarray:
 @lru_cache(maxsize=4096)
 def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows in each bin and sums of their counts: two tuples of REUSE_BINS."""
-    rows, sums = _bins_of([table])
+    rows, sums = bins_of([table])
     return tuple(int(n) for n in rows[0]), tuple(int(c) for c in sums[0])
 
 
-def _bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
+def bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
     """`_bin_rows` of many tables: two arrays [T, REUSE_BINS]."""
     bins = np.array([t.access.bins for t in tables])
     total = np.array([lookups(t, t.access.batch) for t in tables], dtype=float)
@@ -174,7 +174,7 @@ _AT_ONCE = 4096
 
 def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
     """[N] for tables with a reuse histogram. Rows that its batch never saw are left out."""
-    rows, sums = _bins_of([table for table, *_ in asked])
+    rows, sums = bins_of([table for table, *_ in asked])
     keep = np.array([min(1.0, batch / table.access.batch) for table, batch, *_ in asked])
     live, found = (rows > 0)[:, ::-1], np.zeros(len(asked))
     n_live = live.sum(1)
@@ -182,12 +182,12 @@ def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
     for n in np.unique(n_live).tolist():
         some = np.flatnonzero(n_live == n)
         sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
-        seen = _seen_when_thinned(counts / sizes, keep[some, None])
+        seen = seen_when_thinned(counts / sizes, keep[some, None])
         found[some] = _seen_inside(seen, sizes, [asked[i] for i in some])
     return found
 
 
-def _seen_when_thinned(counts: np.ndarray, keep: np.ndarray) -> np.ndarray:
+def seen_when_thinned(counts: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """The probability that a row is seen if each of its lookups is kept with probability `keep`."""
     # log1p(-1) where all lookups are kept. np.where then drops the result.
     with np.errstate(divide="ignore"):
@@ -231,6 +231,13 @@ def _zipf_edges(rows: np.ndarray) -> np.ndarray:
     return np.rint(np.geomspace(1, rows + 1, _ZIPF_BUCKETS, axis=-1)) - 1
 
 
+def zipf_classes(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """[K] rows of each class of similar popularity, most popular first, and its share of accesses."""
+    edges = _zipf_edges(np.array([table.rows]))[0]
+    edges = edges[np.diff(edges, prepend=-1.0) > 0]
+    return np.diff(edges), np.diff(_zipf_cdf(edges[None], [table])[0])
+
+
 def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
     """[T, K] share of accesses to the ranks [T, K] most popular rows.
 
@@ -244,13 +251,6 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
     # A scalar power of 0.5 is a sqrt in numpy, but one in an array is not: round alike.
     risen = np.where(power == 0.5, np.sqrt(ranks), ranks**power)
     return np.where(flat, np.log(ranks), risen - 1) / whole
-
-
-def zipf_classes(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """[K] rows of classes of similar popularity, the most popular first; [K] their shares of accesses."""
-    edges = _zipf_edges(np.array([table.rows]))[0]
-    edges = edges[np.diff(edges, prepend=-1.0) > 0]
-    return np.diff(edges), np.diff(_zipf_cdf(edges[None], [table])[0])
 
 
 def access_share(shard: Shard) -> float:

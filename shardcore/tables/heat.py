@@ -1,170 +1,252 @@
-"""Heat: how often each row of a table is looked up, the hottest first; and what a cache of its rows misses.
+"""Heat: how often each row of a table is looked up, and what a cache of some of its rows misses.
 
-A power law says it of each row. A reuse histogram says it of the rows that one batch has seen. The next batch
-sees others: as many lookups go to them as rows were seen once, and those seen once keep twice as many as rows
-were seen twice (Good, Biometrika 1953; Turing's estimate). Their rows are unknown: they fall as a power law.
+Rows fall into classes that are looked up equally often, the hottest first. The cache is FBGEMM's: it takes
+the unique rows of a whole batch at once, keeps those of the current batch, and drops rows by the last batch
+that touched them (LRU). Its sets of 32 ways count as one.
 
-A batch looks up each of its rows at once, as FBGEMM's cache does. Batches are drawn independently. The rows
-that a cache holds follow from Che's approximation (Che, Tung, Wang, JSAC 2002): a row is there if it was
-looked up within the last T batches, and T is such that the cache is full. A histogram of several batches is
-better than one of a single batch (bench/heat.py).
+Misses follow Che's approximation, in batches instead of requests. A cache of r rows holds what the last T
+batches touched, with T such that this is r rows on average. If r is less than one batch touches, a row that
+misses enters with a probability p, such that the cache is full.
 
-Shapes: K classes of rows that are alike.
+A reuse histogram knows the rows of one batch. As streams are drawn, other rows are never looked up. In data
+they are: the next batch looks them up as often as this one saw rows once, and those seen once keep twice as
+many lookups as rows were seen twice (Good, Biometrika 1953; Turing's estimate). Which rows is not known: they
+fall as a power law. A histogram of several batches tells more than one of a single batch.
+
+Shapes: K classes of rows, L lookups, N sizes, T tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from shardcore.limits import require
+from shardcore.errors import ShardCoreError
 from shardcore.tables import access
 from shardcore.types import Table, Zipf
 
+_POINTS = 256
+"""Sizes at which misses are computed. Others lie between them."""
 _RARE = 1.5
 """Lookups of a row between those that a batch sees once and twice."""
-_CLASSES = 64
-"""Of rows that a batch sees once or never."""
+_TAIL = 64
+"""Classes of rows that a batch sees once or never."""
+_MOST_BATCHES = 1e9
+"""After so many batches a row counts as never looked up again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Heat:
-    """Rows by heat.
+    """How often a batch looks up the rows of a table.
 
-    rows: [K] of each class, the hottest first.
-    each: [K] expected lookups of one row, for one sample.
+    name: of the table.
+    batch: samples of the batch.
+    rows: [K] rows of each class, hottest first. They sum to the table's rows.
+    lookups: [K] mean lookups a batch of one row of each class.
+    touched: [K] probability that a batch looks a row of each class up.
     """
 
+    name: str
+    batch: int
     rows: np.ndarray
-    each: np.ndarray
+    lookups: np.ndarray
+    touched: np.ndarray
 
-    @cached_property
-    def _edges(self) -> np.ndarray:
-        """[K + 1] rows that are hotter than each class, and all rows."""
-        return np.concatenate([[0.0], np.cumsum(self.rows)])
+    @property
+    def table_rows(self) -> int:
+        return round(float(self.rows.sum()))
 
-    @cached_property
-    def _lookups(self) -> np.ndarray:
-        """[K + 1] lookups of those rows, for one sample."""
-        return np.concatenate([[0.0], np.cumsum(self.rows * self.each)])
+    @property
+    def unique_rows(self) -> float:
+        """Expected unique rows that a batch touches."""
+        return float(self.rows @ self.touched)
 
-    def of_hottest(self, rows: np.ndarray | float) -> np.ndarray:
-        """Expected lookups, for one sample, of so many of the hottest rows."""
-        self._require(rows)
-        return np.interp(rows, self._edges, self._lookups)
+    def hottest_lookups(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] expected lookups a batch of the so many hottest rows. Raises ShardCoreError for too many."""
+        return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.lookups)
 
     def rows_of(self, share: float) -> float:
         """The fewest rows that have this share of all lookups."""
-        require(0 <= share <= 1, f"a share of lookups is {share:g}; it needs to be within 0 and 1")
-        return float(np.interp(share * self._lookups[-1], self._lookups, self._edges))
+        lookups = np.append(0.0, np.cumsum(self.rows * self.lookups))
+        return float(np.interp(share * lookups[-1], lookups, np.append(0.0, np.cumsum(self.rows))))
 
-    def rows_above(self, each: float) -> float:
-        """Rows with more expected lookups for a sample than this."""
-        return float(self.rows[self.each > each].sum())
+    def hottest_touched(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] of the so many hottest rows, those that a batch touches. Raises ShardCoreError for too many."""
+        return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.touched)
 
-    def touched(self, samples: float) -> float:
-        """Expected rows that a batch of so many samples looks up."""
-        return float(self.rows @ self._in_a_batch(samples))
+    def misses(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] unique rows a batch that a warm cache of so many rows misses.
 
-    def missed(self, rows: float, samples: float) -> float:
-        """Expected rows that each batch has to fetch into a cache of so many rows.
-
-        The cache drops the row that was not looked up for longest (LRU), but none of this batch's, as
-        FBGEMM's does. So if it holds less than a batch's rows, rows stay as long as each batch looks them up,
-        and others come in by chance where there is room.
+        Raises ShardCoreError for a cache that is larger than the table.
         """
-        self._require(rows)
-        seen = self._in_a_batch(samples)
-        rate, touched = self.each * samples, self.rows @ seen
-        if rows >= self.rows[seen > 0].sum():
-            return 0.0
+        sizes, misses = self._misses
+        return np.interp(self._require(rows, "cached rows"), sizes, misses)
 
-        def held(x: float) -> np.ndarray:
-            """[K] probability that the cache has a row. Both grow with x, -60 to 60."""
-            if rows <= touched:  # exp(min(x, 0)): that a row which the batch lacks comes in
-                came = np.exp(min(x, 0.0))
-                return seen * came / (1 - seen + seen * came)
-            return -np.expm1(-rate * np.exp(x))  # exp(x) is T
+    def miss_ratio(self, rows: float | np.ndarray) -> np.ndarray:
+        """[N] `misses` as a share of the unique rows that a batch touches."""
+        return self.misses(rows) / self.unique_rows
 
-        low, high = -60.0, 60.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.rows @ held(middle) < rows else (low, middle)
-        # Rows that all batches look up hold each other out.
-        return max(float(self.rows @ (seen * (1 - held(low)))), float(touched - rows))
+    def _require(self, rows: float | np.ndarray, what: str) -> np.ndarray:
+        asked = np.asarray(rows, dtype=float)
+        wrong = asked[~((asked >= 0) & (asked <= self.table_rows))]
+        if wrong.size:
+            raise ShardCoreError(f"table {self.name!r} was asked for {wrong.flat[0]:.15g} {what}; it has "
+                                 f"{self.table_rows} rows, so 0 to {self.table_rows} would be right")
+        return asked
 
-    def _in_a_batch(self, samples: float) -> np.ndarray:
-        """[K] probability that a batch looks up a row."""
-        require(samples > 0, f"a batch has {samples:g} samples; it needs more than 0")
-        return -np.expm1(-self.each * samples)
-
-    def _require(self, rows: np.ndarray | float) -> None:
-        most = float(self._edges[-1])
-        require(bool((np.asarray(rows) >= 0).all() and (np.asarray(rows) <= most).all()),
-                f"{np.max(rows):g} rows were asked for; the table has {most:g}")
-
-
-def heat_of(table: Table) -> Heat:
-    """The heat of a table's rows, from its access statistics."""
-    if table.pooling == 0:
-        return Heat(np.array([float(table.rows)]), np.zeros(1))
-    return _of_power_law(table) if isinstance(table.access, Zipf) else _of_histogram(table)
+    @cached_property
+    def _misses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes of a cache in rows, rising, and unique rows a batch that each misses."""
+        q, half = self.touched, _POINTS // 2
+        p = np.geomspace(1e-6, 1, half)[:, None]
+        batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
+        # A cached row stays while each batch touches it. A row that misses enters with probability p.
+        scarce = q * p / np.maximum(1 - q + q * p, 1e-300)
+        with np.errstate(divide="ignore"):
+            ample = -np.expm1(batches * np.log1p(-q))
+        held = np.concatenate([scarce, ample])
+        sizes, hits = held @ self.rows, held @ (self.rows * q)
+        sizes, hits = (np.concatenate([[0.0], of]) for of in (sizes, hits))
+        unique = self.unique_rows
+        return (np.append(np.maximum.accumulate(sizes), max(sizes[-1], float(self.table_rows))),
+                np.append(np.clip(unique - hits, 0, None), 0.0))
 
 
-def still_hot(before: np.ndarray, now: np.ndarray, rows: int) -> float:
-    """The share of lookups that go to the rows that were hottest before, of those that go to the hottest now.
+def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
+    """[T] the heat of tables at a batch, from their access statistics.
 
-    before, now: [R] lookups of each row of a table, in two spans of time.
-    rows: how many count as hot.
+    unseen: whether rows that a histogram's batch never saw are looked up, as in data, or not, as in streams.
 
-    1: the same rows are as hot. 0: none of them is looked up.
+    Raises ShardCoreError for a table without lookups, and for a reuse histogram of a smaller batch: it does
+    not tell what more samples would touch.
     """
-    require(before.shape == now.shape and before.ndim == 1, f"lookups were counted for {list(before.shape)} "
-            f"rows before and {list(now.shape)} now; both need one number for each row of the table")
-    require(0 < rows <= len(before), f"{rows} rows count as hot; the table has {len(before)}")
-    old = np.argsort(-before, kind="stable")[:rows]
-    most = np.sort(now)[-rows:].sum()
-    return float(now[old].sum() / most) if most else 1.0
+    for table in tables:
+        if access.lookups(table, batch) == 0:
+            raise ShardCoreError(f"table {table.name!r} has no access statistics: its pooling of "
+                                 f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some")
+        if not isinstance(table.access, Zipf) and table.access.batch < batch:
+            raise ShardCoreError(f"table {table.name!r} has a reuse histogram of batch {table.access.batch}, "
+                                 f"which does not tell what a batch of {batch} touches; it needs one of "
+                                 f"{batch} samples or more")
+    found: dict[int, Heat] = {}
+    reuse = [i for i, table in enumerate(tables) if not isinstance(table.access, Zipf)]
+    if reuse:
+        rows, sums = access.bins_of([tables[i] for i in reuse])
+        for i, of, total in zip(reuse, rows, sums, strict=True):
+            found[i] = _of_reuse(tables[i], batch, of, total, unseen)
+    return [found.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
 
 
-def _of_power_law(table: Table) -> Heat:
-    sizes, mass = access.zipf_classes(table)
-    return Heat(sizes, table.pooling * mass / sizes)
+def heat_of_ids(table: Table, ids: np.ndarray, batch: int, batches: int = 1) -> Heat:
+    """The heat of a table from the ids [L] of so many batches of its data.
 
-
-def _of_histogram(table: Table) -> Heat:
-    """Counts of the reference batch; but rows seen once, and those it did not see, on a power law."""
-    counts = access.reference_counts(table).astype(float)
-    of, rows = (x[::-1].astype(float) for x in np.unique(counts, return_counts=True))
-    each, f1, unseen = of.copy(), float(rows[of == 1].sum()), float(table.rows - len(counts))
-    if f1 and unseen:
-        seen, f2 = of > 1, float(rows[of == 2].sum())
-        known, rare = (of * rows)[seen].sum(), min(2 * f2, f1) + f1
-        classes, heat = _falling(float(rows[seen].sum()), float(table.rows), rare)
-        # In all, as many lookups as before.
-        scale = (known + f1 - heat @ classes) / known if known else 1.0
-        each = np.concatenate([of[seen] * max(scale, 0.0), heat])
-        rows = np.concatenate([rows[seen], classes])
-    elif unseen:
-        each, rows = np.append(each, 0.0), np.append(rows, unseen)
-    order = np.argsort(-each, kind="stable")
-    return Heat(rows[order], each[order] / table.access.batch)
-
-
-def _falling(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
-    """[K] rows, and [K] lookups of each, of the ranks from `first` to `last` of a power law.
-
-    The hottest have _RARE lookups each, all together `lookups`. Where even as many each would be too few,
-    all have as many.
+    Raises ShardCoreError as `row_counts` does, and if there are no ids.
     """
-    edges = np.unique(np.rint(np.geomspace(first + 1, last + 1, _CLASSES + 1))) - 1
-    rows, middle = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1))
+    if len(ids) == 0:
+        raise ShardCoreError(f"table {table.name!r} has no access statistics: {batches} batches of its data "
+                             "have no ids; it needs some")
+    return heat_of_counts(table, row_counts(table, ids), batch, batches)
+
+
+def heat_of_counts(table: Table, counts: np.ndarray, batch: int, batches: int = 1) -> Heat:
+    """The heat of a table from the lookups [table.rows] of each row in so many batches."""
+    each, rows = np.unique(np.asarray(counts, dtype=float), return_counts=True)
+    mean = each[::-1] / batches
+    return Heat(table.name, batch, rows[::-1].astype(float), mean, -np.expm1(-mean))
+
+
+def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
+    """[table.rows] how often each row is among ids [L]. Raises ShardCoreError for an id outside the table."""
+    ids = np.asarray(ids)
+    outside = ids[(ids < 0) | (ids >= table.rows)]
+    if outside.size:
+        raise ShardCoreError(f"table {table.name!r} was given id {int(outside[0])}, one of {outside.size} "
+                             f"outside it; it has {table.rows} rows, so ids 0 to {table.rows - 1}")
+    return np.bincount(ids, minlength=table.rows)
+
+
+@dataclass(frozen=True)
+class HeatDrift:
+    """How hot an old hot set still is.
+
+    still_hot: share of its rows that are still among as many hottest.
+    old_share: share of lookups that it had.
+    share: share of lookups that it has now.
+    best_share: share of lookups that as many hottest rows have now: what a new hot set would have.
+    """
+
+    still_hot: float
+    old_share: float
+    share: float
+    best_share: float
+
+
+def heat_drift(table: Table, before: np.ndarray, after: np.ndarray, rows: int) -> HeatDrift:
+    """How hot the so many hottest rows of `before` are in `after`. Both are counts [table.rows].
+
+    Raises ShardCoreError for counts of another table, without lookups, and for more rows than it has.
+    """
+    for when, counts in (("old", before), ("new", after)):
+        if len(counts) != table.rows:
+            raise ShardCoreError(f"table {table.name!r} has {table.rows} rows, its {when} counts "
+                                 f"{len(counts)}; it needs a count for each row")
+        if not np.sum(counts) > 0:
+            raise ShardCoreError(f"table {table.name!r} has no access statistics: its {when} counts are all "
+                                 "0; it needs some lookups")
+    if not 1 <= rows <= table.rows:
+        raise ShardCoreError(f"table {table.name!r} was asked for {rows} hot rows; it has {table.rows} rows, "
+                             f"so 1 to {table.rows} would be right")
+    was, now = (np.argsort(-np.asarray(of), kind="stable")[:rows] for of in (before, after))
+    total = float(np.sum(after))
+    # Rows as hot as the last of the new set count as hot: which of equals is in it means nothing.
+    hot = np.count_nonzero(after[was] >= max(1, after[now[-1]]))
+    return HeatDrift(float(hot / rows), float(before[was].sum() / np.sum(before)),
+                     float(after[was].sum() / total), float(after[now].sum() / total))
+
+
+def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
+    live = np.flatnonzero(rows > 0)[::-1]
+    sizes, keep = rows[live], batch / table.access.batch
+    counts = sums[live] / sizes
+    touched = access.seen_when_thinned(counts, np.float64(keep))
+    cold = table.rows - sizes.sum()
+    if unseen and cold > 0 and rows[0]:
+        # Rows that were seen twice or more keep what the others leave.
+        more = live > 0
+        others, mean = _tail(sizes[more].sum(), table.rows, min(2 * rows[1], rows[0]) + rows[0])
+        known = sums[live[more]].sum()
+        scale = (sums.sum() - others @ mean) / known if known else 0.0
+        each = np.concatenate([counts[more] * max(scale, 0.0), mean]) * keep
+        order, all_rows = np.argsort(-each, kind="stable"), np.concatenate([sizes[more], others])
+        return Heat(table.name, batch, all_rows[order], each[order], -np.expm1(-each[order]))
+    return Heat(table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0),
+                np.append(touched, 0.0))
+
+
+def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
+    """[K] rows, and [K] lookups of each, of the ranks from `first` to `last`, as a power law.
+
+    The hottest have _RARE lookups each. All together have `lookups`: that tells the power.
+    """
+    edges = np.unique(np.rint(np.geomspace(first + 1, last + 1, _TAIL + 1))) - 1
+    rows, rank = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1)) / (first + 1)
     low, high = 0.0, 20.0
-    for _ in range(60):
+    for _ in range(50):
         power = (low + high) / 2
-        each = _RARE * (middle / (first + 1)) ** -power
-        low, high = (power, high) if each @ rows > lookups else (low, power)
-    each = _RARE * (middle / (first + 1)) ** -low
+        low, high = (power, high) if _RARE * rank**-power @ rows > lookups else (low, power)
+    each = rank**-low
     return rows, each * lookups / (each @ rows)
+
+
+def _of_zipf(table: Table, batch: int) -> Heat:
+    sizes, mass = access.zipf_classes(table)
+    lookups = access.lookups(table, batch) * mass / sizes
+    return Heat(table.name, batch, sizes, lookups, -np.expm1(-lookups))
+
+
+def _through(asked: np.ndarray, sizes: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """What the first so many rows amount to: classes are taken in order, the last in part."""
+    return np.interp(asked, np.append(0.0, np.cumsum(sizes)), np.append(0.0, np.cumsum(amounts)))
