@@ -136,7 +136,8 @@ class Starts:
                 yield np.minimum(n, also), np.concatenate([on_all, in_groups])
 
     def _copied(self, columns: Sequence[Placement], kind: str, y: int) -> Start | None:
-        """A plan by columns, with tables on all devices where that pays. None if it pays nowhere."""
+        """A plan by columns, with tables on all devices where that pays. None if it pays nowhere, or does not
+        fit."""
         placed = [(shard, d) for p in columns for d, shard in shards_on(p)]
         space = self._space([shard for shard, _ in placed], kind)
         worth = self.spaces.worth_copying(space, self.model, y)
@@ -145,7 +146,8 @@ class Starts:
         [group] = np.flatnonzero(space.fixed.group_layout == y)
         copied = {space.cache.table(s).name for s in [*worth, *space.divided]}
         left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
-        return self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
+        start = self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
+        return start if (start.state.used <= np.maximum(0, space.fixed.free)).all() else None
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> list[Start | None]:
         """Starts with tables on all devices where that pays.
