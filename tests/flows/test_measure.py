@@ -100,7 +100,7 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
     folder, head, seen = toy.folder / "data/measurements", cluster.list_all_nodes()[0], {}
     # so that it need not calibrate
     dataset.write_compute(folder, [known] * 3, dataset.write_pool(folder, pool()))
-    toy.set_params("measure", compute_samples=300)
+    toy.set_params("measure", compute_samples=3000)  # so that they still work when all metrics are served
 
     def all_there():
         assert run.process.poll() is None, run.log()
