@@ -5,8 +5,8 @@ all rows in host memory and a cache of some in device memory, or `fused_uvm` wit
 
 Bytes that cross the slow link each step:
 
-- cached: a row that misses is fetched, and written back later. The optimizer's state of a row that is touched
-  is read and written, for FBGEMM does not cache it.
+- cached: a row that misses is fetched, and written back later. Of a row that is touched, the optimizer's
+  state of cells is read and written, for FBGEMM does not cache it. State of rows is always in device memory.
 - in host memory alone: each lookup reads its row, and the update reads and writes each row that it touches.
 
 Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 2201.10095). It is counted over
@@ -25,13 +25,14 @@ import numpy as np
 
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import STATE_BYTES, bytes_as, free_bytes, gib, resident_bytes
+from shardcore.memory import STATE_BYTES, bytes_as, free_bytes, gib
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
 from shardcore.types import PRECISION_BYTES, Problem, Shard, Table
 
 CACHED_ROW_BYTES = 16
-"""Bytes a cached row beside its weights: its id and its last batch in FBGEMM's cache. Given by its source."""
+"""Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
+FBGEMM's split_table_batched_embeddings_ops_training.py)."""
 KNOWN_ROW_BYTES = 4
 """Bytes a row of a cached table in device memory, whether it is cached: FBGEMM's map of rows to tables."""
 _SIZES = 129
@@ -61,7 +62,7 @@ class Tier:
     """Where a table's rows lie.
 
     cached_rows: in device memory. All of them: the table is run as if there were no other.
-    device_bytes: of weights and optimizer state in device memory.
+    device_bytes: of weights, and optimizer state of cells, in device memory.
     host_bytes: of those in host memory.
     slow_bytes: that cross the slow link in a step.
     """
@@ -169,11 +170,10 @@ def one_load_factor(problem: Problem, link: SlowLink) -> Tiers:
 
 
 def tier_bytes(problem: Problem) -> float:
-    """Bytes of device memory that weights and their state may take, on all devices together."""
-    shards = [Shard.whole(table) for table in problem.tables]
-    resident = sum(sum(resident_bytes(WHOLE_ROWS, shard, problem)) for shard in shards)
-    taken = sum(bytes_as(WHOLE_ROWS, shard, problem) for shard in shards)
-    return sum(max(0, free) for free in free_bytes(problem)) - (taken - resident)
+    """Bytes of device memory that weights, and state of cells, may take, on all devices together."""
+    held = sum(_whole(table, problem).device_bytes for table in problem.tables)
+    taken = sum(bytes_as(WHOLE_ROWS, Shard.whole(table), problem) for table in problem.tables)
+    return sum(max(0, free) for free in free_bytes(problem)) - (taken - held)
 
 
 def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]:
@@ -221,8 +221,8 @@ def _saved(a: Tier, b: Tier) -> float:
 
 
 def _whole(table: Table, problem: Problem) -> Tier:
-    held = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
-    return Tier(table, table.rows, held, 0, 0.0)
+    a_cell, _ = STATE_BYTES[problem.optimizer]
+    return Tier(table, table.rows, table.bytes + table.rows * table.dim * a_cell, 0, 0.0)
 
 
 def _choices(table: Table, problem: Problem) -> list[Tier]:
@@ -232,11 +232,11 @@ def _choices(table: Table, problem: Problem) -> list[Tier]:
     if lookups == 0:  # nothing crosses the link
         return [Tier(table, 0, 0, whole.device_bytes, 0.0), whole]
     row = table.dim * PRECISION_BYTES[table.precision]
-    a_cell, a_row = STATE_BYTES[problem.optimizer]
+    a_cell, _ = STATE_BYTES[problem.optimizer]
     heat: Heat = heat_of([table], problem.global_batch, unseen=True)[0]
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
     sizes = sizes[sizes < table.rows]
-    state = heat.unique_rows * (table.dim * a_cell + a_row)
+    state = heat.unique_rows * table.dim * a_cell
     cached = 2 * (heat.misses(sizes) * row + state)
     alone = (lookups / table.dedup + 2 * heat.unique_rows) * row + 2 * state
     return [Tier(table, 0, 0, whole.device_bytes, alone),

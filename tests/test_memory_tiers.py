@@ -45,6 +45,14 @@ def test_what_does_not_fit_is_cached_within_memory(optimizer):
         assert found.slow_bytes < other.slow_bytes
 
 
+def test_state_of_rows_stays_in_device_memory():
+    """As FBGEMM has it: so it leaves less for rows, and nothing of it crosses the link."""
+    plain, rowwise = (problem(18 << 20, optimizer) for optimizer in ("exact_sgd", "rowwise_adagrad"))
+    assert tier_bytes(plain) - tier_bytes(rowwise) == 4 * sum(t.rows for t in plain.tables)
+    tables = [decide(asked, LINK).tiers[1] for asked in (plain, rowwise)]  # the flat one is not all there
+    assert all(tier.host_bytes == tier.table.bytes for tier in tables)
+
+
 def test_more_memory_never_crosses_more():
     slow = [decide(problem(mib << 20), LINK).slow_ms for mib in range(12, 60, 4)]
     assert slow == sorted(slow, reverse=True)
