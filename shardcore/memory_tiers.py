@@ -123,20 +123,9 @@ def decide(problem: Problem, link: SlowLink, more_bytes: float = 0) -> Tiers:
     whole = [_whole(table, problem) for table in problem.tables]
     if sum(tier.device_bytes for tier in whole) <= budget:
         return Tiers(tuple(whole), link, len(problem.topology))
-    # Any table may end up cached, so all maps of rows are set aside.
-    left = budget - KNOWN_ROW_BYTES * sum(table.rows for table in problem.tables)
-    if left < 0:
-        raise Infeasible(f"problem {problem.name!r} has {gib(left)} of device memory for rows, beside the "
-                         "inputs and outputs of a step and FBGEMM's maps of rows; it needs some: more "
-                         "devices, more memory, or a smaller batch")
+    left = _beside_maps(problem, budget)
     tiers = water_filled([_choices(table, problem) for table in problem.tables], left)
-    found = Tiers(tuple(tiers), link, len(problem.topology))
-    in_host = sum(tier.host_bytes for tier in tiers)
-    if in_host > link.host_bytes:
-        raise Infeasible(f"problem {problem.name!r} would have {gib(in_host)} of tables in host memory, "
-                         f"which may hold {gib(link.host_bytes)}; it needs "
-                         f"{gib(in_host - link.host_bytes)} more of it, or more device memory")
-    return found
+    return _within_host(tiers, problem, link)
 
 
 def gains_ms(problem: Problem, link: SlowLink, gibs: Sequence[float]) -> list[float]:
@@ -146,18 +135,24 @@ def gains_ms(problem: Problem, link: SlowLink, gibs: Sequence[float]) -> list[fl
 
 
 def largest_to_host(problem: Problem, link: SlowLink) -> Tiers:
-    """What is usual instead: the largest tables go to host memory until the others fit."""
+    """What is usual instead: the largest tables go to host memory until the others fit.
+
+    Raises Infeasible if host memory does not hold them.
+    """
     left, tiers = tier_bytes(problem), {}
     for table in sorted(problem.tables, key=lambda t: t.bytes):
         whole = _whole(table, problem)
         tiers[table.name] = whole if whole.device_bytes <= left else _choices(table, problem)[0]
         left = left - whole.device_bytes if whole.device_bytes <= left else 0
-    return Tiers(tuple(tiers[table.name] for table in problem.tables), link, len(problem.topology))
+    return _within_host([tiers[table.name] for table in problem.tables], problem, link)
 
 
 def one_load_factor(problem: Problem, link: SlowLink) -> Tiers:
-    """What is simple instead: every table is cached, with the largest load factor of all that fits."""
-    left = tier_bytes(problem) - KNOWN_ROW_BYTES * sum(table.rows for table in problem.tables)
+    """What is simple instead: every table is cached, with the largest load factor of all that fits.
+
+    Raises Infeasible as `decide` does.
+    """
+    left = _beside_maps(problem, tier_bytes(problem))
     choices = [_choices(table, problem) for table in problem.tables]
 
     def at(factor: float) -> list[Tier]:
@@ -166,7 +161,7 @@ def one_load_factor(problem: Problem, link: SlowLink) -> Tiers:
 
     factors = sorted({tier.load_factor for of in choices for tier in of})
     fits = bisect_right(factors, left, key=lambda f: sum(tier.device_bytes for tier in at(f)))
-    return Tiers(tuple(at(factors[max(0, fits - 1)])), link, len(problem.topology))
+    return _within_host(at(factors[max(0, fits - 1)]), problem, link)
 
 
 def tier_bytes(problem: Problem) -> float:
@@ -174,6 +169,25 @@ def tier_bytes(problem: Problem) -> float:
     held = sum(_whole(table, problem).device_bytes for table in problem.tables)
     taken = sum(bytes_as(WHOLE_ROWS, Shard.whole(table), problem) for table in problem.tables)
     return sum(max(0, free) for free in free_bytes(problem)) - (taken - held)
+
+
+def _beside_maps(problem: Problem, budget: float) -> float:
+    """What is left of a budget of device bytes, all maps of rows set aside: any table may end up cached."""
+    left = budget - KNOWN_ROW_BYTES * sum(table.rows for table in problem.tables)
+    if left < 0:
+        raise Infeasible(f"problem {problem.name!r} lacks at least {gib(-left)} of device memory for rows, "
+                         "beside the inputs and outputs of a step and FBGEMM's maps of rows: it needs more "
+                         "devices, more memory, or a smaller batch")
+    return left
+
+
+def _within_host(tiers: Sequence[Tier], problem: Problem, link: SlowLink) -> Tiers:
+    in_host = sum(tier.host_bytes for tier in tiers)
+    if in_host > link.host_bytes:
+        raise Infeasible(f"problem {problem.name!r} would have {gib(in_host)} of tables in host memory, "
+                         f"which may hold {gib(link.host_bytes)}; it needs "
+                         f"{gib(in_host - link.host_bytes)} more of it, or more device memory")
+    return Tiers(tuple(tiers), link, len(problem.topology))
 
 
 def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]:

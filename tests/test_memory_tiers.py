@@ -102,7 +102,10 @@ def test_tiers_reach_torchrec():
     (lambda: SlowLink(0.0, 1), ShardCoreError, "gbps 0.0; it needs GB/s above 0"),
     (lambda: SlowLink(1.0, float("nan")), ShardCoreError, "host_bytes nan"),
     (lambda: decide(problem(18 << 20), replace(LINK, host_bytes=1 << 20)), Infeasible, "in host memory"),
-    (lambda: decide(problem(1 << 16), LINK), Infeasible, "of device memory for rows"),
+    (lambda: decide(problem(1 << 16), LINK), Infeasible, "lacks at least .* of device memory for rows"),
+    (lambda: one_load_factor(problem(1 << 16), LINK), Infeasible, "lacks at least"),
+    *((lambda how=how: how(problem(18 << 20), replace(LINK, host_bytes=1 << 20)), Infeasible,
+       "it needs .* more of it") for how in (largest_to_host, one_load_factor)),
     (lambda: decide(replace(problem(18 << 20), tables=(
         Table("r", 10**6, 64, 1.0, Reuse((1.0,) + (0.0,) * 16, 64)),)), LINK), ShardCoreError, "of batch 64"),
 ])
