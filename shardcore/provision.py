@@ -8,6 +8,7 @@ hold up all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,8 +166,9 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
     for offer in offers:
         for hosts in range(1, offer.most_hosts + 1):
             if problem.global_batch % (hosts * offer.devices) == 0:
-                # Names are limited to 100 characters.
-                name = f"{problem.name[:60]}.{hosts}x{offer.name[:30]}"
+                # Names are limited to 100 characters, and to those of files. Offers have any.
+                offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
+                name = f"{problem.name[:60]}.{hosts}x{offered[:30]}"
                 yield Cluster(offer, hosts, replace(problem, name=name, topology=offer.topology(hosts)))
 
 
@@ -205,6 +207,7 @@ def best_of_each(found: Sequence[Cluster], target: Target) -> list[Cluster]:
     """The best cluster of each offer that meets the target, the best of all first.
 
     The cheapest is best, or with a target price the fastest. Ties go to less power, then to the faster.
+    Power that is not known counts as most.
 
     Raises ShardCoreError where no cluster meets it, naming the nearest.
     """
@@ -225,7 +228,8 @@ def best_of_each(found: Sequence[Cluster], target: Target) -> list[Cluster]:
 
 
 def _rank(cluster: Cluster, target: Target) -> tuple[float, ...]:
-    cost, ms, watts = cluster.price_per_hour, cluster.step_ms, cluster.watts or 0.0
+    cost, ms = cluster.price_per_hour, cluster.step_ms
+    watts = float("inf") if cluster.watts is None else cluster.watts
     return (ms, cost, watts) if target.price_per_hour is not None else (cost, watts, ms)
 
 

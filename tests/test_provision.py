@@ -44,6 +44,8 @@ def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
     two = list(clusters(PROBLEM, [LARGE]))[1].problem
     assert two.topology.hosts == ("host-0", "host-1") and two.topology.within_host_gbps == 100.0
     assert two.tables == PROBLEM.tables and two.global_batch == 1536
+    [named] = clusters(PROBLEM, [replace(LARGE, name="8 x H100 (été)", most_hosts=1)])
+    assert named.problem.name == "p.1x8-x-H100-t-" and named.words == "1 x '8 x H100 (été)'"
 
 
 def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen():
@@ -78,6 +80,8 @@ def test_equally_cheap_clusters_rank_by_power_then_by_speed():
     thrifty = replace(SMALL, name="thrifty", watts=50.0)
     found = [of(SMALL, 2, 5.0), of(thrifty, 2, 6.0)]
     assert [c.offer.name for c in best_of_each(found, Target(step_ms=7.0))] == ["thrifty", "small"]
+    unknown = replace(SMALL, name="unknown", watts=None)
+    assert best_of_each([of(unknown, 2, 5.0), *found], Target(step_ms=7.0))[-1].offer is unknown
     same = replace(thrifty, name="same")
     assert best_of_each([*found, of(same, 2, 5.5)], Target(step_ms=7.0))[0].offer is same
 

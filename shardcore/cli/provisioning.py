@@ -38,10 +38,10 @@ def provision(args: argparse.Namespace) -> None:
     from shardcore.cost import mixed
     from shardcore.provision import Target, best_of_each, read_offers, sweep
     from shardcore.report import provision_report
-    from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, known
+    from shardcore.search import DEFAULT_SHARDER, Budget, sharder
     from shardcore.workload import lower
 
-    sharder = SHARDERS[known(args.algorithm or DEFAULT_SHARDER)]
+    search = sharder(args.algorithm or DEFAULT_SHARDER)
     problem, offers = files.read_problem(args.problem), read_offers(args.offers)
     target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
     # Folders of models are relative to the file that names them.
@@ -49,7 +49,7 @@ def provision(args: argparse.Namespace) -> None:
     if args.out.exists() and not args.out.is_dir():
         raise ShardCoreError(f"--out {args.out} is a file; it needs to be a folder")
     began = time.monotonic()
-    found = sweep(problem, offers, models, sharder, args.seed, Budget(args.budget_evals), _say)
+    found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
     first, *others = best_of_each(found, target)
     args.out.mkdir(parents=True, exist_ok=True)
     files.write_problem(args.out / "problem.json", first.problem)

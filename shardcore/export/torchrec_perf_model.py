@@ -32,7 +32,7 @@ class ShardCorePerfModel:
     model: the cost model, for the problem's batch.
 
     After planning, `rated` is how many plans were rated, and `refused` says why others could not be: shards
-    that ShardCore does not know. Those are rated infinite.
+    that ShardCore does not know, or more than a device may hold as it counts. Those are rated infinite.
 
     Raises ShardCoreError where the problem is not of the module, and SettingMismatch where the model is not
     for the problem.
@@ -58,8 +58,9 @@ class ShardCorePerfModel:
         on = Topology(n, "cuda", local_world_size=n // hosts if self.problem.topology.equal_hosts else n)
         try:
             found = from_torchrec(to_sharding_plan(list(plan), on), self.problem, self.module)
+            step = lower(found, self.problem)
         except ShardCoreError as error:
             self.refused.append(str(error))
             return float("inf")
         self.rated += 1
-        return price(lower(found, self.problem), self.model).total_ms
+        return price(step, self.model).total_ms

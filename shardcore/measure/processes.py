@@ -36,20 +36,21 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
     """
     environment = _QUIET | os.environ
     if _METHOD == "forkserver":
-        _start_server(environment)
+        _start_server()
     return context().Process(target=_run, name=name, daemon=True, args=(environment, work, arguments))
 
 
-def _start_server(environment: Mapping[str, str]) -> None:
+def _start_server() -> None:
     """Does nothing where there is one."""
     forkserver.set_forkserver_preload(_IMPORTED)
-    before = dict(os.environ)
-    os.environ |= environment
+    added = _QUIET.keys() - os.environ
+    # The server takes over the environment. Other threads may read it: so all else stays as it is.
+    os.environ.update({name: _QUIET[name] for name in added})
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.clear()
-        os.environ |= before
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]) -> None:

@@ -33,6 +33,11 @@ def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, 
     assert (tmp_path / "out/curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_learned_algorithm_is_refused_in_one_line(problem, model, tmp_path, capsys):
+    assert asked(tmp_path, model, problem, "--step-ms", "1", "--algorithm", "dreamshard") == 1
+    assert "error: algorithm 'dreamshard' needs a policy" in capsys.readouterr().err
+
+
 def test_a_target_out_of_reach_is_one_line_and_writes_nothing(problem, model, tmp_path, capsys):
     assert asked(tmp_path, model, problem, "--step-ms", "1e-9") == 1
     assert "error: no cluster of 4 reaches step_ms 1e-09; the nearest, " in capsys.readouterr().err

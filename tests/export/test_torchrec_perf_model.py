@@ -17,12 +17,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.planner.types import PerfModel  # noqa: E402
 
+from shardcore.constraints import Constraints  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.cost.model import price  # noqa: E402
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
 from shardcore.export.torchrec_perf_model import ShardCorePerfModel  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
+from shardcore.memory import require_fits  # noqa: E402
 from shardcore.types import Setting
 from shardcore.workload import lower  # noqa: E402
 
@@ -62,6 +64,15 @@ def test_a_plan_that_we_do_not_know_is_rated_last_and_named():
     assert rated.rate(options[0]) < math.inf and not rated.refused
     assert rated.rate(options[0][:-1]) == math.inf
     assert len(rated.refused) == 1 and options[0][-1].name in rated.refused[0]
+
+
+def test_a_plan_that_is_too_large_as_we_count_leaves_the_choice_to_the_others():
+    devices = tuple(dataclasses.replace(d, memory_bytes=100_000) for d in PROBLEM.topology.devices)
+    small = dataclasses.replace(PROBLEM, topology=dataclasses.replace(PROBLEM.topology, devices=devices),
+                                constraints=Constraints(reserved_bytes=0))
+    rated = ShardCorePerfModel(small, MODULE, AnalyticModel(Setting("cpu", 64)))
+    require_fits(planned(rated), small)
+    assert rated.rated and "device 0 of problem 'model' would hold" in rated.refused[0]
 
 
 def test_a_problem_or_model_of_something_else_is_refused():

@@ -39,10 +39,12 @@ class PricedPlan:
     def of(cls, prepared: Prepared, rolled: Rollout, scale_ms: np.ndarray) -> PricedPlan:
         """The first plan of a rollout."""
         cache, keys = prepared.cache, prepared.keys[0][rolled.order[0]]
-        device_of = np.full(len(cache.made), -1)
-        device_of[cache.numbers(keys[:, 0], keys[:, 1])] = rolled.devices[0, 0]
-        devices = device_of[prepared.bundle]
-        return cls(prepared.x[devices >= 0], devices[devices >= 0], cache.speed.astype(np.float32)[:, None],
+        # Halves of a table may be alike, and may meet on a device.
+        units = np.zeros((len(cache), len(cache.speed)), np.int64)
+        np.add.at(units, (keys[:, 0], rolled.devices[0, 0]), keys[:, 1])
+        strips, devices = np.nonzero(units)
+        rows, held = np.nonzero(prepared.bundle[:, None] == cache.numbers(strips, units[strips, devices]))
+        return cls(prepared.x[rows], devices[held], cache.speed.astype(np.float32)[:, None],
                    (rolled.parts_ms[0, 0] / scale_ms).astype(np.float32),
                    float(rolled.total_ms[0, 0] / scale_ms[0]))
 

@@ -17,6 +17,7 @@ from shardcore.search.learned.features import FEATURES, features
 from shardcore.search.learned.learner import PolicyConfig, Prepared, held_before
 from shardcore.search.learned.nets import Seen
 from shardcore.search.learned.policy import NETS
+from shardcore.search.learned.priced_plans import PricedPlan
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.shards import placed
 from shardcore.tables import access, streams
@@ -152,6 +153,19 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
         expected = latents[prepared.cache.numbers(np.arange(5)[:, None], held)].sum(0)
         assert found.latents[0, k] == pytest.approx(expected / prepared.cache.speed[:, None], abs=1e-3)
     assert met
+
+
+@each_net
+def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
+    """Also from halves of a table that no device can hold, which are alike."""
+    tables = (Table("big", 100_000, 64, 5.0), *(Table(f"small{i}", 1000, 16, 2.0) for i in range(3)))
+    problem = Problem("cut", tables, Topology((Device(20 << 20),) * 4), 48)
+    prepared, found = rolled(name, problem, plans=1)
+    assert len(found.devices[0, 0]) == 5
+    plan = PricedPlan.of(prepared, found, np.ones(1, np.float32))
+    latents = untrained(name).net.latents(untrained(name).weights, plan.x)
+    sums = np.stack([latents[plan.devices == d].sum(0) for d in range(4)])
+    assert sums == pytest.approx(found.latents[0, 0], abs=1e-4)
 
 
 @each_net
