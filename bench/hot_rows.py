@@ -6,9 +6,10 @@ Models of sequence tables: of the calibrated pool, and with power laws. Four glo
 (LOCAL_WORLD_SIZE 2) run one step each way. Every collective is counted (bench/traffic.py), those of DDP
 included. Of an all-to-all, what stays on a rank does not leave; of an all-reduce, 2 (n - 1) / n leave.
 
-Arms: TorchRec's row_wise; the same with its index deduplication (set_ec_index_dedup); hot rows on every rank
-and row_wise for the others, with the threshold that costs fewest bytes. Hot ids are those of 16 other batches.
-Predicted bytes and memory are `lower`'s, from the tables' statistics.
+Arms: TorchRec's row_wise; the same with its index deduplication (set_ec_index_dedup), which does not run on a
+CPU, so its bytes are computed from the same ids; hot rows on every rank and row_wise for the others, with the
+threshold that costs fewest bytes. Hot ids are those of 16 other batches. Predicted bytes and memory are
+`lower`'s, from the tables' statistics.
 """
 
 from __future__ import annotations
@@ -89,28 +90,38 @@ def _leaves(collective: str) -> float:
     return (2 if collective == "all_reduce" else 1) * (N - 1) / N
 
 
-def counted(problem: Problem, hot: dict[str, int], dedup: bool, seed: int) -> float:
+def counted(problem: Problem, hot: dict[str, int], seed: int) -> float:
     """Mean bytes that leave a device in a step."""
     with tempfile.TemporaryDirectory() as folder:
-        codes = training.in_processes(N, _step, (problem, hot, dedup, seed, folder), 600)
+        codes = training.in_processes(N, _step, (problem, hot, seed, folder), 600)
         if any(codes):
             raise SystemExit(f"processes ended with {codes}")
         return float(np.mean([json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(N)]))
 
 
-def _step(rank: int, problem: Problem, hot: dict[str, int], dedup: bool, seed: int, folder: str) -> None:
+def deduplicated(problem: Problem, seed: int) -> float:
+    """Mean bytes that would leave a device if each rank sent each of its ids once, and got each row once."""
+    found, local, job = 0.0, problem.local_batch, problem.job
+    for table in problem.tables:
+        ids, offsets = stream(table, problem.global_batch, seed)
+        unique = sum(len(np.unique(ids[offsets[r * local]:offsets[(r + 1) * local]])) for r in range(N))
+        # Rows go one way, and their gradients the other.
+        found += unique / N * (job.id_bytes + 2 * 4 * table.dim) + local * job.length_bytes
+    return found * _leaves("all_to_all")
+
+
+def _step(rank: int, problem: Problem, hot: dict[str, int], seed: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder, set_ec_index_dedup
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(N), LOCAL_WORLD_SIZE=str(PER_HOST),
                       LOCAL_RANK=str(rank % PER_HOST))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=N)
-    set_ec_index_dedup(dedup)
     configs = [EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
                                feature_names=[f"f_{t.name}"]) for t in problem.tables]
     model = torch.nn.Module()
@@ -124,8 +135,7 @@ def _step(rank: int, problem: Problem, hot: dict[str, int], dedup: bool, seed: i
         model.ec = EmbeddingCollection(configs, device=torch.device("cpu"))
     model.forward = lambda batch: model.ec(batch)
     given = with_hot_rows(problem, hot)
-    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD},
-                                         use_index_dedup=dedup)
+    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD})
     sharded = DistributedModelParallel(model, device=torch.device("cpu"), sharders=[sharder],
                                        plan=to_torchrec(planned(given), given, model, "cpu"))
     batch = _batch(problem, rank, seed)
@@ -174,18 +184,17 @@ def main() -> None:
         ours, theirs = predicted(with_hot_rows(problem, hot)), predicted(problem)
         done[name] = {"model": name, "batch": args.batch, "seed": args.seed, "least": least,
                       "hot_rows": sum(hot.values()) / sum(t.rows for t in tables),
-                      "row_wise": counted(problem, {}, False, args.seed),
-                      "dedup": counted(problem, {}, True, args.seed),
-                      "hot": counted(problem, hot, False, args.seed),
-                      "hot_dedup": counted(problem, hot, True, args.seed),
+                      "row_wise": counted(problem, {}, args.seed),
+                      "dedup": deduplicated(problem, args.seed),
+                      "hot": counted(problem, hot, args.seed),
                       "predicted": ours, "predicted_row_wise": theirs}
         files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     mib = 2**20
     print(markdown_table(
-        ["model", "hot from", "rows hot", "row-wise, MiB", "deduplicated", "hot rows", "both", "fewer",
+        ["model", "hot from", "rows hot", "row-wise, MiB", "deduplicated", "hot rows", "fewer",
          "predicted / counted", "memory"],
         [[x["model"], f"{x['least']:g}", f"{x['hot_rows']:.2%}", f"{x['row_wise'] / mib:.1f}",
-          f"{x['dedup'] / mib:.1f}", f"{x['hot'] / mib:.1f}", f"{x['hot_dedup'] / mib:.1f}",
+          f"{x['dedup'] / mib:.1f}", f"{x['hot'] / mib:.1f}",
           f"{1 - x['hot'] / x['row_wise']:.0%}",
           f"{x['predicted']['bytes'] / x['hot']:.3f}, {x['predicted_row_wise']['bytes'] / x['row_wise']:.3f}",
           f"{x['predicted']['memory'] / x['predicted_row_wise']['memory']:.2f}"]

@@ -34,7 +34,7 @@ _FUSED_STATE = {"momentum1": "sum"}
 class _Part:
     """Some rows of a table that this rank has.
 
-    table: its path and name. ids: [N] of the rows. columns: [lo, hi).
+    table: its path and name. ids: [N] of the rows, rising. columns: [lo, hi).
     tensors: by name, [N, hi - lo] weights, and optimizer state of cells or [N] of rows. They share memory
         with the module's own.
     """
@@ -97,9 +97,8 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
                 continue
             lo, hi = json.loads(about["columns"])
             ids = file.get_tensor("ids").numpy()
-            order = np.argsort(ids)
             for i in wanted:
-                _fill(parts[i], missing[i], file, ids[order], order, (lo, hi))
+                _fill(parts[i], missing[i], file, ids, (lo, hi))
     for part, lacking in zip(parts, missing, strict=True):
         for name, columns in lacking.items():
             if (columns > 0).any():
@@ -108,15 +107,15 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
     _together()
 
 
-def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarray, order: np.ndarray,
+def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarray,
           columns: tuple[int, int]) -> None:
-    """Copy what a file has of a part's rows. ids: those of the file, rising. order: where they are in it."""
+    """Copy what a file has of a part's rows. ids: those of the file."""
     at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
     have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     if not len(have) or lo >= hi:
         return
-    rows, known = torch.from_numpy(order[at[have]]), set(file.keys())
+    rows, known = torch.from_numpy(at[have]), set(file.keys())
     into = torch.from_numpy(have)
     for name, tensor in part.tensors.items():
         if name not in known:

@@ -8,8 +8,10 @@ from shapes import with_room
 
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.memory import counted_bytes, every_plan_bytes
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.fixed_kinds import set_aside
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem
 from shardcore.workload import lower
@@ -64,6 +66,17 @@ def test_tables_that_do_not_fit_are_refused_by_what_they_take():
     with pytest.raises(Infeasible, match=r"has 7 tables that constraints.kinds puts on every device; they "
                        r"take .* of each, and .* is free"):
         plan(large)
+
+
+def test_what_they_take_is_not_given_to_others():
+    of = problem({f"t{i}": "data_parallel" for i in range(4)})
+    taken = counted_bytes(Plan(tuple(set_aside(of)[0])), of)[0]
+    # The second device has room for the replica, and for next to nothing else.
+    devices = tuple(replace(d, memory_bytes=m) for d, m in zip(
+        of.topology.devices, (64 * MIB, every_plan_bytes(of) + taken + 1000), strict=True))
+    tight = replace(of, topology=Topology(devices))
+    found = plan(tight)
+    assert {p.devices for p in found.placements if p.kind == "column"} == {(0,)}
 
 
 def test_unknown_tables_are_refused():
