@@ -22,12 +22,14 @@ class Constraints:
     unsplit: names of tables that stay whole.
     pinned: of some tables, the devices that they may live on: indices, or names of hosts for all of theirs.
     together: groups of tables that live on one device, whole.
+    kinds: of some tables, the kind of sharding that runs them: one whose shards are always on all devices.
     """
 
     reserved_bytes: int = 0
     unsplit: tuple[str, ...] = ()
     pinned: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
+    kinds: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unsplit", tuple(self.unsplit))
@@ -41,10 +43,16 @@ class Constraints:
             require(isinstance(group, (list, tuple)) and len(group) > 0
                     and all(isinstance(name, str) for name in group),
                     f"constraints keep together {group!r}; it needs a list of one or more names of tables")
+        for name, kind in self.kinds:
+            require(isinstance(kind, str), f"constraints run table {name!r} by {kind!r}; it needs the name "
+                    "of a kind, such as 'data_parallel'")
+        object.__setattr__(self, "kinds", tuple((name, kind) for name, kind in self.kinds))
         object.__setattr__(self, "pinned", tuple((name, tuple(where)) for name, where in self.pinned))
         object.__setattr__(self, "together", tuple(map(tuple, self.together)))
         for name in _twice(name for name, _ in self.pinned):
             raise ShardCoreError(f"constraints pin table {name!r} twice; it needs one list of its devices")
+        for name in _twice(name for name, _ in self.kinds):
+            raise ShardCoreError(f"constraints run table {name!r} by two kinds; it needs one")
         for name in _twice(name for group in self.together for name in group):
             raise ShardCoreError(f"constraints keep table {name!r} together twice; it needs to be in one "
                                  "group, once")

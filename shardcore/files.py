@@ -164,11 +164,16 @@ def _job_to_json(job: Job) -> dict[str, Any]:
     return {"job": given} if given else {}
 
 
+_OPTIONAL = ("pinned", "together", "kinds")
+"""Constraints that only some problems have."""
+
+
 def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
     """Pins and groups only where there are any, so that problems without them keep the digest that their
     plans know."""
     optional = {"pinned": {name: list(where) for name, where in constraints.pinned},
-                "together": [list(group) for group in constraints.together]}
+                "together": [list(group) for group in constraints.together],
+                "kinds": dict(constraints.kinds)}
     return {"reserved_bytes": constraints.reserved_bytes, "unsplit": list(constraints.unsplit),
             **{k: v for k, v in optional.items() if v}}
 
@@ -176,9 +181,9 @@ def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
 def _constraints_from_json(data: Any, what: str) -> Constraints:
     given: dict[str, Any] = {}
     if isinstance(data, Mapping):
-        given = {k: data[k] for k in ("pinned", "together") if k in data}
+        given = {k: data[k] for k in _OPTIONAL if k in data}
         data = {k: v for k, v in data.items() if k not in given}
-    pinned, together = given.get("pinned", {}), given.get("together", [])
+    pinned, together, kinds = given.get("pinned", {}), given.get("together", []), given.get("kinds", {})
     if not isinstance(pinned, Mapping):
         raise ShardCoreError(f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and "
                              "their devices or hosts, "
@@ -187,8 +192,11 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         raise ShardCoreError(f"{what}: together is {show(together)}; "
                              "it needs to be a list of groups of tables, such as "
                              '[["t0", "t1"]]')
-    return build(Constraints, data, what, also=("pinned", "together"), pinned=tuple(pinned.items()),
-                 together=tuple(together))
+    if not isinstance(kinds, Mapping):
+        raise ShardCoreError(f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
+                             'kinds that run them, such as {"t0": "data_parallel"}')
+    return build(Constraints, data, what, also=_OPTIONAL, pinned=tuple(pinned.items()),
+                 together=tuple(together), kinds=tuple(kinds.items()))
 
 
 def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -338,7 +338,8 @@ class Problem:
         require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
         for verb, tables in (("forbids splitting", self.constraints.unsplit),
                              ("pins", dict(self.constraints.pinned)),
-                             ("keeps together", self.bundle_of)):
+                             ("keeps together", self.bundle_of),
+                             ("runs by a kind", dict(self.constraints.kinds))):
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)

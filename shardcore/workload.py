@@ -208,9 +208,16 @@ def require_cover(plan: Plan, problem: Problem) -> None:
 def require_constraints(plan: Plan, problem: Problem) -> None:
     """Raise ShardCoreError if the plan breaks a constraint.
 
-    Tables that must stay whole are whole. All live only where they may. Bundles are on one device.
+    Tables that must stay whole are whole. All live only where they may. Bundles are on one device. Tables
+    that a kind has to run are run by it.
     """
-    # Most problems have no constraints.
+    kinds = dict(problem.constraints.kinds)
+    for placement in plan.placements if kinds else ():
+        name = placement.shard.table.name
+        if kinds.get(name, placement.kind) != placement.kind:
+            raise ShardCoreError(f"plan places {placement.shard.label} by {placement.kind}; it needs "
+                                 f"{kinds[name]} (constraints.kinds)")
+    # Most problems have no others.
     if not problem.whole and not problem.pinned:
         return
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}

@@ -4,5 +4,6 @@ TorchRec's planner is not here: it is one of shardcore's own sharders.
 """
 
 from bench.peers import embark, milp
+from shardcore.search.fixed_kinds import with_fixed_kinds
 
-PEERS = {"embark": embark.embark, "milp": milp.milp}
+PEERS = {name: with_fixed_kinds(name, of) for name, of in (("embark", embark.embark), ("milp", milp.milp))}

@@ -7,7 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardcore.cli import measurements, plans, policies, problems, provisioning, published, topologies
+from shardcore.cli import (
+    hot_rows,
+    measurements,
+    plans,
+    policies,
+    problems,
+    provisioning,
+    published,
+    topologies,
+)
 from shardcore.cli.options import Formatter
 from shardcore.collector import rare_collections
 from shardcore.errors import ShardCoreError
@@ -17,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, problems, measurements, policies, topologies, provisioning, published):
+    for group in (plans, problems, hot_rows, measurements, policies, topologies, provisioning, published):
         group.add_commands(commands)
     args = parser.parse_args(argv)
     try:

@@ -32,6 +32,7 @@ from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
+from shardcore.tables.hot_rows import HOT, REPLICA
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_cover
@@ -50,6 +51,7 @@ class ModelTable:
     config: its TorchRec config: rows, dim, features, data type.
     pooled: whether the collection pools, as an EmbeddingBagCollection does.
     weighted: whether lookups have weights.
+    replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
     """
 
     path: str
@@ -57,6 +59,7 @@ class ModelTable:
     config: Any
     pooled: bool
     weighted: bool = False
+    replica: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,15 @@ class Sharded:
 def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     """The tables of all EmbeddingBagCollections and EmbeddingCollections in a module, by our names.
 
-    Our name is the table's own, or path.name if another collection has that name too.
+    Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
+    HotColdEmbeddingCollection are tables, named as `with_hot_rows` does.
 
     Raises ShardCoreError for a module that wraps a collection. TorchRec shards it as a whole, by a sharder of
     its own. A plan of the collection within would leave out what the wrapper does.
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+    from shardcore.export.hot_cold import HotColdEmbeddingCollection
     found, wrappers = [], _wrappers()
     for path, child in module.named_modules():
         if isinstance(child, wrappers):
@@ -94,6 +99,9 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
                       for c in child.embedding_bag_configs()]
         elif type(child) is EmbeddingCollection:
             found += [ModelTable(path, c.name, c, False) for c in child.embedding_configs()]
+        elif isinstance(child, HotColdEmbeddingCollection):
+            found += [ModelTable(path, name + HOT, c, False, replica=True)
+                      for name, c in child.hot_tables().items()]
     having = Counter(t.name for t in found)
     return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
 
@@ -112,7 +120,7 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
     """Raise ShardCoreError for a collection of the module that none of the sharders takes."""
     taken = {sharder.module_type for sharder in sharders}
     children = dict(module.named_modules())
-    for table in tables_of(module).values():
+    for table in (t for t in tables_of(module).values() if not t.replica):
         kind = type(children[table.path])
         if kind not in taken:
             raise ShardCoreError(f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
@@ -152,8 +160,12 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     cut = {(theirs[name].path, found.sharding_type)
            for name, found in shardings.items() if theirs[name].pooled}
     modules: dict[str, Any] = {}
-    for name, table in theirs.items():
-        found = shardings[name]
+    for name in [name for name, table in theirs.items() if table.replica]:
+        if not shardings.pop(name).layout.dense_gradient:
+            raise ShardCoreError(f"plan places table {name!r} by {placed[name][0].kind}; its rows are hot, "
+                                 "so the model has them on every rank: plan them so (constraints.kinds)")
+    for name, found in shardings.items():
+        table = theirs[name]
         if_cut = found.layout.torchrec_cut
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
@@ -202,9 +214,9 @@ def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, Mo
     """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
     width: dict[str, int] = {}
     for name, table in theirs.items():
-        found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
-        if table.pooled:
+        if table.pooled or table.replica:
             continue
+        found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         if found.layout.sequence_channels is None:
             raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
                                  "EmbeddingBagCollections alone")
@@ -281,14 +293,18 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     ours = {t.name: t for t in problem.tables}
     by_path: dict[str, dict[str, Table]] = defaultdict(dict)
     for name, table in theirs.items():
+        if table.replica:
+            continue
         by_path[table.path][table.name] = ours[name]
-    found: list[Placement] = []
+    # The model has hot rows on every rank, whatever the TorchRec plan is.
+    replicas = [ours[name] for name, table in theirs.items() if table.replica]
+    found = [Placement(REPLICA.name, Shard.whole(t), problem.topology.ranks) for t in replicas]
     for path, tables in by_path.items():
         if path not in sharding_plan.plan:
             raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has "
                                  f"{sorted(sharding_plan.plan)[:5]}")
         found += placements_of(sharding_plan.plan[path], tables, problem.topology)
-    kept = {name: settings for name, table in theirs.items()
+    kept = {name: settings for name, table in theirs.items() if not table.replica
             if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}
     plan = Plan(consolidate(found), {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {}))
     require_cover(plan, problem)

@@ -10,6 +10,7 @@ from shardcore.memory import require_fits
 from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
+from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.types import Plan, Problem
 
 
@@ -49,16 +50,18 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     from shardcore.search.anneal.search_space import Reshard  # loads compiled code, which takes seconds
 
     space = config.space or old.provenance.get("space", "all")
-    left = _left(old, problem)
+    left, fixed = _left(old, problem), dict(problem.constraints.kinds)
+    search = with_fixed_kinds("anneal", anneal)
     try:
         require_fits(left, problem)
-        reshard = Reshard(left, config.max_moved_tables, config.max_moved_bytes)
-        found = anneal(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+        free = Plan(tuple(p for p in left.placements if p.shard.table.name not in fixed))
+        reshard = Reshard(free, config.max_moved_tables, config.max_moved_bytes)
+        found = search(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
         if config.limited:
             raise
-        found = anneal(problem, model, seed=config.seed, budget=config.budget, space=space)
+        found = search(problem, model, seed=config.seed, budget=config.budget, space=space)
     # Relabelling devices could move more tables than the limit allows.
     return reorder_columns(found, old) if config.limited else relabel_devices(found, old, problem)
 

@@ -16,6 +16,7 @@ from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.anneal import sharder as annealing
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
+from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.types import Plan, Problem
@@ -36,7 +37,8 @@ _all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuro
         "anneal": annealing.anneal, "anneal_columns": annealing.anneal_columns}
 if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
-SHARDERS: dict[str, Sharder] = {name: rare_collections()(sharder) for name, sharder in _all.items()}
+SHARDERS: dict[str, Sharder] = {
+    name: with_fixed_kinds(name, rare_collections()(sharder)) for name, sharder in _all.items()}
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},
@@ -72,4 +74,4 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
         raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
                              f"{'none' if policy is None else repr(policy.name)} was given; "
                              f"python -m shardcore train-policy {wanted} makes one, for --policy")
-    return rare_collections()(partial(place, policy, name, config=config))
+    return with_fixed_kinds(name, rare_collections()(partial(place, policy, name, config=config)))

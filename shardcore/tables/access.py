@@ -285,14 +285,21 @@ def reuse_bins(table: Table, batch: int) -> tuple[float, ...]:
     """[REUSE_BINS] the table's reuse histogram: its own, or what a power law is expected to give a batch."""
     if isinstance(table.access, Reuse):
         return table.access.bins
+    sizes, mass = zipf_classes(table)
+    return expected_bins(sizes, lookups(table, batch) * mass / sizes)
+
+
+def expected_bins(rows: np.ndarray, lookups_each: np.ndarray) -> tuple[float, ...]:
+    """[REUSE_BINS] the reuse histogram that a batch is expected to give.
+
+    rows: [K] of each class. lookups_each: [K] mean lookups a batch of one row of each class.
+    """
     from scipy.special import pdtr
 
-    sizes, mass = zipf_classes(table)
     # A row's lookups in a batch are nearly Poisson.
-    lookups_each = lookups(table, batch) * mass / sizes
-    below = pdtr(np.concatenate([[0.0], BIN_HIGH[:-1]])[:, None], lookups_each[None])  # [REUSE_BINS, classes]
-    rows = np.diff(np.concatenate([below, np.ones((1, len(sizes)))]), axis=0) @ sizes
-    return tuple((rows / max(rows.sum(), 1e-9)).tolist())
+    below = pdtr(np.concatenate([[0.0], BIN_HIGH[:-1]])[:, None], lookups_each[None])  # [REUSE_BINS, K]
+    seen = np.diff(np.concatenate([below, np.ones((1, len(rows)))]), axis=0) @ rows
+    return tuple((seen / max(seen.sum(), 1e-9)).tolist())
 
 
 def reuse_bin(counts: np.ndarray) -> np.ndarray:

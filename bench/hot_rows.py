@@ -1,0 +1,205 @@
+"""What hot rows on every rank save: bytes that leave a device in a step, counted in TorchRec's processes.
+
+    python -m bench.hot_rows --batch 8192 --out hot_rows.jsonl        # some minutes
+
+Models of sequence tables: of the calibrated pool, and with power laws. Four gloo ranks on two emulated hosts
+(LOCAL_WORLD_SIZE 2) run one step each way. Every collective is counted (bench/traffic.py), those of DDP
+included. Of an all-to-all, what stays on a rank does not leave; of an all-reduce, 2 (n - 1) / n leave.
+
+Arms: TorchRec's row_wise; the same with its index deduplication (set_ec_index_dedup), which does not run on a
+CPU, so its bytes are computed from the same ids; hot rows on every rank and row_wise for the others, with the
+threshold that costs fewest bytes. Hot ids are those of 16 other batches. Predicted bytes and memory are
+`lower`'s, from the tables' statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.traffic import Count
+from shardcore import files
+from shardcore.export.hot_cold import HotColdEmbeddingCollection
+from shardcore.export.torchrec import to_torchrec
+from shardcore.layouts import ways
+from shardcore.report.text import markdown_table
+from shardcore.tables.generate import generate_pool
+from shardcore.tables.heat import row_counts
+from shardcore.tables.hot_ids import HotIds
+from shardcore.tables.hot_rows import hot_counts, with_hot_rows
+from shardcore.tables.streams import stream
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
+from shardcore.workload import lower
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+
+import training  # noqa: E402  (the tests' own)
+
+N, PER_HOST, DIM, OTHER_BATCHES = 4, 2, 32, 16
+
+
+def models(n_tables: int, seed: int) -> dict[str, tuple[Table, ...]]:
+    rng = np.random.default_rng(seed)
+    pool = [t for t in generate_pool() if 1 <= t.pooling <= 30 and 10_000 <= t.rows <= 1_000_000]
+    some = [pool[i] for i in rng.choice(len(pool), n_tables, replace=False)]
+    made = {"calibrated pool": some}
+    for alpha in (0.9, 1.05, 1.2):
+        made[f"power law {alpha}"] = [
+            Table(f"z{i}", int(rng.integers(50_000, 1_000_000)), DIM, float(rng.integers(5, 30)), Zipf(alpha))
+            for i in range(n_tables)]
+    return {name: tuple(replace(t, name=f"t{i}", dim=DIM, precision="fp32", features=1, weighted=False,
+                                sequence=True, collection="ec") for i, t in enumerate(tables))
+            for name, tables in made.items()}
+
+
+def planned(problem: Problem) -> Plan:
+    """Hot rows everywhere, others divided by rows."""
+    kinds, row = dict(problem.constraints.kinds), next(k for k in ways(problem.topology) if k.divides_rows)
+    return Plan(tuple(Placement(kinds.get(t.name, row.name), Shard.whole(t), problem.topology.ranks)
+                      for t in problem.tables))
+
+
+def best_threshold(problem: Problem) -> float:
+    """Lookups from which rows are hot, such that fewest bytes leave a device."""
+    return min((N * 2.0**k for k in range(-1, 6)), key=lambda least: predicted(
+        with_hot_rows(problem, hot_counts(problem, least)))["bytes"])
+
+
+def predicted(problem: Problem) -> dict[str, float]:
+    work = lower(planned(problem), problem, fits=False)
+    leaving = sum(n.mean() * _leaves(c.collective) * (1 if "ids" in c.collective else
+                  1 if c.collective == "all_reduce" else 2)
+                  for c, n in zip(work.channels, work.traffic, strict=True))
+    return {"bytes": leaving, "memory": float(max(work.memory_bytes))}
+
+
+def _leaves(collective: str) -> float:
+    return (2 if collective == "all_reduce" else 1) * (N - 1) / N
+
+
+def counted(problem: Problem, hot: dict[str, int], seed: int) -> float:
+    """Mean bytes that leave a device in a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes = training.in_processes(N, _step, (problem, hot, seed, folder), 600)
+        if any(codes):
+            raise SystemExit(f"processes ended with {codes}")
+        return float(np.mean([json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(N)]))
+
+
+def deduplicated(problem: Problem, seed: int) -> float:
+    """Mean bytes that would leave a device if each rank sent each of its ids once, and got each row once."""
+    found, local, job = 0.0, problem.local_batch, problem.job
+    for table in problem.tables:
+        ids, offsets = stream(table, problem.global_batch, seed)
+        unique = sum(len(np.unique(ids[offsets[r * local]:offsets[(r + 1) * local]])) for r in range(N))
+        # Rows go one way, and their gradients the other.
+        found += unique / N * (job.id_bytes + 2 * 4 * table.dim) + local * job.length_bytes
+    return found * _leaves("all_to_all")
+
+
+def _step(rank: int, problem: Problem, hot: dict[str, int], seed: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(N), LOCAL_WORLD_SIZE=str(PER_HOST),
+                      LOCAL_RANK=str(rank % PER_HOST))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=N)
+    configs = [EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                               feature_names=[f"f_{t.name}"]) for t in problem.tables]
+    model = torch.nn.Module()
+    if hot:
+        tables = {t.name: t for t in problem.tables}
+        ids = {name: HotIds.of_counts(name, sum(
+            row_counts(tables[name], stream(tables[name], problem.global_batch, seed + 1 + k)[0])
+            for k in range(OTHER_BATCHES)), n) for name, n in hot.items()}
+        model.ec = HotColdEmbeddingCollection(configs, ids)
+    else:
+        model.ec = EmbeddingCollection(configs, device=torch.device("cpu"))
+    model.forward = lambda batch: model.ec(batch)
+    given = with_hot_rows(problem, hot)
+    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD})
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), sharders=[sharder],
+                                       plan=to_torchrec(planned(given), given, model, "cpu"))
+    batch = _batch(problem, rank, seed)
+    for counting in (False, True):  # DDP's first step also exchanges what it needs to know
+        with Count(problem.topology) if counting else warnings.catch_warnings() as count:
+            found = sharded(batch)
+            sum(found[f"f_{t.name}"].values().sum() for t in problem.tables).backward()
+    # Exchanges of ids and counts are named apart; all of them are all-to-alls.
+    leaving = sum(entered * _leaves("all_reduce" if "all-reduce" in what else "all_to_all")
+                  for what, calls in count.calls.items() for entered, _ in calls)
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(leaving))
+    dist.barrier()
+    os._exit(0)
+
+
+def _batch(problem: Problem, rank: int, seed: int) -> Any:
+    from torchrec import KeyedJaggedTensor
+
+    local, values, lengths = problem.local_batch, [], []
+    for table in problem.tables:
+        ids, offsets = stream(table, problem.global_batch, seed)
+        own = offsets[rank * local:(rank + 1) * local + 1]
+        values.append(ids[own[0]:own[-1]])
+        lengths.append(np.diff(own))
+    return KeyedJaggedTensor(keys=[f"f_{t.name}" for t in problem.tables],
+                             values=torch.from_numpy(np.concatenate(values)),
+                             lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--batch", type=int, default=8192, help="global")
+    p.add_argument("--tables", type=int, default=8, help="of a model")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", type=Path, required=True, help="a line for each model; run again, it goes on")
+    args = p.parse_args()
+    topology = Topology(tuple(Device(1 << 36, host=f"h{i // PER_HOST}") for i in range(N)))
+    done = {json.loads(line)["model"]: json.loads(line) for line in
+            (args.out.read_text().splitlines() if args.out.exists() else ())}
+    for name, tables in models(args.tables, args.seed).items():
+        if name in done:
+            continue
+        problem = Problem("sequences", tables, topology, args.batch)
+        least = best_threshold(problem)
+        hot = hot_counts(problem, least)
+        ours, theirs = predicted(with_hot_rows(problem, hot)), predicted(problem)
+        done[name] = {"model": name, "batch": args.batch, "seed": args.seed, "least": least,
+                      "hot_rows": sum(hot.values()) / sum(t.rows for t in tables),
+                      "row_wise": counted(problem, {}, args.seed),
+                      "dedup": deduplicated(problem, args.seed),
+                      "hot": counted(problem, hot, args.seed),
+                      "predicted": ours, "predicted_row_wise": theirs}
+        files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
+    mib = 2**20
+    print(markdown_table(
+        ["model", "hot from", "rows hot", "row-wise, MiB", "deduplicated", "hot rows", "fewer",
+         "predicted / counted", "memory"],
+        [[x["model"], f"{x['least']:g}", f"{x['hot_rows']:.2%}", f"{x['row_wise'] / mib:.1f}",
+          f"{x['dedup'] / mib:.1f}", f"{x['hot'] / mib:.1f}",
+          f"{1 - x['hot'] / x['row_wise']:.0%}",
+          f"{x['predicted']['bytes'] / x['hot']:.3f}, {x['predicted_row_wise']['bytes'] / x['row_wise']:.3f}",
+          f"{x['predicted']['memory'] / x['predicted_row_wise']['memory']:.2f}"]
+         for x in done.values()]))
+
+
+if __name__ == "__main__":
+    main()

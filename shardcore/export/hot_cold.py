@@ -1,0 +1,183 @@
+"""HotColdEmbeddingCollection: an EmbeddingCollection whose hot rows are on every rank.
+
+    hot = HotIds.of_counts("history", counts, hot=20_000)
+    model.history = HotColdEmbeddingCollection(configs, {"history": hot}, device="meta")
+    model = DistributedModelParallel(model, plan=to_torchrec(plan, problem, model), ...)
+
+Hot rows are plain parameters, so DistributedModelParallel gives them to DDP, and the job's dense optimizer
+updates them. The others are an EmbeddingCollection, `cold`, that TorchRec shards. Outputs are those of an
+EmbeddingCollection of the whole tables.
+
+Shapes: L ids of a feature, H of them hot, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+
+from shardcore.errors import ShardCoreError
+from shardcore.tables.hot_ids import HotIds
+from shardcore.tables.hot_rows import COLD
+
+
+class HotColdEmbeddingCollection(nn.Module):
+    """In the place of an EmbeddingCollection.
+
+    tables: the configs of the whole tables.
+    hot: hot ids by table. Tables without any are cold as a whole.
+    device: of the parameters, as for an EmbeddingCollection.
+
+    Raises ShardCoreError for hot ids of another table, and for a feature of several tables.
+    """
+
+    def __init__(self, tables: Sequence[EmbeddingConfig], hot: Mapping[str, HotIds],
+                 device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self._tables = {config.name: config for config in tables}
+        self._hot_ids = dict(hot)
+        self._features = _features(tables)
+        self._checked = False
+        for name, ids in hot.items():
+            _require_same(ids, self._tables.get(name), name)
+        self.hot = nn.ParameterDict()
+        for name, ids in hot.items():
+            config = self._tables[name]
+            self.hot[name] = nn.Parameter(torch.empty(len(ids.ids), config.embedding_dim, device=device))
+            # Part of each checkpoint, so that weights of other hot ids are not loaded.
+            self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
+        self.cold = EmbeddingCollection(
+            [replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows) if c.name in hot else c
+             for c in tables], device=torch.device(device or "cpu"))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill hot rows as an EmbeddingCollection fills its rows."""
+        for name, weight in self.hot.items():
+            config = self._tables[name]
+            with torch.no_grad():
+                if config.init_fn is not None:
+                    config.init_fn(weight)
+                elif weight.device.type != "meta":
+                    weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
+
+    @property
+    def hot_ids(self) -> Mapping[str, HotIds]:
+        return self._hot_ids
+
+    def hot_tables(self) -> dict[str, EmbeddingConfig]:
+        """The configs of hot rows, by name of the whole table."""
+        return {name: replace(self._tables[name], num_embeddings=len(ids.ids))
+                for name, ids in self._hot_ids.items()}
+
+    def whole_tables(self) -> dict[str, EmbeddingConfig]:
+        return dict(self._tables)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """One output a lookup, as of an EmbeddingCollection of the whole tables.
+
+        Raises ShardCoreError for ids outside their table (on a CPU; on a GPU FBGEMM checks those that are
+        not hot), and at the first call if ranks have different hot ids.
+        """
+        if not self._checked:
+            self._require_same_everywhere()
+            self._checked = True
+        asked = features.to_dict()
+        split = {f: self._split(asked[f], name) for f, name in self._features.items()
+                 if name in self._hot_ids}
+        cold = self.cold(KeyedJaggedTensor(
+            keys=list(self._features),
+            values=torch.cat([split[f].cold_ids if f in split else asked[f].values()
+                              for f in self._features]),
+            lengths=torch.cat([split[f].cold_lengths if f in split else asked[f].lengths()
+                               for f in self._features])))
+        found = {f: cold[f] for f in self._features}
+        for f, parts in split.items():
+            hot = nn.functional.embedding(parts.hot_rows, self.hot[self._features[f]])
+            values = torch.cat([hot, found[f].values()])[parts.order]
+            found[f] = JaggedTensor(values=values, lengths=asked[f].lengths(), offsets=asked[f].offsets())
+        return found
+
+    def _split(self, feature: JaggedTensor, name: str) -> _Split:
+        ids, hot = feature.values(), getattr(self, f"hot_ids_{name}")
+        if ids.device.type == "cpu" and len(ids) and not 0 <= int(ids.min()) <= int(
+                ids.max()) < self._tables[name].num_embeddings:
+            raise ShardCoreError(f"table {name!r} was given ids {int(ids.min())} to {int(ids.max())}; it has "
+                                 f"{self._tables[name].num_embeddings} rows")
+        below = torch.searchsorted(hot, ids.to(hot.dtype))
+        is_hot = hot[below.clamp(max=len(hot) - 1)] == ids
+        # Behind the last id, for the end of the last sample.
+        before = nn.functional.pad(torch.cumsum(is_hot, 0), (1, 0))
+        hot_lengths = torch.diff(before[feature.offsets()])
+        n_hot, before = before[-1], before[:-1]
+        order = torch.where(is_hot, before, n_hot + torch.arange(len(ids), device=ids.device) - before)
+        return _Split(below[is_hot], (ids - below.to(ids.dtype))[~is_hot],
+                      (feature.lengths() - hot_lengths).to(feature.lengths().dtype), order)
+
+    def _require_same_everywhere(self) -> None:
+        """Raise ShardCoreError on all ranks if they differ in hot ids."""
+        if not (dist.is_available() and dist.is_initialized()) or not self._hot_ids:
+            return
+        own = [[name, ids.digest] for name, ids in sorted(self._hot_ids.items())]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)
+        for rank, theirs in enumerate(everywhere):
+            if theirs != everywhere[0]:
+                name = next((a[0] for a, b in zip(theirs, everywhere[0], strict=False) if a != b), "a table")
+                raise ShardCoreError(f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
+                                     "the same, such as from one file of hot ids")
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        for name in self._hot_ids:
+            theirs = state_dict.get(f"{prefix}hot_ids_{name}")
+            own = getattr(self, f"hot_ids_{name}")
+            if theirs is not None and not torch.equal(theirs.to(own.device), own):
+                raise ShardCoreError(f"a checkpoint has other hot ids of table {name!r} than the module; "
+                                     "make the module with those of the checkpoint, or load rows by ids "
+                                     "(load_rows)")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Split:
+    """A feature's ids by parts.
+
+    hot_rows: [H] of hot ids. cold_ids: [L - H] cold rows of the others. cold_lengths: [samples].
+    order: [L] where the output of each id is, hot ones first.
+    """
+
+    def __init__(self, hot_rows: torch.Tensor, cold_ids: torch.Tensor, cold_lengths: torch.Tensor,
+                 order: torch.Tensor) -> None:
+        self.hot_rows, self.cold_ids = hot_rows, cold_ids
+        self.cold_lengths, self.order = cold_lengths, order
+
+
+def _features(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
+    """The table of each feature."""
+    found: dict[str, str] = {}
+    for config in tables:
+        for feature in config.feature_names:
+            if feature in found:
+                raise ShardCoreError(f"feature {feature!r} has tables {found[feature]!r} and "
+                                     f"{config.name!r}; a HotColdEmbeddingCollection needs one for each")
+            found[feature] = config.name
+    return found
+
+
+def _require_same(ids: HotIds, config: EmbeddingConfig | None, name: str) -> None:
+    if config is None:
+        raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
+    if (ids.table, ids.rows) != (name, config.num_embeddings):
+        raise ShardCoreError(f"table {name!r} of {config.num_embeddings} rows was given the hot ids of "
+                             f"{ids.table!r} of {ids.rows} rows; it needs its own")
+
+
+def hot_cold_modules(model: nn.Module) -> Iterator[tuple[str, HotColdEmbeddingCollection]]:
+    """The HotColdEmbeddingCollections of a model, with their paths, sharded or not."""
+    return ((path, module) for path, module in model.named_modules()
+            if isinstance(module, HotColdEmbeddingCollection))

@@ -1,0 +1,235 @@
+"""Rows of HotColdEmbeddingCollections on disk, by their ids: whatever the hot ids, plan and ranks were.
+
+Each rank writes the rows that it has, with the ids of each. To load, each rank reads those ids that it needs,
+from the files of all ranks. So training goes on with other hot ids (as heat drifts), another plan, or another
+number of ranks.
+
+A rank holds one file's tensors at a time in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore.errors import ShardCoreError
+from shardcore.export.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
+from shardcore.files import write_atomic
+from shardcore.tables.hot_rows import COLD
+
+_SCHEMA, _VERSION = "shardcore/rows", "1"
+_FUSED_STATE = {"momentum1": "sum"}
+"""Optimizer state of FBGEMM's fused optimizers and of torch.optim's: Adagrad, row-wise or not, has one."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a table that this rank has.
+
+    table: its path and name. ids: [N] of the rows, rising. columns: [lo, hi).
+    tensors: by name, [N, hi - lo] weights, and optimizer state of cells or [N] of rows. They share memory
+        with the module's own.
+    """
+
+    table: str
+    ids: np.ndarray
+    columns: tuple[int, int]
+    tensors: dict[str, torch.Tensor]
+
+
+def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write the rows of a model's HotColdEmbeddingCollections to a folder. All ranks call it.
+
+    optimizer: of hot rows, whose state is written too, with that of TorchRec's fused optimizers.
+
+    Raises ShardCoreError for a model without such collections, a folder that has other rows, and state of
+    other optimizers than SGD and Adagrad.
+    """
+    from safetensors.torch import save
+
+    folder, rank, n = Path(folder), *_ranks()
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
+        raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
+    _together()
+    for i, part in enumerate(_parts(model, optimizer, replicas=rank == 0)):
+        about = {"schema": _SCHEMA, "version": _VERSION, "table": part.table,
+                 "columns": json.dumps(part.columns)}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
+        write_atomic(folder / f"rows-{rank:05d}-{i:05d}.safetensors",
+                     save({"ids": torch.from_numpy(part.ids), **tensors}, about))
+    _together()
+    # Written last: without it the folder is not whole.
+    if rank == 0:
+        write_atomic(folder / "complete.json", json.dumps({"schema": _SCHEMA, "version": _VERSION, "ranks": n,
+                     "files": len(list(folder.glob("rows-*.safetensors")))}).encode())
+    _together()
+
+
+def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fill a model's HotColdEmbeddingCollections with rows that `save_rows` wrote. All ranks call it.
+
+    optimizer: of hot rows. State that it has not yet is made by a step first, so give it after one, or after
+        `optimizer` was told its state.
+
+    Raises ShardCoreError for a folder that is not whole, and for rows that are missing in it.
+    """
+    from safetensors import safe_open
+
+    folder = Path(folder)
+    files = _complete(folder)
+    parts = list(_parts(model, optimizer, replicas=True))
+    missing = [{name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
+               for part in parts]
+    for path in files:
+        with safe_open(path, "pt") as file:
+            about = file.metadata()
+            wanted = [i for i, part in enumerate(parts) if part.table == about["table"]]
+            if not wanted:
+                continue
+            lo, hi = json.loads(about["columns"])
+            ids = file.get_tensor("ids").numpy()
+            for i in wanted:
+                _fill(parts[i], missing[i], file, ids, (lo, hi))
+    for part, lacking in zip(parts, missing, strict=True):
+        for name, columns in lacking.items():
+            if (columns > 0).any():
+                raise ShardCoreError(f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of table "
+                                     f"{part.table!r}, such as id {part.ids[np.argmax(columns > 0)]}")
+    _together()
+
+
+def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarray,
+          columns: tuple[int, int]) -> None:
+    """Copy what a file has of a part's rows. ids: those of the file."""
+    at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
+    have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
+    lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
+    if not len(have) or lo >= hi:
+        return
+    rows, known = torch.from_numpy(at[have]), set(file.keys())
+    into = torch.from_numpy(have)
+    for name, tensor in part.tensors.items():
+        if name not in known:
+            continue
+        source = file.get_tensor(name)
+        if tensor.ndim == 1:
+            tensor[into.to(tensor.device)] = source[rows].to(tensor)
+            missing[name][have] = 0
+        else:
+            found = source[:, lo - columns[0]:hi - columns[0]][rows]
+            tensor[into.to(tensor.device), lo - part.columns[0]:hi - part.columns[0]] = found.to(tensor)
+            missing[name][have] -= hi - lo
+
+
+# --- what a rank has --------------------------------------------------------------------------------------
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: bool) -> Iterator[_Part]:
+    """replicas: whether hot rows, which all ranks have, count."""
+    collections = list(hot_cold_modules(model))
+    if not collections:
+        raise ShardCoreError(f"a {type(model).__name__} has no HotColdEmbeddingCollection; there are no rows "
+                             "to save or load")
+    for path, module in collections:
+        path = path.replace("_dmp_wrapped_module.", "").replace("module.", "")
+        if replicas:
+            yield from _hot_parts(path, module, optimizer)
+        yield from _cold_parts(path, module)
+
+
+def _hot_parts(path: str, module: HotColdEmbeddingCollection,
+               optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
+    for name, hot in module.hot_ids.items():
+        weight = module.hot[name]
+        state = optimizer.state.get(weight, {}) if optimizer else {}
+        kept = {k: v for k, v in state.items() if torch.is_tensor(v) and v.numel() > 1}
+        _require_known(kept, _FUSED_STATE.values(), f"{path}.{name}")
+        yield _Part(f"{path}.{name}", hot.ids, (0, weight.shape[1]),
+                    {"weights": weight.detach(), **{k: _state(v, len(hot.ids)) for k, v in kept.items()}})
+
+
+def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Part]:
+    states = _fused_states(module.cold, path)
+    names = {name + (COLD if name in module.hot_ids else ""): name for name in module.whole_tables()}
+    for key, value in module.cold.state_dict().items():
+        table = key.split(".")[1]  # embeddings.NAME.weight
+        name = names[table]
+        for i, (tensor, (row, column)) in enumerate(_local(value)):
+            rows, width = tensor.shape
+            if not rows or not width:
+                continue
+            ids = (module.hot_ids[name].cold_ids(row, row + rows) if name in module.hot_ids
+                   else np.arange(row, row + rows))
+            tensors = {"weights": tensor.detach()}
+            for state, shards in states.get(table, {}).items():
+                tensors[state] = _state(shards[i], rows)
+            yield _Part(f"{path}.{name}", ids, (column, column + width), tensors)
+
+
+def _local(value: Any) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """This rank's shards of a parameter, each with its first row and column."""
+    if hasattr(value, "local_shards"):
+        return [(s.tensor, tuple(s.metadata.shard_offsets)) for s in value.local_shards()]
+    return [(value, (0, 0))]
+
+
+def _fused_states(cold: nn.Module, path: str) -> dict[str, dict[str, list[torch.Tensor]]]:
+    """Of TorchRec's fused optimizer, by table and name of the state, the tensors of this rank's shards."""
+    fused = getattr(cold, "fused_optimizer", None)
+    found: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for states in (fused.state_dict()["state"] if fused else {}).values():
+        for key, value in states.items():
+            table, _, name = key.rpartition(".")
+            table = table.rsplit(".", 1)[-1]
+            tensors = ([s.tensor for s in value.local_shards()] if hasattr(value, "local_shards")
+                       else [value] if torch.is_tensor(value) else [])
+            if not any(t.numel() > 1 for t in tensors):
+                continue
+            _require_known({name: None}, _FUSED_STATE, f"{path}.{table}")
+            found.setdefault(table, {})[_FUSED_STATE[name]] = tensors
+    return found
+
+
+def _state(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """State of cells [N, D], or of rows [N], as a view."""
+    tensor = tensor.detach()
+    return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)
+
+
+def _require_known(names: Any, known: Any, table: str) -> None:
+    for name in names:
+        if name not in known:
+            raise ShardCoreError(f"the optimizer of table {table!r} has state {name!r}; rows are saved of "
+                                 f"SGD and Adagrad ({', '.join(known)}) only")
+
+
+def _complete(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("rows-*.safetensors"))
+    try:
+        said = json.loads((folder / "complete.json").read_text())
+        wanted = said["files"] if said["schema"] == _SCHEMA and said["version"] == _VERSION else None
+    except (OSError, ValueError, KeyError, TypeError):
+        wanted = None
+    if wanted != len(files):
+        raise ShardCoreError(f"{folder} has {len(files)} files of rows and complete.json says {wanted}; it "
+                             "needs a folder that save_rows finished")
+    return files
+
+
+def _ranks() -> tuple[int, int]:
+    ready = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
+
+
+def _together() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,45 @@
+"""Hot rows in words: what each threshold gives, and how many rows of each table are hot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardcore.memory import gib
+from shardcore.report.text import text_table
+from shardcore.search.hot_rows import Tried
+from shardcore.tables.hot_rows import HOT
+from shardcore.types import Problem
+from shardcore.workload import lower
+
+
+def thresholds_line(tried: Tried) -> str:
+    """What was just tried, while others are."""
+    return f"{_threshold(tried)}: {_result(tried)}"
+
+
+def thresholds_table(problem: Problem, tried: Sequence[Tried], best: Tried) -> str:
+    """All thresholds, and the hot rows of the best."""
+    lines = []
+    for one in sorted(tried, key=lambda t: -(t.least_lookups or float("inf"))):
+        work = lower(one.plan, one.problem) if one.plan else None
+        sizes = [gib(work.traffic.sum()), gib(max(work.memory_bytes))] if work else ["", ""]
+        lines.append([_threshold(one) + " (best)" * (one is best), f"{sum(one.rows.values()):,}",
+                      _result(one), *sizes])
+    shares = {t.name.removesuffix(HOT): t.pooling for t in best.problem.tables if t.name.endswith(HOT)}
+    rows = []
+    for table in problem.tables:
+        if table.name in best.rows:
+            rows.append([table.name, f"{table.rows:,}", f"{best.rows[table.name]:,}",
+                         f"{shares[table.name] / table.pooling:.1%}"])
+    found = text_table(["rows are hot from", "hot rows", "step", "enters exchanges", "most memory"], lines)
+    if rows:
+        found += "\n\n" + text_table(["table", "rows", "hot rows", "their lookups"], rows)
+    return found
+
+
+def _threshold(tried: Tried) -> str:
+    return "never" if tried.least_lookups is None else f"{tried.least_lookups:,.1f} lookups a batch"
+
+
+def _result(tried: Tried) -> str:
+    return f"{tried.ms:.3f} ms" if tried.plan else "no plan fits"

@@ -1,0 +1,114 @@
+"""HotIds: which ids of a table are hot, and where each id's row is then.
+
+Hot ids are kept in rising order, and so are all others. So the hot ids tell both ways: hot id i is hot row i,
+and any other id is the cold row of its number less that of hot ids below it. Nothing else is kept, and memory
+is that of the hot ids.
+
+Shapes: H hot ids, L ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from shardcore.errors import ShardCoreError
+
+_SCHEMA, _VERSION = "shardcore/hot_ids", 1
+
+
+@dataclass(frozen=True, eq=False)
+class HotIds:
+    """The hot ids of a table.
+
+    table: its name.
+    rows: of the whole table.
+    ids: [H] int64, rising.
+    """
+
+    table: str
+    rows: int
+    ids: np.ndarray
+
+    def __post_init__(self) -> None:
+        ids = np.ascontiguousarray(self.ids, dtype=np.int64)
+        object.__setattr__(self, "ids", ids)
+        if not 1 <= len(ids) < self.rows:
+            raise ShardCoreError(f"table {self.table!r} was given {len(ids)} hot ids; it has {self.rows} "
+                                 f"rows, so 1 to {self.rows - 1} would be right")
+        if not (ids[0] >= 0 and ids[-1] < self.rows and (np.diff(ids) > 0).all()):
+            raise ShardCoreError(f"table {self.table!r} was given hot ids {ids.min()} to {ids.max()}; it "
+                                 f"needs different ones of 0 to {self.rows - 1}, rising")
+
+    @classmethod
+    def of_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
+        """The so many ids with the most lookups. counts: [rows] of each id (see `heat.row_counts`)."""
+        counts = np.asarray(counts)
+        if not 1 <= hot < len(counts):
+            raise ShardCoreError(f"table {table!r} was asked for {hot} hot rows; it has {len(counts)} rows, "
+                                 f"so 1 to {len(counts) - 1} would be right")
+        return cls(table, len(counts), np.sort(np.argsort(-counts, kind="stable")[:hot]))
+
+    @property
+    def cold_rows(self) -> int:
+        return self.rows - len(self.ids)
+
+    @cached_property
+    def digest(self) -> int:
+        """A number of 63 bits that other hot ids do not have."""
+        found = hashlib.sha256(f"{self.table}\0{self.rows}\0".encode() + self.ids.tobytes()).digest()
+        return int.from_bytes(found[:8], "big") >> 1
+
+    def cold_ids(self, low: int, high: int) -> np.ndarray:
+        """[high - low] the ids of cold rows low to high."""
+        rows = np.arange(low, high)
+        # Cold row r is behind all hot ids that have at most r cold ids before them.
+        return rows + np.searchsorted(self.ids - np.arange(len(self.ids)), rows, side="right")
+
+
+def write_hot_ids(path: str | Path, hot: Iterable[HotIds]) -> None:
+    """Write hot ids of several tables to a file."""
+    from safetensors.numpy import save
+
+    from shardcore.files import write_atomic
+
+    tables = list(hot)
+    tensors = {h.table: h.ids for h in tables}
+    about = {"schema": _SCHEMA, "version": str(_VERSION),
+             "tables": json.dumps({h.table: [h.rows, h.digest] for h in tables})}
+    write_atomic(Path(path), save(tensors, about))
+
+
+def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
+    """Hot ids by table. Raises ShardCoreError for a file that `write_hot_ids` did not write."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise ShardCoreError(f"cannot read hot ids from {path}: {str(error)[:200]}") from None
+    if about.get("schema") != _SCHEMA or about.get("version") != str(_VERSION):
+        raise ShardCoreError(f"{path} has schema {about.get('schema')!r}, version {about.get('version')!r}; "
+                             f"hot ids have {_SCHEMA!r}, version {_VERSION}")
+    try:
+        said = {str(name): (int(rows), int(digest))
+                for name, (rows, digest) in json.loads(about["tables"]).items()}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise ShardCoreError(f"{path} does not say how many rows its tables have") from None
+    found = {}
+    for name, (rows, digest) in said.items():
+        ids = tensors.get(name)
+        if ids is None or ids.ndim != 1 or ids.dtype != np.int64:
+            raise ShardCoreError(f"{path} lacks the hot ids of table {name!r}")
+        found[name] = HotIds(name, rows, ids)
+        if found[name].digest != digest:
+            raise ShardCoreError(f"{path} has hot ids of table {name!r} that were changed; write it anew")
+    return found

@@ -1,0 +1,141 @@
+"""Hot rows: sequence tables as two, of which the first is small enough to be on every device (FlexShard,
+arXiv 2301.02959).
+
+Lookups of hot rows need no exchange. Instead, their gradients are all-reduced. A row in G devices that a
+global batch looks up n times costs n exchanges of a row each way, of which 1 / G stay on a device. Its
+all-reduce costs 2 (G - 1) rows, whatever n is. Both costs, and the memory that a replica takes, are in
+proportion to the row's bytes. So one threshold on n serves all tables.
+
+Only sequences are divided so. Pooled tables send one output a bag, however few of its rows are cold.
+
+Shapes: K classes of rows (see heat.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
+from shardcore.layouts import LAYOUTS
+from shardcore.tables import access
+from shardcore.tables.heat import Heat, heat_of
+from shardcore.types import Problem, Reuse, Table, Zipf
+
+HOT, COLD = "_hot", "_cold"
+"""What is appended to a table's name for its parts."""
+REPLICA = next(kind for kind in LAYOUTS.values() if kind.dense_gradient)
+"""The kind of hot rows."""
+
+
+def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
+    """How many rows are hot, by table: those that a global batch looks up so often or more, on average.
+
+    Tables without any are left out, and those of which no row would be cold.
+
+    Raises ShardCoreError for a threshold that is not above 0, and as `heat_of` does.
+    """
+    if not 0 < least_lookups < float("inf"):
+        raise ShardCoreError(f"hot rows were asked for from {least_lookups} lookups a batch on; it needs a "
+                             "number above 0")
+    found = {}
+    for table, heat in heats(problem):
+        rows = int(heat.rows[heat.lookups >= least_lookups].sum())
+        if 0 < rows < table.rows:
+            found[table.name] = rows
+    return found
+
+
+def heats(problem: Problem) -> list[tuple[Table, Heat]]:
+    """The tables that may be divided, and how hot their rows are."""
+    fixed, batch = dict(problem.constraints.kinds), problem.global_batch
+    tables = [table for table in problem.tables
+              if table.sequence and table.name not in fixed and access.lookups(table, batch)]
+    return list(zip(tables, heat_of(tables, problem.global_batch), strict=True))
+
+
+def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
+    """The problem with so many hot rows of some tables as tables of their own, on every device.
+
+    rows: by table. Their parts are named NAME_hot and NAME_cold.
+
+    Raises ShardCoreError for tables that are not in the problem, pool their lookups, or have fewer rows.
+    """
+    known = {table.name: table for table in problem.tables}
+    for name, n in rows.items():
+        if name not in known:
+            raise ShardCoreError(f"hot rows were asked for of table {name!r}, which problem "
+                                 f"{problem.name!r} does not have")
+        _require_divisible(known[name], n)
+    parts = {name: divided(known[name], n, problem.global_batch) for name, n in rows.items()}
+    within = {known[name].collection for name in rows} - {""}
+    tables = [part if part.name == name + HOT else _within(part, within)
+              for name, table in known.items() for part in parts.get(name, (table,))]
+    return replace(problem, tables=tuple(tables), constraints=_renamed(problem.constraints, rows))
+
+
+def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
+    """The hottest rows of a table, and the others, as two tables.
+
+    rows: how many are hot. batch: samples for which their lookups are told.
+
+    Ids of each part keep their order. Raises ShardCoreError for a number of rows that leaves a part empty.
+    """
+    _require_divisible(table, rows)
+    share = access_of_hottest(table, rows, batch)
+    hot = replace(table, name=table.name + HOT, rows=rows, pooling=table.pooling * share[0], access=share[1])
+    cold = replace(table, name=table.name + COLD, rows=table.rows - rows,
+                   pooling=table.pooling * (1 - share[0]), access=share[2])
+    return hot, cold
+
+
+def access_of_hottest(table: Table, rows: int, batch: int) -> tuple[float, Reuse | Zipf, Reuse | Zipf]:
+    """The share of lookups of the so many hottest rows, their access statistics, and those of the others."""
+    if isinstance(table.access, Zipf):
+        heat = heat_of([table], batch)[0]
+        share = float(heat.hottest_lookups(rows)) / float(heat.hottest_lookups(table.rows))
+        # The first ranks of a power law are one too.
+        return share, table.access, _reuse_of_others(heat, rows)
+    # In the batch of the histogram itself, where its counts are exact.
+    bins, sums = (of[0] for of in access.bins_of([table]))
+    hot, left = np.zeros(len(bins)), float(rows)
+    for k in np.argsort(-np.where(bins > 0, sums / np.maximum(bins, 1), -1)):
+        hot[k] = min(left, bins[k])
+        left -= hot[k]
+    # Without a cold row that was looked up, all lookups are hot.
+    share = float(hot @ (sums / np.maximum(bins, 1))) / sums.sum() if (hot < bins).any() else 1.0
+    return share, *(Reuse(tuple(of / max(of.sum(), 1.0)), table.access.batch) for of in (hot, bins - hot))
+
+
+def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
+    """The reuse histogram that a batch is expected to give of all but the so many hottest rows."""
+    before = np.concatenate([[0.0], np.cumsum(heat.rows)])
+    left = np.diff(np.clip(before - rows, 0, None))
+    return Reuse(access.expected_bins(left, heat.lookups), heat.batch)
+
+
+def _within(table: Table, collections: set[str]) -> Table:
+    """In the collection of what is not hot, if its own has hot rows (see HotColdEmbeddingCollection)."""
+    inside = table.sequence and table.collection in collections
+    return replace(table, collection=f"{table.collection}.cold") if inside else table
+
+
+def _require_divisible(table: Table, rows: int) -> None:
+    if not table.sequence:
+        raise ShardCoreError(f"hot rows were asked for of table {table.name!r}, which pools its lookups; it "
+                             "needs to be a sequence, for a pooled output travels if one of its rows is cold")
+    if not 1 <= rows < table.rows:
+        raise ShardCoreError(f"table {table.name!r} was asked for {rows} hot rows; it has {table.rows} rows, "
+                             f"so 1 to {table.rows - 1} would be right")
+
+
+def _renamed(asked: Constraints, rows: Mapping[str, int]) -> Constraints:
+    """What is asked of tables, asked of their cold parts."""
+    cold = {name: name + COLD for name in rows}
+    return replace(asked, unsplit=tuple(cold.get(name, name) for name in asked.unsplit),
+                   pinned=tuple((cold.get(name, name), where) for name, where in asked.pinned),
+                   together=tuple(tuple(cold.get(name, name) for name in group) for group in asked.together),
+                   kinds=(*asked.kinds, *((name + HOT, REPLICA.name) for name in rows)))

@@ -1,0 +1,128 @@
+"""Hot rows on every rank: outputs, training, checkpoints by id, and what is refused."""
+
+from dataclasses import replace
+
+import hot_cold_training as training
+import numpy as np
+import pytest
+import torch
+from shapes import replica, row
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from shardcore.errors import ShardCoreError
+from shardcore.export.hot_cold import HotColdEmbeddingCollection
+from shardcore.export.hot_cold_rows import load_rows, save_rows
+from shardcore.export.torchrec import from_torchrec, tables_of, to_torchrec
+from shardcore.tables.hot_ids import HotIds
+from shardcore.tables.hot_rows import with_hot_rows
+from shardcore.types import Plan
+
+CONFIGS = [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
+           EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])]
+HOT = HotIds("h", 50, np.array([0, 3, 4, 17, 49]))
+
+
+def test_outputs_are_those_of_whole_tables():
+    whole, module = EmbeddingCollection(CONFIGS), HotColdEmbeddingCollection(CONFIGS, {"h": HOT})
+    rows = whole.embeddings["h"].weight.data
+    module.hot["h"].data.copy_(rows[HOT.ids])
+    module.cold.embeddings["h_cold"].weight.data.copy_(rows[np.setdiff1d(np.arange(50), HOT.ids)])
+    module.cold.embeddings["k"].weight.data.copy_(whole.embeddings["k"].weight.data)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 4, (3, 6))
+    ids = np.concatenate([rng.integers(0, n, m) for n, m in zip([50, 50, 20], lengths.sum(1), strict=True)])
+    batch = KeyedJaggedTensor(keys=["f", "g", "q"], values=torch.from_numpy(ids),
+                              lengths=torch.from_numpy(lengths.ravel()))
+    found, wanted = module(batch), whole(batch)
+    for feature in ("f", "g", "q"):
+        assert torch.equal(found[feature].values(), wanted[feature].values())
+        assert torch.equal(found[feature].lengths(), wanted[feature].lengths())
+
+
+@pytest.mark.parametrize("hosts, per_host, optimizer", [(1, 2, "EXACT_SGD"), (2, 2, "EXACT_ADAGRAD")])
+def test_twenty_steps_end_as_unsharded_across_a_change_of_hot_ids_and_plan(hosts, per_host, optimizer):
+    said = training.in_processes(hosts, per_host, training.train_and_move, optimizer)
+    assert not any(said), said
+
+
+@pytest.mark.parametrize("work, said", [
+    (training.other_ids_on_a_rank, "rank 1 has other hot ids of 'b' than rank 0"),
+    (training.another_checkpoint, "a checkpoint has other hot ids of table 'b'")])
+def test_a_job_never_trains_with_other_hot_ids_in_silence(work, said):
+    for words in training.in_processes(1, 2, work):
+        assert said in words
+
+
+@pytest.mark.parametrize("hot, said", [
+    ({"h": HotIds("h", 51, HOT.ids)}, "table 'h' of 50 rows was given the hot ids of 'h' of 51 rows"),
+    ({"h": replace(HOT, table="k")}, "was given the hot ids of 'k'"),
+    ({"absent": HOT}, "table 'absent', which is not among the tables")])
+def test_hot_ids_of_another_table_are_refused(hot, said):
+    with pytest.raises(ShardCoreError, match=said):
+        HotColdEmbeddingCollection(CONFIGS, hot)
+
+
+def test_a_feature_of_two_tables_is_refused():
+    with pytest.raises(ShardCoreError, match="feature 'f' has tables 'h' and 'k'"):
+        HotColdEmbeddingCollection([CONFIGS[0], replace(CONFIGS[1], feature_names=["f"])], {"h": HOT})
+
+
+@pytest.mark.parametrize("wrong", [-1, 50])
+def test_ids_outside_the_table_are_refused(wrong):
+    module = HotColdEmbeddingCollection(CONFIGS[:1], {"h": HOT})
+    batch = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([3, wrong]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(ShardCoreError, match=f"table 'h' was given ids .*{wrong}.* it has 50 rows"):
+        module(batch)
+
+
+def test_a_plan_goes_to_torchrec_without_hot_rows_and_comes_back():
+    given = with_hot_rows(training.problem(2, 2), {name: len(ids) for name, ids in training.HOT.items()})
+    model = training.Model(training.HOT, "meta")
+    assert sorted(tables_of(model)) == sorted(t.name for t in given.tables)
+    plan = training.plan(given, cut=True)
+    exported = to_torchrec(plan, given, model, "cpu")
+    assert {path: sorted(of) for path, of in exported.plan.items()} == {"ec.cold": ["a_cold", "b_cold", "c"]}
+    assert from_torchrec(exported, given, model) == replace(plan, placements=from_torchrec(
+        exported, given, model).placements)
+    assert {(p.shard.table.name, p.kind) for p in from_torchrec(exported, given, model).placements} == {
+        (p.shard.table.name, p.kind) for p in plan.placements}
+
+
+def test_a_plan_that_divides_hot_rows_is_refused():
+    given = with_hot_rows(training.problem(1, 2), {name: len(ids) for name, ids in training.HOT.items()})
+    free = replace(given, constraints=replace(given.constraints, kinds=()))
+    placements = tuple(row(t, free.topology) if t.name != "b_hot" else replica(t, free.topology)
+                       for t in free.tables)
+    with pytest.raises(ShardCoreError, match="places table 'a_hot' by row; its rows are hot"):
+        to_torchrec(Plan(placements), free, training.Model(training.HOT, "meta"), "cpu")
+
+
+def saved(folder, hot=HOT):
+    module = HotColdEmbeddingCollection(CONFIGS, {"h": hot})
+    save_rows(module, folder)
+    return module
+
+
+def test_rows_are_loaded_by_their_ids(tmp_path):
+    old = saved(tmp_path / "rows")
+    new = HotColdEmbeddingCollection(CONFIGS, {"k": HotIds("k", 20, np.array([2, 3]))})
+    load_rows(new, tmp_path / "rows")
+    assert torch.equal(new.cold.embeddings["h"].weight[HOT.ids], old.hot["h"])
+    assert torch.equal(new.hot["k"], old.cold.embeddings["k"].weight[[2, 3]])
+
+
+def test_rows_that_are_not_whole_are_refused(tmp_path):
+    saved(tmp_path / "rows")
+    with pytest.raises(ShardCoreError, match="has rows already"):
+        saved(tmp_path / "rows")
+    next((tmp_path / "rows").glob("rows-*")).unlink()
+    with pytest.raises(ShardCoreError, match="needs a folder that save_rows finished"):
+        load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
+
+
+def test_rows_of_a_larger_table_are_missing(tmp_path):
+    saved(tmp_path / "rows")
+    larger = [replace(CONFIGS[0], num_embeddings=52), CONFIGS[1]]
+    module = HotColdEmbeddingCollection(larger, {"h": replace(HOT, rows=52)})
+    with pytest.raises(ShardCoreError, match="lacks weights of 2 rows of table '.*h', such as id 50"):
+        load_rows(module, tmp_path / "rows")
