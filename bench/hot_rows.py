@@ -53,7 +53,7 @@ N, PER_HOST, DIM, OTHER_BATCHES = 4, 2, 32, 16
 
 def models(n_tables: int, seed: int) -> dict[str, tuple[Table, ...]]:
     rng = np.random.default_rng(seed)
-    pool = [t for t in generate_pool() if 1 <= t.pooling <= 30 and 10_000 <= t.rows <= 1_000_000]
+    pool = [t for t in generate_pool() if 1 <= t.pooling <= 30 and 10_000 <= t.rows <= 2_000_000]
     some = [pool[i] for i in rng.choice(len(pool), n_tables, replace=False)]
     made = {"calibrated pool": some}
     for alpha in (0.9, 1.05, 1.2):
@@ -168,7 +168,7 @@ def _batch(problem: Problem, rank: int, seed: int) -> Any:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--batch", type=int, default=8192, help="global")
-    p.add_argument("--tables", type=int, default=8, help="of a model")
+    p.add_argument("--tables", type=int, default=5, help="of a model")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, required=True, help="a line for each model; run again, it goes on")
     args = p.parse_args()

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from shardcore.errors import ShardCoreError
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
+
+if TYPE_CHECKING:
+    from torchrec import EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 
 class HotColdEmbeddingCollection(nn.Module):
@@ -39,6 +41,8 @@ class HotColdEmbeddingCollection(nn.Module):
 
     def __init__(self, tables: Sequence[EmbeddingConfig], hot: Mapping[str, HotIds],
                  device: torch.device | str | None = None) -> None:
+        from torchrec import EmbeddingCollection  # takes seconds
+
         super().__init__()
         self._tables = {config.name: config for config in tables}
         self._hot_ids = dict(hot)
@@ -85,6 +89,8 @@ class HotColdEmbeddingCollection(nn.Module):
         Raises ShardCoreError for ids outside their table (on a CPU; on a GPU FBGEMM checks those that are
         not hot), and at the first call if ranks have different hot ids.
         """
+        from torchrec import JaggedTensor, KeyedJaggedTensor
+
         if not self._checked:
             self._require_same_everywhere()
             self._checked = True

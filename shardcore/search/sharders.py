@@ -38,7 +38,7 @@ _all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuro
 if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
 SHARDERS: dict[str, Sharder] = {
-    name: with_fixed_kinds(name, rare_collections()(sharder)) for name, sharder in _all.items()}
+    name: rare_collections()(with_fixed_kinds(name, sharder)) for name, sharder in _all.items()}
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},
@@ -74,4 +74,4 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
         raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
                              f"{'none' if policy is None else repr(policy.name)} was given; "
                              f"python -m shardcore train-policy {wanted} makes one, for --policy")
-    return with_fixed_kinds(name, rare_collections()(partial(place, policy, name, config=config)))
+    return rare_collections()(with_fixed_kinds(name, partial(place, policy, name, config=config)))
