@@ -50,7 +50,7 @@ from mlflow.exceptions import MlflowException
 
 from flows.refresh import SECTIONS
 from shardcore import files, grouped_plans, report, schema
-from shardcore.cost import accuracy, fit, neural, replay_records
+from shardcore.cost import accuracy, fit, neural, ranges, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import MOST_CHARACTERS, ShardCoreError
@@ -228,7 +228,7 @@ def use_model(folder: Path, sound: Sound) -> None:
     sums = model.encode([p.shard for p in sound.plan.placements])
     low, high = model.interval(sums, 0.9)
     _require(_is_cost(low, high) and (low <= high).all(), "its interval is none")
-    neural.out_of_range(model, workload)
+    ranges.out_of_range(model, workload)
 
 
 def use_policy(folder: Path, sound: Sound) -> None:

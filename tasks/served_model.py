@@ -22,7 +22,7 @@ from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
 from shardcore import files, schema
-from shardcore.cost import neural
+from shardcore.cost import neural, ranges
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, WHOLE_ROWS
 from shardcore.limits import MOST_BATCH
@@ -83,7 +83,7 @@ def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) ->
     # A group has no device of its own. out_of_range needs a workload, so one is made up.
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), Topology((Device(1),)), batch)
     return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high,
-            "extrapolated": neural.out_of_range(model, alone)}
+            "extrapolated": ranges.out_of_range(model, alone)}
 
 
 # --- input --------------------------------------------------------------------------------------------------

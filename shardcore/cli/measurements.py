@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import command, natural, positive, require_folder
 from shardcore.errors import ShardCoreError
 from shardcore.types import OPTIMIZERS, PRECISION_BYTES
 
@@ -99,6 +99,7 @@ def train(args: argparse.Namespace) -> None:
     from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors
     from shardcore.samples import dataset, replays
 
+    require_folder(args.out)
     # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
+from shardcore.errors import ShardCoreError
 from shardcore.schema import MOST_INT
 
 
@@ -22,6 +24,12 @@ def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namesp
                                  formatter_class=Formatter)
     parser.set_defaults(command=run)
     return parser
+
+
+def require_folder(out: Path) -> None:
+    """Raise ShardCoreError if --out is a file. Called before long work, which would be lost."""
+    if out.exists() and not out.is_dir():
+        raise ShardCoreError(f"--out {out} is a file; it needs to be a folder")
 
 
 def natural(text: str) -> int:

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import command, natural, positive, require_folder
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -41,6 +41,7 @@ def train_policy(args: argparse.Namespace) -> None:
     from shardcore.search.learned.problems import PolicyProblems, make_policy
     from shardcore.tables.generate import generate_pool
 
+    require_folder(args.out)
     model = neural.load(args.model)
     like = files.read_problem(args.like).topology if args.like else None
     pool = files.read_pool(args.pool) if args.pool else generate_pool()

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive
-from shardcore.errors import ShardCoreError
+from shardcore.cli.options import command, natural, positive, require_folder
 
 _PROVISION = """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or
 the fastest for a price. Every number of hosts of every offer is searched. The problem's own topology does not
@@ -46,8 +45,7 @@ def provision(args: argparse.Namespace) -> None:
     target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
     # Folders of models are relative to the file that names them.
     models = {offer.model: mixed.load([args.offers.parent / offer.model]) for offer in offers}
-    if args.out.exists() and not args.out.is_dir():
-        raise ShardCoreError(f"--out {args.out} is a file; it needs to be a folder")
+    require_folder(args.out)
     began = time.monotonic()
     found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
     first, *others = best_of_each(found, target)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import collective_fit, features, nets, neural, quantiles
+from shardcore.cost import collective_fit, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -41,7 +41,7 @@ _LEAST_STEPS = 16
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
-"""Ranges of exchanges, among neural.QUANTITIES."""
+"""Those of exchanges, among ranges.QUANTITIES."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
 
@@ -125,18 +125,18 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
     with _one_thread():
         weights = {**_fit_compute(*_sides(compute), config, note, start),
                    **collective_fit.fit(*_sides(comm), note)}
-    ranges, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
+    measured, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
-        ranges |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
+        measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
         carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
               for kind, samples in (("compute", compute), ("comm", comm))
               for side in ("train", "validation", "test")}
     hidden = [weights[k].size for k in sorted(weights)
               if k.startswith("network.") and k.endswith(".bias")][:-1]
-    meta = {"ranges": ranges, "samples": splits, "config": {**dataclasses.asdict(config), "hidden": hidden},
+    meta = {"ranges": measured, "samples": splits, "config": {**dataclasses.asdict(config), "hidden": hidden},
             "metrics": {},
             "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
             if start else {}, **carried}
@@ -183,10 +183,10 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def measured_ranges(compute: Sequence[ComputeSample],
                     comm: Sequence[CollectiveSample]) -> dict[str, list[float]]:
-    """The smallest and largest value of each of neural.QUANTITIES among samples. Without what none has."""
-    values: dict[str, list[float]] = {name: [] for name in neural.QUANTITIES}
+    """The smallest and largest value of each of ranges.QUANTITIES among samples. Without what none has."""
+    values: dict[str, list[float]] = {name: [] for name in ranges.QUANTITIES}
     for sample in compute:
-        for name, found in neural.op_quantities(sample.request.shards, sample.request.batch).items():
+        for name, found in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
             values[name] += found
     for sample in comm:
         values["devices"].append(len(sample.request.widths))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.cost import neural
+from shardcore.cost import neural, ranges
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.model import BoundableCostModel, CommCost, Compiled
 from shardcore.cost.neural import NeuralModel
@@ -120,10 +120,10 @@ def load(folders: Sequence[str | Path]) -> NeuralModel | MixedModel:
 
 
 def out_of_range(model: NeuralModel | MixedModel, workload: Workload) -> list[str]:
-    """As neural.out_of_range, of each precision's shards against its own model."""
+    """As ranges.out_of_range, of each precision's shards against its own model."""
     if isinstance(model, NeuralModel):
-        return neural.out_of_range(model, workload)
-    found = [neural.out_of_range(m, _only(m.setting.precision, workload, m is model.of_exchanges))
+        return ranges.out_of_range(model, workload)
+    found = [ranges.out_of_range(m, _only(m.setting.precision, workload, m is model.of_exchanges))
              for m in model.models]
     return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
 

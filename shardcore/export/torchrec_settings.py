@@ -14,6 +14,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_json
 from shardcore.fused import OPTIMIZERS, named
 from shardcore.job import Job
+from shardcore.layouts import layout_of_torchrec
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
@@ -97,7 +98,7 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
 
 def _unpriced_replicas(plan: ShardingPlan, optimizer: str | None, job: Job) -> list[str]:
     replicas = [name for module in plan.plan.values() for name, sharding in module.items()
-                if sharding.sharding_type == "data_parallel"]
+                if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient]
     dense = job.replica_optimizer or (OPTIMIZERS[optimizer].dense if optimizer else None)
     shown = ", ".join(map(repr, replicas[:3])) + (", ..." if len(replicas) > 3 else "")
     under, by = f", under {optimizer}" if optimizer else "", f", {dense}," if dense else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
-from shardcore.cost import neural
+from shardcore.cost import neural, ranges
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
@@ -212,7 +212,7 @@ class Publisher:
         decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
                                   candidate=then.current, candidate_ms=cost.total_ms)
         return Published(problem, decision, cost, _totals(self._others(problem)),
-                         bool(neural.out_of_range(self.model, workload)))
+                         bool(ranges.out_of_range(self.model, workload)))
 
     # --- a new plan --------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Publisher:
             plan, cost = before.plan, before.cost
             self._add(problem, plan, decision, before, others)
         return Published(problem, decision, cost, _totals(others),
-                         bool(neural.out_of_range(self.model, lower(plan, problem))))
+                         bool(ranges.out_of_range(self.model, lower(plan, problem))))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         return {name: compare.run(name, problem, self.model, self.config.seed) for name in BASELINES
@@ -282,7 +282,7 @@ class Publisher:
         if store.is_whole(self.plans, problem.name, store.version_of(plan, problem)):
             return
         workload = lower(plan, problem)
-        cost, beyond = price(workload, self.model), neural.out_of_range(self.model, workload)
+        cost, beyond = price(workload, self.model), ranges.out_of_range(self.model, workload)
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(plan, problem, self.model, _EXPLAIN, others)

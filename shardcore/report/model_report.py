@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.cost import collective_model, neural, replay_metrics
+from shardcore.cost import collective_model, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
@@ -333,7 +333,7 @@ def _ranges(model: NeuralModel) -> str:
               "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
-        quantity = neural.QUANTITIES[name]
+        quantity = ranges.QUANTITIES[name]
         shown = " to ".join(dict.fromkeys(map(quantity.show, ends)))
         lines.append(f"- {owners[name.split('_')[0]]} {quantity.phrase.format(shown)}")
     return ("\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing "

@@ -28,7 +28,9 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
                  problem, *QUICK, "--out", policy]) == 0
     said = capsys.readouterr()
     assert "round 2: validation_cost" in said.err and json.loads(said.out)["test_solved"] == 1
-    assert read_policy(policy).meta["provenance"] == {"model_digest": files.model_digest(model)}
+    meta = read_policy(policy).meta
+    assert meta["provenance"] == {"model_digest": files.model_digest(model)}
+    assert meta["config"]["problems_drawn"]["devices"] == len(files.read_problem(problem).topology)
     ms = []
     for more in ([], ["--budget-evals", "16"], ["--algorithm", "dreamshard_direct_columns"]):
         assert main(["plan", problem, "--model", str(model), "--policy", policy, *more, "--out", plan]) == 0
@@ -67,8 +69,18 @@ def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
 @pytest.mark.parametrize("more, said", [
     (["alphashard"], "there is no policy 'alphashard'; known are dreamshard"),
     (["autoshard", "--min-tables", "9", "--max-tables", "6"], "has max_tables 6; it needs 9 to"),
+    (["autoshard", "--devices", "7"], "batch 256, which 7 devices do not divide evenly"),
     (["autoshard", "--min-tables", "30", "--max-tables", "60"], "half of the pool is for training")])
 def test_training_refuses_what_it_cannot_do(more, said, stored, model, pool, capsys):
     asked = ["train-policy", *more, "--model", str(model), "--pool", str(pool)]
     assert main([*asked, "--out", str(stored / "policy")]) == 1
     assert said in capsys.readouterr().err and not (stored / "policy").exists()
+
+
+def test_what_is_trained_needs_a_folder_before_it_begins(stored, model, pool, capsys):
+    out = str(stored / "problem.json")
+    for asked in (["train-policy", "autoshard", "--model", str(model), "--pool", str(pool), *QUICK],
+                  ["train", str(stored)]):
+        assert main([*asked, "--out", out]) == 1
+        said = capsys.readouterr().err
+        assert said == f"error: --out {out} is a file; it needs to be a folder\n"

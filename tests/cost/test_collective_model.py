@@ -8,7 +8,7 @@ from laws import SETTING, comm_samples, exchange_law, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
-from shardcore.cost import collective_fit, collective_model, fit, neural
+from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.topology import Device, Topology
@@ -278,7 +278,7 @@ def said(model: neural.NeuralModel, topology: Topology) -> str:
     of_host = ([host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1]
                or [column(d, 0)])
     placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
-    return "\n".join(neural.out_of_range(model,
+    return "\n".join(ranges.out_of_range(model,
                                          lower(Plan(placements), Problem("p", (a, b, c, d), topology, 256))))
 
 

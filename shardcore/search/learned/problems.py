@@ -14,7 +14,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.limits import MOST_COUNT, require_within
+from shardcore.limits import MOST_COUNT, require, require_within
 from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import place
@@ -50,9 +50,11 @@ def draw(pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: 
 
     like: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
 
-    Raises ShardCoreError if half of the pool is too small.
+    Raises ShardCoreError if half of the pool is too small, and if the devices do not divide the batch.
     """
-    config = replace(config, devices=len(like)) if like else config
+    config = _for_devices(config, like)
+    require(setting.batch % config.devices == 0, f"the cost model is for batch {setting.batch}, which "
+            f"{config.devices} devices do not divide evenly")
     halves = [[t for t in pool if kept_for_testing(t, one_of=2) == testing] for testing in (False, True)]
     sides = ((halves[0], 0, config.problems), (halves[0], config.problems, config.validation),
              (halves[1], 0, config.test))
@@ -62,6 +64,10 @@ def draw(pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: 
     except ShardCoreError as error:
         raise ShardCoreError(f"half of the pool is for training, the other for tests; of one, "
                              f"{error}") from None
+
+
+def _for_devices(config: PolicyProblems, like: Topology | None) -> PolicyProblems:
+    return replace(config, devices=len(like)) if like else config
 
 
 def _on(problem: Problem, like: Topology | None) -> Problem:
@@ -80,7 +86,7 @@ def make_policy(name: str, pool: Sequence[Table], model: CostModel, problems: Po
 
     Raises as `draw` and `train` do.
     """
-    problems, config = problems or PolicyProblems(), config or PolicyConfig()
+    problems, config = _for_devices(problems or PolicyProblems(), like), config or PolicyConfig()
     if name not in NETS:
         raise ShardCoreError(f"there is no policy {name!r}; known are {', '.join(NETS)}")
     to_learn, validation, test = draw(pool, model.setting, problems, config.seed, like)

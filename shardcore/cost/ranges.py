@@ -1,0 +1,160 @@
+"""The measured range of a cost model, and what of a step lies beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardcore.cost import collective_model
+from shardcore.layouts import ID_CHANNELS, kinds_of
+from shardcore.memory import gib
+from shardcore.tables import access
+from shardcore.topology import LINKS
+from shardcore.types import COLLECTIVES, Shard
+from shardcore.workload import Workload
+
+if TYPE_CHECKING:
+    from shardcore.cost.neural import NeuralModel
+
+SLACK = 1.1
+"""A size counts as measured up to a tenth beyond the range."""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something with a measured range, and the words to report it.
+
+    The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
+    """
+
+    phrase: str
+    upper: str = "largest"
+    lower: str = ""
+    show: Callable[[float], str] = _number
+    slack: float = SLACK
+
+
+QUANTITIES = {
+    "shard_bytes": Quantity("is {}", show=gib),
+    "shard_rows": Quantity("has {} rows", "most"),
+    "shard_width": Quantity("is {} columns wide", "widest", "narrowest"),
+    "shard_pooling": Quantity("has {} lookups a sample", "most"),
+    "shard_features": Quantity("has {} features", "most", slack=1.0),
+    "op_shards": Quantity("runs {} shards in one op", "most"),
+    "op_bytes": Quantity("holds {} in one op", show=gib),
+    "op_sequences": Quantity("runs {} sequences in one op", "most"),
+    "op_batch": Quantity("runs an op over {} samples", "largest", "smallest", slack=1.0),
+    "batch": Quantity("has a global batch of {}", "largest", "smallest", slack=1.0),
+    "devices": Quantity("has {} devices", "most", "fewest", slack=1.0),
+    "exchange_bytes": Quantity("exchanges {}", show=gib),
+    "exchange_id_bytes": Quantity("receives {} of ids", show=gib),
+}
+
+
+def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]:
+    """The values of QUANTITIES for one op. Those of shard_* have one entry a shard."""
+    return {
+        "shard_bytes": [s.bytes for s in shards],
+        "shard_rows": [s.rows for s in shards],
+        "shard_width": [s.width for s in shards],
+        "shard_pooling": [s.table.pooling * access.access_share(s) for s in shards],
+        "shard_features": [s.table.features for s in shards],
+        "op_shards": [len(shards)],
+        "op_bytes": [sum(s.bytes for s in shards)],
+        "op_sequences": [sum(s.table.sequence for s in shards)],
+        "op_batch": [batch],
+    }
+
+
+def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
+    """Sentences about what lies beyond the measured range. Empty where nothing does.
+
+    Each names the worst case of a kind, and how many more there are.
+    """
+    found: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
+    for device, ops in enumerate(workload.ops):
+        for op in ops:
+            for name, values in op_quantities(op.shards, op.batch).items():
+                of_shard = name.startswith("shard_")
+                named = [_name(s) for s in op.shards] if of_shard else [f"device {device}"]
+                found[name] += zip(named, values, strict=True)
+    if len(workload.topology) > 1:
+        found["devices"].append(("the topology", len(workload.topology)))
+        for channel, sent in zip(workload.channels, workload.traffic, strict=True):
+            found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [(f"device {d}", b)
+                                                                          for d, b in enumerate(sent)]
+    sentences = [s for name, values in found.items()
+                 for s in _beyond(name, values, model.meta["ranges"].get(name))]
+    return sentences + list(_unmeasured(model, workload))
+
+
+def _name(shard: Shard) -> str:
+    return f"table {shard.table.name!r}" if shard == Shard.whole(shard.table) else f"shard {shard.label}"
+
+
+def _beyond(name: str, values: Sequence[tuple[str, float]],
+            measured: Sequence[float] | None) -> Iterable[str]:
+    """At most two sentences on one quantity: above its range, and below it."""
+    quantity = QUANTITIES[name]
+    if measured is None:
+        return
+    low, high = measured
+    # The slack avoids warnings about sizes just beyond the range.
+    above = sorted({(v, n) for n, v in values if v > high * quantity.slack}, reverse=True)
+    below = sorted({(v, n) for n, v in values if v < low / quantity.slack}) if quantity.lower else []
+    for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
+        if side:
+            value, owner = side[0]
+            more = f" (and {len(side) - 1} more)" if len(side) > 1 else ""
+            yield (f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
+                   f"{end} measured {quantity.show(limit)}")
+
+
+def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on links, collectives and speeds that were not measured."""
+    topology = workload.topology
+    used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
+                              if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1))
+    links = [collective_model.measured_links(model.weights, c) for c in used]
+    given = [f"{name} {getattr(topology, name):g}" for name in LINKS if getattr(topology, name) is not None]
+    if given and len(topology) > 1:
+        yield (f"the topology gives {', '.join(given)}: the explicit link model prices its exchanges from "
+               "there, not measured")
+    if (len(topology.hosts) > 1 and topology.between_hosts_gbps is topology.host_link_gbps is None
+        and any("between" not in x for x in links)):
+        yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
+    if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:
+        yield "devices share a host; links within hosts count as those measured between hosts"
+    for channel in (c for c in used if c != collective_model.ALL_TO_ALL
+                    and not collective_model.is_measured(model.weights, c)):
+        kinds = kinds_of(channel, workload.job.tower_ratio is not None)
+        yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
+               f"{collective_model.stands_for(model.weights, channel)}, not measured")
+    payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
+    for channel, way in ((c, way) for c in used for way in COLLECTIVES[c.collective]):
+        if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
+            yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
+                   "bytes, not measured")
+    sequences = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.sequence]
+    if sequences and "op_sequences" not in model.meta["ranges"]:
+        yield (f"table {sequences[0]!r} is a sequence: its lookups are priced as pooled ones with an output "
+               "for each, not measured")
+    weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]
+    if weighted:
+        yield f"table {weighted[0]!r} has weights of lookups, which are priced to travel only, not measured"
+    if (ratio := workload.job.tower_ratio) is not None:
+        yield (f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
+               "modules that make them so are not priced")
+    copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.dedup > 1]
+    if copied:
+        yield (f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not "
+               "measured")
+    slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
+    if slow_or_fast:
+        yield (f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "
+               "measured hardware")
