@@ -2,9 +2,10 @@
 
     python -m bench.setup --out setup.json [--repeats 2] [--folder /tmp]
 
-Each installation goes into a new environment, which is removed. "cold" begins with empty caches of pip and uv,
-"warm" has those of the cold one before it. The arms take turns; a figure is the least of its repeats. Packages
-that pip finds in local folders (`pip config list`) need no download: there cold differs only by what uv unpacks.
+Each installation goes into a new environment, which is removed. "cold" begins with empty caches of pip and
+uv, "warm" has those of the cold one before it. The arms take turns; a figure is the least of its repeats.
+Packages that pip finds in local folders (`pip config list`) need no download: there cold differs only by what
+uv unpacks.
 """
 
 from __future__ import annotations
