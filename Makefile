@@ -4,6 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
+# What installs: uv (and pip where uv cannot), or pip.
+INSTALLER ?= uv
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
@@ -13,11 +15,9 @@ export DVC_NO_ANALYTICS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
-# pip says what fails, and nothing else.
-PIP := python -m pip install --quiet --progress-bar off --disable-pip-version-check --root-user-action ignore
 SIZE := 2.5 GB$(if $(filter gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long mutants up status down setup lint
+.PHONY: run test test-long mutants up status down setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
@@ -42,9 +42,12 @@ lint: setup
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml
-	@echo "Installing PyTorch, FBGEMM, TorchRec, Prefect, Ray, MLflow and DVC into .venv, once: $(SIZE), some minutes"
+.venv/.ready: pyproject.toml constraints.txt install.py
+	@echo "Installing PyTorch, FBGEMM, TorchRec, Prefect, Ray, MLflow and DVC into .venv, once: $(SIZE)"
 	@"$(PYTHON)" -m venv .venv
-	@$(PIP) --editable '.[$(EXTRA),dev,torchrec]'
-	@$(PIP) --no-deps torchrec==1.8.0
+	@python install.py --installer $(INSTALLER) $(EXTRA) pipeline dev torchrec
 	@touch $@
+
+# After a change of versions in pyproject.toml: rm -r .venv, > constraints.txt, make setup, make test, then this.
+lock:
+	@python install.py --lock

@@ -20,7 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, ConsoleDimensions
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 LOGS = Path("logs")
 KEPT_LOGS = 20
@@ -31,7 +36,9 @@ _MARK = "shown: "
 _RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 _LINE_EVERY_S = 30.0
 """Time between two lines of progress without a terminal."""
-_BAR = 20
+_BAR = 12
+_DRAWN_PER_S = 2.0
+"""More would take time from what is being measured."""
 
 
 class _Display(Protocol):
@@ -83,8 +90,17 @@ class Work:
 
     def done(self, n: int) -> None:
         """Show that n parts are done."""
-        left = f", {duration((self.clock() - self._began) * (self.total - n) / n)} left" if n else ""
-        progress(n / self.total if self.total else 1.0, f"{self.what}: {n} of {self.total}{left}")
+        progress(n / self.total if self.total else 1.0,
+                 f"{self.what}: {pace(n, self.total, self.clock() - self._began)}")
+
+
+def pace(done: int, total: int, seconds: float) -> str:
+    """How far work is, how fast it is, and the time left: "160 of 400, 10.2 a second, 24 s left"."""
+    if not done or seconds <= 0:
+        return f"{done} of {total}"
+    a_second = done / seconds
+    rate = f"{a_second:.1f} a second" if a_second >= 0.1 else f"{60 * a_second:.1f} a minute"
+    return f"{done} of {total}, {rate}, {duration((total - done) / a_second)} left"
 
 
 def duration(seconds: float) -> str:
@@ -97,54 +113,109 @@ def duration(seconds: float) -> str:
 # --- who shows it -------------------------------------------------------------------------------------------
 
 
+class _Lasting:
+    """A stream. That nobody reads it any more is no reason to end the run."""
+
+    def __init__(self, out: TextIO):
+        self._out = out
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._out.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._out.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+
+class _Terminal(Console):
+    @property
+    def size(self) -> ConsoleDimensions:
+        # Our own output is the terminal: by now stdout and stderr are the log.
+        with suppress(OSError):
+            columns, lines = os.get_terminal_size(self.file.fileno())
+            return ConsoleDimensions(columns or 80, lines or 25)
+        return ConsoleDimensions(80, 25)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False  # Hidden, it would stay so after a kill.
+
+
+class _Doing(ProgressColumn):
+    """What a stage does now. Before it says so, how long it runs."""
+
+    def get_table_column(self) -> Column:
+        return Column(no_wrap=True, overflow="ellipsis", ratio=1)
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["doing"] or f"{duration(task.elapsed or 0.0)} so far")
+
+
 class Screen:
-    """Lines for a person. On a terminal, progress is one changing line. Elsewhere an occasional line."""
+    """Lines for a person.
+
+    On a terminal a live line below them says which stage runs, how far it is and how fast. Elsewhere an
+    occasional line does.
+    """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._out, self._clock, self._began, self._said = out, clock, clock(), clock()
-        self._terminal = out.isatty() and os.environ.get("TERM") != "dumb"
-        self._drawn = False
+        self._out, self._clock, self._began, self._said = _Lasting(out), clock, clock(), clock()
+        self._stage, self._live = "", None
+        terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._terminal = _Terminal(file=self._out, force_terminal=True) if terminal else None
 
     def show(self, kind: str, message: str, share: float = 0.0) -> None:
         if kind == "progress":
             self._progress(message, share)
             return
-        if kind == "stage":
-            self._began = self._said = self._clock()
-        elif kind == "result":
+        if kind == "result":
             message = f"  {message} ({duration(self._clock() - self._began)})"
         elif kind == "warning":
             message = f"  warning: {message}"
-        self._write(f"{self._erased()}{message}\n")
+        self._line(message)
+        if kind == "stage":
+            self.begin(message)
+
+    def begin(self, stage: str) -> None:
+        """Count the time of a stage from now, and show that it runs."""
+        self._began = self._said = self._clock()
+        self._stage = stage
+        self._draw()
 
     def clear(self) -> None:
-        """Remove the line of progress."""
-        self._write(self._erased())
+        """Remove the live line."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self) -> None:
+        """Show the live line of the stage, whose progress is not known yet."""
+        self.clear()
+        if self._terminal:
+            self._live = Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False),
+                                  BarColumn(_BAR), _Doing(), console=self._terminal, transient=True,
+                                  expand=True, refresh_per_second=_DRAWN_PER_S, redirect_stdout=False,
+                                  redirect_stderr=False)
+            self._live.add_task(self._stage, total=None, doing="")
+            self._live.start()
 
     def _progress(self, message: str, share: float) -> None:
         if self._terminal:
-            bar = "#" * int(_BAR * share)
-            line = f"  [{bar:<{_BAR}}] {100 * share:3.0f}%  {message}"[: self._columns() - 1]
-            self._write(f"{self._erased()}{line}")
-            self._drawn = True
+            if not self._live:
+                self._draw()
+            self._live.update(self._live.task_ids[0], total=1.0, completed=share, doing=message)
         elif self._clock() - self._said >= _LINE_EVERY_S:
             self._said = self._clock()
-            self._write(f"  {100 * share:3.0f}%  {message}\n")
+            self._line(f"  {100 * share:3.0f}%  {message}")
 
-    def _erased(self) -> str:
-        drawn, self._drawn = self._drawn, False
-        return "\r\x1b[K" if drawn else ""
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._out.fileno()).columns or 80
-        except OSError:
-            return 80
-
-    def _write(self, text: str) -> None:
-        # A closed terminal is no reason to end the run.
-        with suppress(OSError):
-            self._out.write(text)
+    def _line(self, text: str) -> None:
+        if self._terminal:
+            self._terminal.out(text, highlight=False)
+        else:
+            self._out.write(f"{text}\n")
             self._out.flush()
 
 
@@ -197,6 +268,7 @@ class Program:
 
     def ended(self) -> None:
         if self.screen:
+            self.screen.clear()
             self.screen.show("text", f"done in {duration(time.monotonic() - self.began)}; log: {self.log}")
 
     def failed(self, line: str) -> None:
@@ -228,7 +300,8 @@ def start(name: str) -> Program:
     out, err = (os.fdopen(os.dup(stream.fileno()), "w") for stream in (sys.stdout, sys.stderr))
     _redirect(log)
     _display = screen = Screen(out)
-    screen.show("stage", f"{name}: every line of Prefect, DVC, Ray and MLflow goes to {log}")
+    screen.show("text", f"{name}: every line of Prefect, DVC, Ray and MLflow goes to {log}")
+    screen.begin(name)
     return Program(screen, log, err)
 
 

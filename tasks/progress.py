@@ -59,8 +59,7 @@ class Progress:
         """Show the progress. Log and publish it every few seconds, and at the end."""
         elapsed = self._elapsed_s
         rate = self._done / elapsed
-        left = f"{console.duration((self._total - self._done) / rate)} left" if rate else "time left unknown"
-        line = f"{self._name}: {self._done} of {self._total}, {rate:.1f} a second, {left}"
+        line = f"{self._name}: {console.pace(self._done, self._total, elapsed)}"
         if self._kernel_s:
             line += (f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% "
                      "of the time in kernels")

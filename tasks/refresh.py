@@ -200,7 +200,7 @@ def stages_of(target: Stage) -> tuple[str, ...]:
 def heading(stage: str, target: Stage, runs: bool = True) -> str:
     """Which stage begins, out of how many, or that nothing changed."""
     stages = stages_of(target)
-    return f"stage {stages.index(stage) + 1} of {len(stages)}: {stage}{'' if runs else ', nothing changed'}"
+    return f"stage {stages.index(stage) + 1}/{len(stages)}: {stage}{'' if runs else ', nothing changed'}"
 
 
 def announce(stage: str, target: Stage, runs: bool = True) -> None:

@@ -2,6 +2,9 @@
 its flow."""
 
 import ast
+import re
+import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -186,6 +189,18 @@ def test_stages_that_read_lists_of_public_tables_depend_on_them():
         code = reached(ROOT / f"flows/{stage}.py")
         if {ROOT / f"shardcore/tables/{name}.py" for name in ("public", "statistics")} & code:
             assert "shardcore/tables" in listed(stage, "deps")  # the folder holds the lists
+
+
+def test_shardcore_uses_only_what_the_base_installs():
+    """And FBGEMM and TorchRec, which extras bring and which it says are missing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    base = {{"PyYAML": "yaml"}.get(name, name) for name in named}
+    files = {p for p in our_files() if p.relative_to(ROOT).parts[0] == "shardcore"}
+    for path in files:
+        used = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
+        beyond = used - base - {"shardcore", "fbgemm_gpu", "torchrec"}
+        assert not beyond, f"{path} imports {beyond}, which the base of pyproject.toml does not install"
 
 
 def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():

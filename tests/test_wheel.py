@@ -1,26 +1,35 @@
 """The wheel builds, installs, and works without the repository."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+PIP = ("-m", "pip", "-qq", "--disable-pip-version-check")
 
 
-def test_the_wheel_builds_installs_and_carries_its_data(tmp_path):
+@pytest.fixture
+def wheel(tmp_path):
     source = tmp_path / "source"  # a copy, as building leaves files beside the code
     for package in ("shardcore", "tasks", "flows"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     # asks no index
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w",
-                    tmp_path / "wheel", source],
-                   check=True, capture_output=True)
-    [wheel] = (tmp_path / "wheel").glob("shardcore-*.whl")
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+    subprocess.run([sys.executable, *PIP, "wheel", "--no-deps", "--no-build-isolation", "-w",
+                    tmp_path / "wheel", source], check=True, capture_output=True)
+    [made] = (tmp_path / "wheel").glob("shardcore-*.whl")
+    return made
+
+
+def test_the_wheel_builds_installs_and_carries_its_data(wheel, tmp_path):
+    subprocess.run([sys.executable, *PIP, "install", "--no-deps", "--target", tmp_path / "site", wheel],
+                   check=True)
     code = ("import sys, shardcore; from shardcore.tables import public; "
             "assert 'site' in shardcore.__file__; "
             "assert not {'prefect', 'ray', 'mlflow', 'dvc', 'fbgemm_gpu', 'yaml'} & set(sys.modules); "
@@ -29,3 +38,30 @@ def test_the_wheel_builds_installs_and_carries_its_data(tmp_path):
                           env={"PYTHONPATH": str(tmp_path / "site")}, check=True,
                           capture_output=True, text=True)
     assert done.stdout.split() == ["26", "anneal"]
+
+
+@pytest.mark.long
+def test_with_the_base_only_the_wheel_trains_a_model_and_plans(wheel, tmp_path):
+    """In an environment of its own: no FBGEMM, no orchestrator, no repository."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    python = tmp_path / "env/bin/python"
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def run(*arguments):
+        return subprocess.run([python, *arguments], cwd=tmp_path, env=env, text=True, check=False,
+                              capture_output=True, timeout=1200)
+
+    done = run(*PIP, "install", "--no-compile", "--constraint", ROOT / "constraints.txt", wheel)
+    assert done.returncode == 0, done.stderr
+    listed = run("-c", "from importlib.metadata import distributions as all\nfor d in all(): print(d.name)")
+    assert "torch" in listed.stdout.split()
+    assert not set(listed.stdout.split()) & {"prefect", "ray", "mlflow", "dvc", "fbgemm-gpu-cpu", "rich"}
+    for command in (["train", ROOT / "datasets/cpu-amd-epyc", "--out", "model"],
+                    ["plan", ROOT / "problems/pool-7-00.json", "--model", "model", "--budget-evals", "2000",
+                     "--out", "plan.json"]):
+        done = run("-m", "shardcore", *command)
+        assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "plan.json").read_text())["placements"]) >= 37  # a table each, at least
+    done = run("-m", "flows.refresh")
+    assert done.returncode == 1 and "pip install 'shardcore[pipeline]'" in done.stderr
+    shutil.rmtree(tmp_path / "env")  # a gigabyte

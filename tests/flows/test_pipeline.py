@@ -51,7 +51,7 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
     assert re.match(r"refresh: every line of .* goes to logs/\S+-refresh-\d+\.log$", first)
     assert re.fullmatch(r"done in .*; log: " + re.escape(first.split()[-1]), last)
     heads = [line for line in lines if line.startswith("stage ")]
-    assert heads == [f"stage {i} of 6: {stage}" for i, stage in enumerate(
+    assert heads == [f"stage {i}/6: {stage}" for i, stage in enumerate(
         ("tables", "measure", "train", "evaluate", "promote", "publish"), 1)]
     results = [lines[lines.index(head) + 1] for head in heads]  # in a line each
     assert all(re.fullmatch(pattern + r" \((\d+ s|\d+ min)\)", result) for pattern, result in zip((

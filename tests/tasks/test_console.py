@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import prefect
@@ -55,12 +56,12 @@ def test_a_stage_its_result_and_warnings_are_a_line_each(clock):
     out = io.StringIO()
     screen = Screen(out, clock)
     clock.now += 1000
-    screen.show("stage", "stage 2 of 6: measure")
+    screen.show("stage", "stage 2/6: measure")
     clock.now += 7
     screen.show("warning", "one GPU")
     screen.show("result", "measured 3 groups")
     screen.show("text", "a table")
-    assert out.getvalue() == ("stage 2 of 6: measure\n  warning: "
+    assert out.getvalue() == ("stage 2/6: measure\n  warning: "
                               "one GPU\n  measured 3 groups (7 s)\na table\n")
 
 
@@ -76,23 +77,75 @@ def test_in_a_pipe_progress_is_a_line_every_half_minute_of_a_stage(clock):
     assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_progress_is_one_line_that_changes_and_goes(clock, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    screen = Screen(out, clock)
-    screen.show("progress", "groups: 1 of 2", 0.499)
-    screen.show("progress", "groups: 2 of 2", 1.0)
+def on_glass(written: str) -> list[str]:
+    """The lines that a terminal shows once it was sent all that."""
+    lines, row, column = [""], 0, 0
+    for code, text in re.findall(r"(\x1b\[[?0-9;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", written):
+        if text:
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text):]
+            column += len(text)
+        elif code == "\r":
+            column = 0
+        elif code == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif code == "\x1b[2K":
+            lines[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[2:-1])
+        else:
+            assert code.endswith("m"), f"this terminal does not know {code!r}"
+    return lines
+
+
+def drawn(written: str) -> list[str]:
+    """All that stood in the live line, without colours."""
+    found = (re.sub(r"\x1b\[[0-9;]*m", "", part).rstrip() for part in re.split(r"\r|\n|\x1b\[2K", written))
+    return [part for part in found if "━" in part]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return Terminal()
+
+
+def test_on_a_terminal_a_live_line_says_stage_bar_rate_and_time_left_and_goes(clock, terminal):
+    screen = Screen(terminal, clock)
+    screen.show("stage", "stage 2/6: measure")
+    screen.show("progress", "groups: 160 of 400, 10.2 a second, 24 s left", 0.5)
+    screen.show("warning", "one [red]GPU :smile:")
     screen.show("result", "measured")
+    screen.clear()
     screen.show("text", "bye")
+    assert on_glass(terminal.getvalue()) == ["stage 2/6: measure", "  warning: one [red]GPU :smile:",
+                                             "  measured (0 s)", "bye", ""]
+    assert re.fullmatch(r". stage 2/6: measure ━━━━━━╺━━━━━ groups: 160 of 400, 10.2 a second, 24 s left",
+                        drawn(terminal.getvalue())[-1])
+
+
+def test_a_stage_that_says_nothing_shows_that_it_runs(clock, terminal):
+    screen = Screen(terminal, clock)
+    screen.begin("refresh")
     screen.clear()
-    assert out.getvalue() == ("  [#########           ]  50%  groups: 1 of 2\r\x1b[K"
-                              "  [####################] 100%  groups: 2 of 2\r\x1b[K"
-                              "  measured (0 s)\nbye\n")
+    assert drawn(terminal.getvalue())[-1].endswith(" 0 s so far")
+    assert not any(on_glass(terminal.getvalue()))
+
+
+def test_a_live_line_never_wraps_and_a_table_is_left_as_it_is(clock, terminal):
+    """A line that wrapped could not be erased."""
+    screen = Screen(terminal, clock)
     screen.show("progress", "x" * 200, 0.0)
-    # or the terminal would wrap it, and it could not be erased
-    assert len(out.getvalue().splitlines()[-1]) == 79
+    screen.show("text", "a wide table " * 20)
     screen.clear()
-    assert out.getvalue().endswith("x\r\x1b[K")
+    assert {len(line) <= 80 for line in drawn(terminal.getvalue())} == {True}
+    assert "…" in terminal.getvalue()
+    assert on_glass(terminal.getvalue())[0] == "a wide table " * 20
+
+
+def test_a_kill_leaves_the_terminal_its_cursor(clock, terminal):
+    Screen(terminal, clock).begin("refresh")
+    assert "\x1b[?25l" not in terminal.getvalue()
 
 
 def test_a_terminal_that_moves_no_cursor_gets_lines(clock, monkeypatch):
@@ -110,6 +163,19 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(clock):
     Screen(Closed(), clock).show("text", "x")
 
 
+def test_a_run_goes_on_when_its_terminal_is_closed(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Closed(Terminal):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    screen = Screen(Closed(), clock)
+    screen.show("stage", "measure")
+    screen.show("progress", "x", 0.5)
+    screen.clear()
+
+
 def test_no_work_is_done_at_once(clock, shown):
     """A folder without problems is published, too."""
     Work("problems", 0, clock)
@@ -124,9 +190,11 @@ def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
     work.done(3)
     work.done(4)
     assert shown == [("progress", "problems: 0 of 4", 0.0),
-                     ("progress", "problems: 1 of 4, 2 min left", 0.25),
-                     ("progress", "problems: 3 of 4, 20 s left", 0.75),
-                     ("progress", "problems: 4 of 4, 0 s left", 1.0)]
+                     ("progress", "problems: 1 of 4, 2.0 a minute, 2 min left", 0.25),
+                     ("progress", "problems: 3 of 4, 3.0 a minute, 20 s left", 0.75),
+                     ("progress", "problems: 4 of 4, 4.0 a minute, 0 s left", 1.0)]
+    assert console.pace(160, 400, 16.0) == "160 of 400, 10.0 a second, 24 s left"
+    assert console.pace(0, 400, 16.0) == "0 of 400"
 
 
 @pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"),
@@ -242,9 +310,10 @@ def test_outside_the_project_s_folder_nothing_is_written(tmp_path):
     assert re.fullmatch(r"error: params.yaml is not in \S+: flows run in the project's folder\n", done.stderr)
 
 
-def test_a_terminal_gets_one_line_of_progress_and_the_log_no_colours(tmp_path):
+def test_a_real_terminal_gets_a_live_line_of_its_width_and_the_log_no_colours(tmp_path):
     master, slave = pty.openpty()
-    ends = "console.progress(0.5, 'epochs'); logging.getLogger().warning('root')"
+    termios.tcsetwinsize(slave, (24, 60))
+    ends = "console.progress(0.5, 'epochs: ' + 'x' * 99); logging.getLogger().warning('root')"
     code = "from prefect import flow as _\n" + PROGRAM.format(ends=ends)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     env.pop("PREFECT_API_URL", None)
@@ -253,8 +322,12 @@ def test_a_terminal_gets_one_line_of_progress_and_the_log_no_colours(tmp_path):
     os.close(slave)
     said = os.read(master, 1 << 16).decode()
     os.close(master)
-    assert done.returncode == 0 and "  [##########          ]  50%  epochs\r\x1b[Kdone in " in said, said
     [log] = (tmp_path / "logs").iterdir()
+    first, *shown, last, empty = on_glass(said)
+    assert done.returncode == 0 and first.endswith(f"goes to logs/{log.name}"), said
+    assert shown == ["  measured (0 s)", "a table"] and last == f"done in 0 s; log: logs/{log.name}"
+    live = drawn(said)[-1]
+    assert len(live) == 60 and re.fullmatch(r". measure ━━━━━━╺━━━━━ epochs: x+…", live), live
     assert "| WARNING | root - root" in log.read_text() and "\x1b" not in log.read_text()
 
 

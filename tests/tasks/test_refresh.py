@@ -77,9 +77,9 @@ def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
     assert stages_of("measure") == ("tables", "measure")
     assert stages_of("train_policy") == ("tables", "measure", "train", "train_policy")
     assert stages_of("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
-    assert (heading("measure", "evaluate") == "stage 2 of 6: measure"
-            and heading("promote", "evaluate") == "stage 5 of 6: promote")
-    assert heading("tables", "train", runs=False) == "stage 1 of 3: tables, nothing changed"
+    assert (heading("measure", "evaluate") == "stage 2/6: measure"
+            and heading("promote", "evaluate") == "stage 5/6: promote")
+    assert heading("tables", "train", runs=False) == "stage 1/3: tables, nothing changed"
 
 
 def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypatch):
