@@ -40,7 +40,7 @@ from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import Infeasible
 from shardcore.memory import table_bytes
 from shardcore.search import SHARDERS, Budget, compare, sharder
-from shardcore.search.anneal.search_space import Reshard
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.learner import PolicyConfig

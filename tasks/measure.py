@@ -25,8 +25,9 @@ from shardcore.draws.groups import GroupConfig, compute_request, reference_reque
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels, local_ranks
+from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
-from shardcore.measure.supervise import PART_S, BenchSpec, Supervisor
+from shardcore.measure.supervise import PART_S, Supervisor
 from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting, Table

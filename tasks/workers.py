@@ -9,7 +9,8 @@ from typing import Any
 
 import ray
 
-from shardcore.measure.supervise import BenchSpec, Counts, DeviceBench, Ended, Refused
+from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
+from shardcore.measure.supervise import Ended, Refused
 from tasks import actors
 
 _PROBE_S = 5.0

@@ -25,11 +25,12 @@ from shardcore.errors import ShardCoreError
 from shardcore.fused import OPTIMIZERS
 from shardcore.limits import WAITS_S, require_within
 from shardcore.measure import collectives, hardware, kernels
+from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.devices import device_of
 from shardcore.measure.hosts import Box
 from shardcore.measure.local_workers import LocalTransport
 from shardcore.measure.replay import ReplayConfig, of_samples, replay_all
-from shardcore.measure.supervise import BenchSpec, Supervisor
+from shardcore.measure.supervise import Supervisor
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.samples import dataset, replays
 from shardcore.tables.generate import PoolConfig, generate_pool

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardcore.layouts import CROSS, HOST, WORLD, Channel, Layout
 from shardcore.measure import own_core
-from shardcore.measure.collectives import all_gather, carried, reduce_scatter
+from shardcore.measure.transfers import all_gather, carried, reduce_scatter
 from shardcore.topology import Topology
 from shardcore.traffic import row_in
 from shardcore.types import OUTPUT_BYTES

@@ -13,7 +13,8 @@ from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure import local_ranks, processes
-from shardcore.measure.supervise import BenchSpec, Counts, DeviceBench, Ended, Refused
+from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
+from shardcore.measure.supervise import Ended, Refused
 
 _BEAT_S, _BEATS = 1.0, 4
 """Between two words of a process, at most; and how many it has at least before it counts as hung."""

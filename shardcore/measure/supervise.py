@@ -16,17 +16,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any, Protocol
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import WAITS_S, require_within
-from shardcore.measure import hardware
-from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
-from shardcore.types import Setting
 
 _logger = logging.getLogger(__name__)
 START_S = 300.0
@@ -44,63 +40,6 @@ class Ended(Exception):
 
 class Refused(Ended):
     """A worker cannot measure at all: FBGEMM is missing, the arena does not fit."""
-
-
-@dataclass(frozen=True)
-class BenchSpec:
-    """What a worker makes its KernelBench of; the fields are as there."""
-
-    setting: Setting
-    device: str = "cpu"
-    config: KernelConfig = field(default_factory=KernelConfig)
-    reference: ComputeRequest | None = None
-
-
-class Counts(NamedTuple):
-    """What a worker has done so far.
-
-    kernel_s: seconds inside timed kernels.
-    kept_s: seconds of them in runs that entered a median.
-    drawn: streams of ids, which take long to draw for large batches.
-    """
-
-    kernel_s: float = 0.0
-    kept_s: float = 0.0
-    drawn: int = 0
-
-
-class DeviceBench(KernelBench):
-    """A worker's end of the calls."""
-
-    def __init__(self, spec: BenchSpec, reference_ms: float | None):
-        torch.set_num_threads(1)  # a device of a CPU is one core
-        super().__init__(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
-
-    def call(self, method: str, *arguments: Any) -> tuple[Any, Counts]:
-        """What a method answers, and the counts after it."""
-        return getattr(self, method)(*arguments), self.counts()
-
-    def counts(self) -> Counts:
-        return Counts(self.kernel_s, self.kept_s, self.streams.drawn)
-
-    def hardware(self) -> str:
-        return hardware.hardware_name(self.device)
-    def use_reference(self, reference_ms: float) -> None:
-        self.reference_ms = reference_ms
-
-    def take(self, requests: Sequence[ComputeRequest], last: bool,
-             seconds: float) -> tuple[list[ComputeSample], int]:
-        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples
-        that finished meanwhile, the reference's among them, and how many requests were taken in."""
-        began, samples, taken = time.monotonic(), [], 0
-        for request in requests:
-            if taken and time.monotonic() > began + seconds:
-                break
-            samples += self.add(request)
-            taken += 1
-        if last and taken == len(requests):
-            samples += self.finish(seconds)
-        return samples, taken
 
 
 class Worker(Protocol):

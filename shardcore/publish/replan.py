@@ -8,6 +8,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.memory import require_fits
 from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
@@ -47,8 +48,6 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     Raises Infeasible if no plan is found. Raises ShardCoreError if moves are limited and the old plan cannot
     be a start.
     """
-    from shardcore.search.anneal.search_space import Reshard  # loads compiled code, which takes seconds
-
     space = config.space or old.provenance.get("space", "all")
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
     search = with_fixed_kinds("anneal", anneal)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
 from shardcore.measure import collectives, local_ranks
+from shardcore.measure.transfers import transfers
 from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
 from shardcore.types import COLLECTIVES, OF_IDS, Setting
@@ -91,7 +92,7 @@ def _one_of_three(rank, init_method, say, folder):
     member = collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
     arrived = []
     for request in THREE:
-        for transfer in collectives.transfers(request, rank):
+        for transfer in transfers(request, rank):
             if transfer is not None:
                 transfer.source.copy_(rank + 1 + torch.arange(transfer.source.numel()) / 1000)
                 transfer.run()

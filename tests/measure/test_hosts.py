@@ -19,8 +19,9 @@ from test_local_ranks import wait_forever
 
 from shardcore.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all, transfers
+from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
 from shardcore.measure.hosts import Box, box_of
+from shardcore.measure.transfers import transfers
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import Setting
 

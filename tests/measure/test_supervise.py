@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import pytest
 
 from shardcore.errors import ShardCoreError
+from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.local_workers import LocalTransport, LocalWorker
-from shardcore.measure.supervise import BenchSpec, Counts, Ended, Supervisor, chunk_size
+from shardcore.measure.supervise import Ended, Supervisor, chunk_size
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.types import Setting, Shard, Table, Zipf

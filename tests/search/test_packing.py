@@ -15,7 +15,7 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes, table_bytes
 from shardcore.search import SHARDERS, feasible
-from shardcore.search.anneal.search_space import Reshard
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.best_fit import best_fit
 from shardcore.search.budget import Budget

@@ -10,8 +10,9 @@ from ray_fixtures import raylet
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.errors import ShardCoreError
 from shardcore.measure import supervise
+from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.kernels import KernelConfig
-from shardcore.measure.supervise import BenchSpec, Supervisor
+from shardcore.measure.supervise import Supervisor
 from shardcore.measurements import ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting

@@ -24,6 +24,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards
@@ -33,7 +34,6 @@ from shardcore.workload import traffic_of_outputs
 
 if TYPE_CHECKING:
     from shardcore.search.anneal.compiled import State
-    from shardcore.search.anneal.search_space import Reshard
 
 SPACES = ("all", "columns", "halves")
 """What plans may contain, see `anneal`."""

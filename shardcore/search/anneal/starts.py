@@ -18,6 +18,7 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes
 from shardcore.search import greedy
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
 from shardcore.search.feasible import pack_or_raise, shown
 from shardcore.search.packing import least_bytes
@@ -27,7 +28,7 @@ from shardcore.types import Placement, Problem, Shard
 
 if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
     from shardcore.search.anneal.compiled import SearchProblem, State
-    from shardcore.search.anneal.search_space import Reshard, SearchSpace
+    from shardcore.search.anneal.search_space import SearchSpace
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut tables that cost more than this share of a device's mean load."""

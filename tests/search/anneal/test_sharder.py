@@ -20,7 +20,7 @@ from shardcore.search import budget as budget_module
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
-from shardcore.search.anneal.search_space import Reshard
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.anneal.starts import Starts
 from shardcore.search.free_memory import bytes_alone

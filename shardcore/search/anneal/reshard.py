@@ -1,0 +1,122 @@
+"""Reshard: an existing plan that annealing starts from, and how much of it may move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardcore.errors import ShardCoreError
+from shardcore.layouts import WHOLE_ROWS, Group, device_names, layout_of, shards_on
+from shardcore.search.shards import division
+from shardcore.types import Placement, Plan, Problem, Shard, Table
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Improve an existing plan, and limit what moves.
+
+    plan: the plan to start from.
+    tables: the most tables that come to devices that did not have them. None: any number.
+    bytes: the most bytes of weights that do so. None: any number.
+
+    A table whose statistics have changed is the same table.
+    New or disallowed tables are placed freely, outside the limits.
+    With a limit, the tables that groups share stay the same.
+    """
+
+    plan: Plan
+    tables: int | None = None
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tables", "bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ShardCoreError(f"re-sharding may move at most {value} {name}; it needs 0 or more, "
+                                     "or None for any number")
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self.tables is not None or self.bytes is not None
+
+    def sorted(self, problem: Problem) -> Sorted:
+        """The problem's tables as the plan has them.
+
+        Raises ShardCoreError if the plan places only some cells of a table.
+        Raises it too if a shard of whole rows is on several devices.
+        """
+        tables, everywhere = {t.name: t for t in problem.tables}, tuple(range(len(problem.topology)))
+        had: dict[str, list[Placement]] = {name: [] for name in tables}
+        for p in self.plan.placements:
+            # Only a table of the same shape can keep its place.
+            table = tables.get(p.shard.table.name)
+            if table is not None and (table.rows, table.dim) == (p.shard.table.rows, p.shard.table.dim):
+                had[table.name].append(replace(p, shard=replace(p.shard, table=table)))
+        found = Sorted([], {}, [])
+        for name, placements in had.items():
+            self._require_whole(tables[name], placements, everywhere)
+            free = name not in problem.whole and name not in problem.pinned
+            if not placements or not (free or _allowed_there(placements, problem)):
+                found.new.append(tables[name])
+            elif all(layout_of(p.kind) is WHOLE_ROWS for p in placements):
+                found.placed.extend((p.shard, p.devices[0]) for p in placements)
+            elif len(placements) == 1 and free and _may_be_shared(placements[0], problem):
+                found.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
+            elif placements == [division(tables[name], problem)]:
+                found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
+            else:
+                found.new.append(tables[name])
+        home: dict[str, int] = {**{t.name: -1 for t in found.new},
+                                **{s.table.name: d for s, d in found.placed}}
+        # Bundles that the plan splits are placed anew.
+        apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1
+                 for name in group}
+        together = [(s, d) for s, d in found.placed if s.table.name not in apart]
+        return replace(found, placed=together,
+                       new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
+
+    def _require_whole(self, table: Table, placements: Sequence[Placement],
+                       everywhere: Sequence[int]) -> None:
+        """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
+        cells = sum(p.shard.rows * p.shard.width for p in placements)
+        if placements and cells != table.rows * table.dim:
+            raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} "
+                                 f"cells of table {table.name!r}")
+        for p in placements:
+            if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} by {p.kind} on "
+                                     f"{device_names(p.devices)}; such a shard lives on one")
+            if not set(p.devices) <= set(everywhere):
+                raise ShardCoreError(f"the plan to start from has {p.shard.label} on "
+                                     f"{device_names(p.devices)}; the problem has "
+                                     f"devices 0 to {len(everywhere) - 1}")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Tables as a plan has them.
+
+    placed: shards on one device each.
+    shared: tables that a group of devices shares, by kind and group.
+    new: tables still to be placed.
+    """
+
+    placed: list[tuple[Shard, int]]
+    shared: dict[tuple[str, Group], list[Table]]
+    new: list[Table]
+
+
+def _may_be_shared(placement: Placement, problem: Problem) -> bool:
+    """Whether a placement's group exists, and its rows may be divided in this way."""
+    layout = layout_of(placement.kind)
+    in_order = layout.divides_rows and placement.shard.table.ordered
+    return placement.devices in layout.groups(problem.topology) and not in_order
+
+
+def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
+    """Whether constraints still allow a table where the plan has it."""
+    name = placements[0].shard.table.name
+    on_one = len(placements) == 1 and len(placements[0].devices) == 1
+    return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name))
+                                                         for p in placements)
