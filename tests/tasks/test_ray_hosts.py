@@ -42,9 +42,17 @@ print(json.dumps({"nodes": nodes, "ms": [max(x.median_ms for x in s.backward) fo
 """
 
 
+def clean_environment():
+    """Without settings of a Ray that an earlier test ran in this process, and without the token of the user.
+    Ray asks for that token as soon as it lies in the home folder.
+    """
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "RAY_AUTH_MODE": "disabled"}
+
+
 def ray_on(place, *options):
     """A node of Ray on a host, in a session of its own."""
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", HOST_VARIABLE: str(place.host)}
+    env = {**clean_environment(), "GLOO_SOCKET_IFNAME": "eth0", HOST_VARIABLE: str(place.host)}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2",
                f"--node-ip-address={place.address}", f"--object-store-memory={80 << 20}", *options]
     return subprocess.Popen(["nsenter", f"--net={place.namespace}", *command], env=env,
@@ -64,7 +72,7 @@ def test_a_gang_of_two_hosts_exchanges_over_their_link_and_finds_them(tmp_path):
             time.sleep(8)
         done = subprocess.run(["nsenter", f"--net={first.namespace}", sys.executable,
                                str(tmp_path / "driver.py"), f"{first.address}:6379"],
-                              capture_output=True, text=True, timeout=240)
+                              env=clean_environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     nodes = said["nodes"]  # consecutive ranks share a host, whichever Ray took first
