@@ -206,7 +206,9 @@ class Screen:
         if self._terminal:
             if not self._live:
                 self._draw()
-            self._live.update(self._live.task_ids[0], total=1.0, completed=share, doing=message)
+            # Before anything is done the bar pulses, as while nothing is known.
+            self._live.update(self._live.task_ids[0], total=1.0 if share else None, completed=share,
+                              doing=message)
         elif self._clock() - self._said >= _LINE_EVERY_S:
             self._said = self._clock()
             self._line(f"  {100 * share:3.0f}%  {message}")
