@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
@@ -144,6 +144,13 @@ class _Terminal(Console):
         return False  # Hidden, it would stay so after a kill.
 
 
+class _Turning(SpinnerColumn):
+    """A spinner that goes on when the work is done, as the stage does."""
+
+    def render(self, task: Task) -> RenderableType:
+        return self.spinner.render(task.get_time())
+
+
 class _Doing(ProgressColumn):
     """What a stage does now. Before it says so, how long it runs."""
 
@@ -195,7 +202,7 @@ class Screen:
         """Show the live line of the stage, whose progress is not known yet."""
         self.clear()
         if self._terminal:
-            self._live = Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False),
+            self._live = Progress(_Turning(), TextColumn("{task.description}", markup=False),
                                   BarColumn(_BAR), _Doing(), console=self._terminal, transient=True,
                                   expand=True, refresh_per_second=_DRAWN_PER_S, redirect_stdout=False,
                                   redirect_stderr=False)
@@ -206,7 +213,9 @@ class Screen:
         if self._terminal:
             if not self._live:
                 self._draw()
-            self._live.update(self._live.task_ids[0], total=1.0, completed=share, doing=message)
+            # Before anything is done the bar pulses, as while nothing is known.
+            self._live.update(self._live.task_ids[0], total=1.0 if share else None, completed=share,
+                              doing=message)
         elif self._clock() - self._said >= _LINE_EVERY_S:
             self._said = self._clock()
             self._line(f"  {100 * share:3.0f}%  {message}")

@@ -143,6 +143,14 @@ def test_a_live_line_never_wraps_and_a_table_is_left_as_it_is(clock, terminal):
     assert on_glass(terminal.getvalue())[0] == "a wide table " * 20
 
 
+def test_work_that_is_done_leaves_its_stage_running(clock, terminal):
+    screen = Screen(terminal, clock)
+    screen.begin("train")
+    screen.show("progress", "epochs: 60 of 60", 1.0)
+    screen.clear()
+    assert re.fullmatch(r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏] train ━{12} epochs: 60 of 60", drawn(terminal.getvalue())[-1])
+
+
 def test_a_kill_leaves_the_terminal_its_cursor(clock, terminal):
     Screen(terminal, clock).begin("refresh")
     assert "\x1b[?25l" not in terminal.getvalue()
