@@ -148,7 +148,10 @@ class Beam:
 
     def _sampled(self, cache: ShardCostCache, best: Found, sampled: Callable[[int], InnerSearch]) -> Found:
         """The best of random plans of a state, or the plan that there is."""
-        chunk, plan_s = max(1, min(_PROBED, _ROWS_AT_ONCE // len(cache.speed))), 0.0
+        n_devices = len(cache.speed)
+        cells = n_devices * max(len(cache), len(best.state))
+        chunk = max(1, min(_PROBED, _ROWS_AT_ONCE // n_devices, _CELLS_AT_ONCE // cells))
+        plan_s = 0.0
         while n := self.meter.affordable(chunk, 1, plan_s):
             before_s = self.meter.seconds()
             [found] = search(cache, [best.state], sampled(n))

@@ -108,16 +108,18 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
             known: Mapping[str, compare.Outcome] | None = None) -> Explanation:
     """What limits a plan, how close it is to a bound, and what alternatives cost.
 
-    Alternatives are searched with the plan's own algorithm and seed, or with OTHERWISE if SHARDERS lacks it.
+    Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, OTHERWISE
+    searches, and what it finds for the problem itself is an alternative, too.
 
-    budget: of each search. None: as many evaluations as the plan took, or 20,000.
+    budget: of each search. None: as many evaluations as the plan's own algorithm took, or 20,000.
     known: outcomes of other algorithms. If given, no baseline is run.
 
     Raises what `lower` raises.
     """
-    budget = budget or Budget(evals=plan.provenance.get("evals") or DEFAULT_EVALS)
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
     searcher = algorithm if algorithm in SHARDERS else OTHERWISE
+    took = plan.provenance.get("evals") if searcher == algorithm else None
+    budget = budget or Budget(evals=took or DEFAULT_EVALS)
     workload = lower(plan, problem)
     cost = price(workload, model)
     # The forward exchange begins when the last device is ready.
@@ -133,6 +135,8 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     else:
         baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error)
                           for name, x in known.items() if name != algorithm)
+    if searcher not in (algorithm, *(known or ())):
+        baselines += (_searched(searcher, problem, searcher, model, seed, budget),)
     may_hold = tuple(held_bytes(problem))
     # A device may have nothing that is not reserved.
     shares = [used / free if free > 0 else 0.0

@@ -30,11 +30,8 @@ Shapes: D devices.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import product
@@ -45,23 +42,28 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
-from shardcore.memory import bytes_as
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
 from shardcore.search.shards import Bundle, bundles, placed, priced, to_plan
+from shardcore.search.torchrec_pieces import (
+    ALL_TYPES,
+    COLUMN_TYPES,
+    HOST_TYPES,
+    Busy,
+    Metered,
+    OurBytes,
+    Slowest,
+    quiet,
+)
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
            "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")
-COLUMN_TYPES = ("table_wise", "column_wise")
-ALL_TYPES = (*COLUMN_TYPES, "row_wise", "data_parallel")
-HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
-"""For several hosts. On one host they equal row- and column-wise sharding."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
     if given is not None and not rest:
         plans.append(priced(given.placements, problem, model, algorithm="torchrec", seed=seed, packed=False))
     if rest:
-        with _quiet():
+        with quiet():
             theirs = _Theirs(problem, model, rest, given)
             for all_types, min_partition in theirs.distinct(config):
                 if plans and not meter.left():
@@ -228,7 +230,7 @@ class _Theirs:
                             local_world_size=self.per_host, **bandwidths)
         for device, d in zip(topology.devices, self.ranks, strict=True):
             device.storage.hbm = int(self.given.left[d])
-            device.perf = _Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
+            device.perf = Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
         return topology
 
     def constraints(self, all_types: bool, min_partition: int | None) -> dict[str, Any]:
@@ -257,7 +259,7 @@ class _Theirs:
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=[
-            EmbeddingPerfEstimator(topology, constraints), _OurBytes(self.problem, self.names)])
+            EmbeddingPerfEstimator(topology, constraints), OurBytes(self.problem, self.names)])
 
     def distinct(self, config: TorchRecConfig) -> Iterator[tuple[bool, int | None]]:
         """The settings to sweep. Those with the same column cuts as an earlier one are skipped."""
@@ -288,118 +290,9 @@ class _Theirs:
             topology, self.problem.local_batch, self.enumerator(topology, constraints),
             constraints=constraints, stats=[],
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            performance_model=_Slowest(topology), proposer=_Metered(proposers, meter), debug=False)
+            performance_model=Slowest(topology), proposer=Metered(proposers, meter), debug=False)
         try:
             plan = planner.plan(self.module, self.sharders)
         except PlannerError:
             return None
         return placements_of(plan.plan[""], self.names, self.problem.topology)
-
-
-@dataclass(frozen=True)
-class _Busy:
-    """The work of a device, in ms. It replaces a planner's Perf, which has no speed."""
-
-    speed: float
-    total: float
-
-    def __add__(self, other: Any) -> _Busy:
-        # Speed divides compute, not communication.
-        return _Busy(self.speed, self.total + (other.fwd_compute + other.bwd_compute) / self.speed
-                     + other.fwd_comms + other.bwd_comms)
-
-
-@dataclass(frozen=True)
-class _Slowest:
-    """A PerfModel: the work of the busiest device."""
-
-    topology: Any
-
-    def rate(self, plan: Sequence[Any]) -> float:
-        """ms of the busiest device under a plan; lower is better."""
-        busy = [device.perf for device in self.topology.devices]
-        for option in plan:
-            for shard in option.shards:
-                busy[shard.rank] = busy[shard.rank] + shard.perf
-        return max(b.total for b in busy)
-
-
-@dataclass(frozen=True)
-class _OurBytes:
-    """A ShardEstimator that counts storage as `memory` does.
-
-    It also sorts the options. TorchRec takes them from sets of strings, whose order varies by process.
-    """
-
-    problem: Problem
-    tables: Mapping[str, Table]
-
-    def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
-        from torchrec.distributed.planner.types import Storage
-
-        sharding_options.sort(key=lambda o: (int(o.name[1:]),
-                                             (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
-        for option in sharding_options:
-            layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
-            for theirs in option.shards:
-                (row, column), (rows, columns) = theirs.offset, theirs.size
-                n_bytes = 0
-                if rows and columns:
-                    ours = Shard(self.tables[option.name], row, row + rows, column, column + columns)
-                    n_bytes = bytes_as(layout, ours, self.problem)
-                theirs.storage = Storage(hbm=n_bytes, ddr=0)
-
-
-@dataclass
-class _Metered:
-    """Several proposers as one, in turn, until the budget is used up.
-
-    It continues beyond the budget until some proposal can be placed.
-    """
-
-    waiting: list[Any]
-    meter: Meter
-    placeable: bool = False
-
-    def load(self, **search_space: Any) -> None:
-        for proposer in self.waiting:
-            proposer.load(**search_space)
-
-    def propose(self) -> Any:
-        while self.waiting and (self.meter.left() or not self.placeable):
-            proposal = self.waiting[0].propose()
-            if proposal:
-                self.meter.evals += 1
-                return proposal
-            # This proposer is exhausted.
-            self.waiting.pop(0)
-        return None
-
-    def feedback(self, partitionable: bool, **found: Any) -> None:
-        self.placeable |= partitionable
-        self.waiting[0].feedback(partitionable=partitionable, **found)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
-    from torchrec.distributed.logger import method_logger
-
-    root, levels = logging.getLogger(), {name: logging.getLogger(name).level
-                                         for name in ("torchrec", method_logger.name)}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    root.addFilter(_not_of_replicas)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        root.removeFilter(_not_of_replicas)
-
-
-def _not_of_replicas(record: logging.LogRecord) -> bool:
-    """A log filter that drops the warning about replicated tables."""
-    return not str(record.msg).startswith("Sharding spec not found")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from conformance import BATCH, MIB, draw_problem, model_for
+from policies import untrained
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
@@ -14,7 +15,7 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
 from shardcore.memory import every_plan_bytes, table_bytes, used_bytes
 from shardcore.report import plan_report
-from shardcore.search import BASELINES, SHARDERS, Budget
+from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import explain
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -101,6 +102,17 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     odd = replace(PROBLEM, global_batch=2)
     # no number of devices up to 8 divides 2
     assert len(explain(solved(odd), odd, model_for(odd), SMALL).changes) == 2
+
+
+def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
+    """Else the search's own gain would look like that of more memory."""
+    model = model_for(PROBLEM)
+    plan = sharder("dreamshard", untrained("dreamshard"))(PROBLEM, model)
+    for known in (None, {}):
+        found = explain(plan, PROBLEM, model, known=known)
+        assert found.searched == "anneal, seed 0, 20,000 evaluations each"
+        assert found.baselines[-1].what == "anneal" and found.baselines[-1].total_ms <= found.total_ms
+        assert found.changes[1].total_ms == pytest.approx(found.baselines[-1].total_ms, rel=0.01)
 
 
 def test_more_memory_helps_where_memory_is_what_binds():

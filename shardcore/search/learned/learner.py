@@ -164,7 +164,7 @@ def _initial(shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared
         elif name == "scale_ms":
             w[name] = torch.tensor([_typical_ms(all_prepared)], dtype=torch.float32)
         else:
-            # As torch.nn.Linear does.
+            # Matrices as torch.nn.Linear makes them; biases by their own length, not by their inputs.
             reach = (shape[0] if len(shape) == 2 and name != "heads.1.weight" else shape[-1]) ** -0.5
             w[name] = (torch.rand(shape, generator=generator) * 2 - 1) * reach
     return w

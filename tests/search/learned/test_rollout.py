@@ -10,7 +10,7 @@ from cuts import MODEL, draw_problem
 from policies import untrained
 
 from shardcore.cost.model import price
-from shardcore.search import Budget, sharder
+from shardcore.search import Budget, beam, sharder
 from shardcore.search.learned.autoshard import AutoShardLearner
 from shardcore.search.learned.dreamshard import DreamShardLearner
 from shardcore.search.learned.features import FEATURES, features
@@ -92,6 +92,16 @@ def test_more_plans_are_never_worse_and_a_budget_counts_plans(name):
         ms.append(found["predicted_ms"])
         assert found["evals"] == n and found["algorithm"] == name and found["policy"] == name
     assert best["evals"] == 1 and ms == sorted(ms, reverse=True) and ms[3] < ms[0] == ms[1]
+
+
+def test_large_problems_are_sampled_in_smaller_parts_with_the_same_result(monkeypatch):
+    problem, search, sizes = CASES["unequal memory"], sharder("autoshard", untrained("autoshard")), []
+    whole = search(problem, model_for(problem), seed=3, budget=Budget(evals=16))
+    run = Rollouts.run
+    monkeypatch.setattr(Rollouts, "run", lambda self, *given: sizes.append(self.plans) or run(self, *given))
+    monkeypatch.setattr(beam, "_CELLS_AT_ONCE", 5 * len(problem.topology) * len(problem.tables))
+    parts = search(problem, model_for(problem), seed=3, budget=Budget(evals=16))
+    assert sizes == [1, 5, 5, 5] and parts == whole and parts.provenance == whole.provenance
 
 
 @pytest.mark.parametrize("name", ["dreamshard", "dreamshard_direct"])
