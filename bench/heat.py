@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.memory_tiers import SlowLink, decide, largest_to_host, one_load_factor, tier_bytes
+from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tier_bytes
 from shardcore.tables import streams
 from shardcore.tables.access import reuse_of
 from shardcore.tables.generate import generate_pool
@@ -30,7 +30,7 @@ BATCH = 2048
 SHARES = (0.02, 0.1, 0.3)
 """Of a table's rows, those of them that recur: what is cached."""
 HISTOGRAMS, UNSEEN_SHARES = (1, 2, 4, 8), (0.05, 0.1, 0.2)
-LINK = SlowLink(25.0, 1e15)
+HOST = {"host_memory_gbps": 25.0, "host_memory_bytes": 1 << 50}
 
 
 def tables(n: int) -> list[Table]:
@@ -95,11 +95,11 @@ def tiers(n: int) -> None:
     for i in range(n):
         some = tuple(pool[k] for k in rng.choice(len(pool), 60, replace=False))
         share = (0.1, 0.25, 0.5, 0.75)[i % 4]
-        rich = Problem(f"heat-{i}", some, Topology((Device(1 << 40),) * 4), BATCH)
+        rich = Problem(f"heat-{i}", some, Topology((Device(1 << 40),) * 4, **HOST), BATCH)
         beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
         memory = int(beside + share * sum(t.bytes for t in some)) // 4
-        problem = replace(rich, topology=Topology((Device(memory),) * 4))
-        arms = [how(problem, LINK).slow_ms for how in (largest_to_host, one_load_factor, decide)]
+        problem = replace(rich, topology=Topology((Device(memory),) * 4, **HOST))
+        arms = [how(problem).link_ms for how in (largest_to_host, one_load_factor, decide)]
         ratios.append(np.array(arms[:2]) / arms[2])
         print(f"| {share:.0%} | {' | '.join(f'{ms:.4f}' for ms in arms)} |", flush=True)
     for name, of in zip(("largest to host", "one load factor"), np.array(ratios).T, strict=True):

@@ -118,7 +118,8 @@ def table_to_json(table: Table) -> dict[str, Any]:
                                            ("features", table.features, 1),
                                            ("weighted", table.weighted, False),
                                            ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0),
-                                           ("collection", table.collection, ""))
+                                           ("collection", table.collection, ""),
+                                           ("load_factor", table.load_factor, 1.0))
                 if v != default}
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
             **access, **optional}
@@ -145,8 +146,9 @@ def table_from_json(data: Any, what: str) -> Table:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     topology = dataclasses.asdict(problem.topology)
     topology["devices"] = [dataclasses.asdict(d) for d in problem.topology.devices]
-    if topology["host_link_gbps"] is None:  # only where given: older problems keep their digest
-        del topology["host_link_gbps"]
+    for name in ("host_link_gbps", "host_memory_bytes", "host_memory_gbps"):
+        if topology[name] is None:  # only where given: older problems keep their digest
+            del topology[name]
     return document("problem", {
         "name": problem.name,
         "global_batch": problem.global_batch,

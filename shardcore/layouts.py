@@ -101,6 +101,11 @@ class Layout:
     collection: str = ""
 
     @property
+    def caches(self) -> bool:
+        """Whether its shards may have rows in host memory. TorchRec's dense kernel has all on the device."""
+        return not self.dense_gradient
+
+    @property
     def torchrec_whole(self) -> str:
         """TorchRec's name where tables are not cut by columns."""
         return self.torchrec[0]
@@ -265,6 +270,10 @@ def run_of(kind: str, table: Table) -> Layout:
     Raises ShardCoreError for an unknown kind, or one that runs no such table."""
     layout = layout_of(kind)
     run = layout.as_sequence if table.sequence else layout
+    if table.in_host_memory and not layout.caches:
+        raise ShardCoreError(f"plan places table {table.name!r} by {kind}, with load_factor "
+                             f"{table.load_factor:g}; TorchRec has no rows of it in host memory, so it needs "
+                             "another kind, or load_factor 1")
     if run is None:
         raise ShardCoreError(f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
                              "sequence; it needs another kind")

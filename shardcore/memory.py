@@ -50,6 +50,11 @@ STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x i
 
 Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py.
 """
+CACHED_ROW_BYTES = 16
+"""Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
+FBGEMM's split_table_batched_embeddings_ops_training.py)."""
+MAPPED_ROW_BYTES = 4
+"""Bytes a row of a table with a cache, cached or not, in device memory: FBGEMM's map of rows to tables."""
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
 
@@ -78,13 +83,28 @@ class DeviceMemory:
 
 
 def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
-    """Bytes of a shard's weights, and of its optimizer's state."""
+    """Bytes of a shard's weights in device memory, with its cache, and of its optimizer's state there."""
     a_cell, a_row = STATE_BYTES[problem.optimizer]
+    if shard.table.in_host_memory:
+        cached, of = shard.table.cached(shard.rows), Lookups.of(shard.table, problem)
+        weights = cached * (shard.width * of.weight_bytes + of.cached_bytes) + shard.rows * of.mapped_bytes
+        return weights, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[shard.table.precision]
         a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
     return shard.bytes, shard.rows * (shard.width * a_cell + a_row)
+
+
+def host_bytes(shard: Shard, problem: Problem) -> int:
+    """Bytes of a shard in its host's memory: all of its weights, and the optimizer's state of cells.
+
+    Source: FBGEMM allocates both as UVM. State of rows is in device memory.
+    """
+    if not shard.table.in_host_memory:
+        return 0
+    a_cell, _ = STATE_BYTES[problem.optimizer]
+    return shard.bytes + shard.rows * shard.width * a_cell
 
 
 def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
@@ -210,17 +230,27 @@ class Lookups(NamedTuple):
     sample_bytes: of ids and lengths of a sample.
     outputs: rows of outputs of the global batch.
     weight_bytes: of a weight.
+    cached: rows in device memory, of all rows.
+    cached_bytes: of a cached row beside its weights. 0 without a cache.
+    mapped_bytes: of a row, cached or not, for there is a cache.
+    in_host: 1 where rows, and state of cells, are in host memory. Else 0.
     """
 
     pooling: Any
     sample_bytes: Any
     outputs: Any
     weight_bytes: Any
+    cached: Any
+    cached_bytes: Any
+    mapped_bytes: Any
+    in_host: Any
 
     @classmethod
     def of(cls, table: Table, problem: Problem) -> Lookups:
         return cls(table.looked_up, sample_bytes(table, problem.job),
-                   table_output_rows(table, problem.global_batch), PRECISION_BYTES[table.precision])
+                   table_output_rows(table, problem.global_batch), PRECISION_BYTES[table.precision],
+                   table.cached(table.rows), CACHED_ROW_BYTES * table.in_host_memory,
+                   MAPPED_ROW_BYTES * (0 < table.load_factor < 1), int(table.in_host_memory))
 
     @classmethod
     def of_all(cls, tables: Iterable[Table], problem: Problem) -> Lookups:
@@ -232,7 +262,8 @@ class Lookups(NamedTuple):
 def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Problem) -> Any:
     """Bytes of `width` of `dim` columns, with all rows. Numbers, or arrays of them."""
     a_cell, a_row = STATE_BYTES[problem.optimizer]
-    resident = rows * (width * (lookups.weight_bytes + a_cell) + a_row)
+    resident = (lookups.cached * (width * lookups.weight_bytes + lookups.cached_bytes)
+                + rows * (width * a_cell * (1 - lookups.in_host) + lookups.mapped_bytes + a_row))
     arrived = problem.global_batch * lookups.sample_bytes
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
@@ -312,6 +343,7 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     a search's count says that it fits, so that no search finds a plan that is then refused.
     """
     used, may_hold = used_bytes(plan, problem), held_bytes(problem)
+    _require_hosts_fit(plan, problem)
     if all(taken <= free for taken, free in zip(used, may_hold, strict=True)):
         return used
     holding = {device for placement in plan.placements for device in placement.devices}
@@ -325,6 +357,19 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
                              f"{gib(free)}, {gib(taken - free)} too little. It would fit with as much more "
                              "memory, or less reserved")
     return used
+
+
+def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
+    """Raise Infeasible, naming the first host whose memory does not hold the rows of its devices."""
+    if not problem.topology.gives_host_memory:
+        return
+    on_device = [sum(host_bytes(shard, problem) for _, shard in held) for held in _held(plan, problem)]
+    may_hold = problem.topology.host_memory_bytes
+    for host, devices in zip(problem.topology.hosts, problem.topology.on_hosts, strict=True):
+        if (taken := sum(on_device[d] for d in devices)) > may_hold:
+            raise Infeasible(f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows; it "
+                             f"may hold {gib(may_hold)} (host_memory_bytes), {gib(taken - may_hold)} too "
+                             "little")
 
 
 def gib(n_bytes: float) -> str:

@@ -1,16 +1,11 @@
 """Memory tiers: which share of each table's rows lies in device memory, if not all tables fit there.
 
-A table is run by one of TorchRec's kernels: `fused` with all rows in device memory, `fused_uvm_caching` with
-all rows in host memory and a cache of some in device memory, or `fused_uvm` with none.
-
-Bytes that cross the slow link each step:
-
-- cached: a row that misses is fetched, and written back later. Of a row that is touched, the optimizer's
-  state of cells is read and written, for FBGEMM does not cache it. State of rows is always in device memory.
-- in host memory alone: each lookup reads its row, and the update reads and writes each row that it touches.
+The load factor of a table decides it (types.Table): 1 has all rows in device memory, a share has all rows in
+host memory and a cache of so many on the device, 0 has none there. TorchRec calls the kernels `fused`,
+`fused_uvm_caching` and `fused_uvm`. What then crosses the link to host memory is in tables/host_rows.py.
 
 Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 2201.10095). It is counted over
-all devices together: a decision before the search for places, which it does not replace.
+all devices together: a decision before the search for places. search/memory_tiers.py does both.
 
 Shapes: N sizes of a cache.
 """
@@ -18,191 +13,216 @@ Shapes: N sizes of a cache.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import STATE_BYTES, bytes_as, free_bytes, gib
+from shardcore.memory import bytes_as, free_bytes, gib, host_bytes, resident_bytes
 from shardcore.tables import access
-from shardcore.tables.heat import Heat, heat_of
-from shardcore.types import PRECISION_BYTES, Problem, Shard, Table
+from shardcore.tables.host_rows import link_bytes
+from shardcore.types import Problem, Shard, Table
 
-CACHED_ROW_BYTES = 16
-"""Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
-FBGEMM's split_table_batched_embeddings_ops_training.py)."""
-KNOWN_ROW_BYTES = 4
-"""Bytes a row of a cached table in device memory, whether it is cached: FBGEMM's map of rows to tables."""
 _SIZES = 129
 """Sizes of a cache that are weighed for each table."""
-
-
-@dataclass(frozen=True)
-class SlowLink:
-    """Between a device and its host's memory.
-
-    gbps: GB/s of each device. Given, not measured.
-    host_bytes: of all hosts together that tables may take.
-    """
-
-    gbps: float
-    host_bytes: float
-
-    def __post_init__(self) -> None:
-        for name, unit in (("gbps", "GB/s"), ("host_bytes", "bytes")):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ShardCoreError(f"slow link has {name} {value}; it needs {unit} above 0")
 
 
 @dataclass(frozen=True)
 class Tier:
     """Where a table's rows lie.
 
-    cached_rows: in device memory. All of them: the table is run as if there were no other.
-    device_bytes: of weights, and optimizer state of cells, in device memory.
-    host_bytes: of those in host memory.
-    slow_bytes: that cross the slow link in a step.
+    table: with the load factor.
+    device_bytes: of weights, cache and optimizer state in device memory.
+    host_bytes: of weights and state in host memory.
+    link_bytes: that cross the link in a step.
     """
 
     table: Table
-    cached_rows: int
     device_bytes: int
     host_bytes: int
-    slow_bytes: float
-
-    @property
-    def load_factor(self) -> float:
-        return self.cached_rows / self.table.rows
-
-    @property
-    def kernel(self) -> str:
-        """TorchRec's compute kernel."""
-        if self.cached_rows == self.table.rows:
-            return "fused"
-        return "fused_uvm_caching" if self.cached_rows else "fused_uvm"
+    link_bytes: float
 
 
 @dataclass(frozen=True)
 class Tiers:
     """The tiers of a problem's tables, in its order.
 
-    link: which they were decided for.
-    devices: that share its load.
+    problem: with their load factors.
     """
 
+    problem: Problem
     tiers: tuple[Tier, ...]
-    link: SlowLink
-    devices: int
 
     @property
-    def slow_bytes(self) -> float:
-        return sum(tier.slow_bytes for tier in self.tiers)
+    def link_bytes(self) -> float:
+        return sum(tier.link_bytes for tier in self.tiers)
 
     @property
-    def slow_ms(self) -> float:
+    def link_ms(self) -> float:
         """Of a step, if all devices have as much of it: no plan has less."""
-        return self.slow_bytes / self.devices / self.link.gbps / 1e6
+        topology = self.problem.topology
+        return self.link_bytes / len(topology) / topology.host_memory_gbps / 1e6
 
     @property
     def device_bytes(self) -> int:
         return sum(tier.device_bytes for tier in self.tiers)
 
 
-def decide(problem: Problem, link: SlowLink, more_bytes: float = 0) -> Tiers:
-    """The tiers of a problem's tables with the least bytes over the slow link.
+def decide(problem: Problem, more_bytes: float = 0) -> Tiers:
+    """The tiers of a problem's tables with the least bytes over the link. It forgets their load factors.
 
-    more_bytes: of device memory, all devices together, beyond what the problem has.
+    more_bytes: of device memory, all devices together, beyond what the problem has. Negative: less.
 
     Raises Infeasible if device memory does not even hold the inputs and outputs of a step, and if host memory
-    does not hold the tables that are cached. Raises ShardCoreError as `heat_of` does.
+    does not hold the tables that are there. Raises ShardCoreError for a problem without host memory, and as
+    `heat_of` does.
     """
+    problem = in_device_memory(problem)
     budget = tier_bytes(problem) + more_bytes
-    whole = [_whole(table, problem) for table in problem.tables]
+    whole = [tier_of(table, problem) for table in problem.tables]
     if sum(tier.device_bytes for tier in whole) <= budget:
-        return Tiers(tuple(whole), link, len(problem.topology))
-    left = _beside_maps(problem, budget)
-    tiers = water_filled([_choices(table, problem) for table in problem.tables], left)
-    return _within_host(tiers, problem, link)
+        return Tiers(problem, tuple(whole))
+    _require_host_memory(problem)
+    choices = [choices_of(table, problem) for table in problem.tables]
+    return _within_host(water_filled(choices, _beside_none(problem, choices, budget)), problem)
 
 
-def gains_ms(problem: Problem, link: SlowLink, gibs: Sequence[float]) -> list[float]:
-    """ms of slow link that so many GiB more of device memory would save in a step, all devices together."""
-    now = decide(problem, link).slow_ms
-    return [now - decide(problem, link, more * 2**30).slow_ms for more in gibs]
+def tiers_of(problem: Problem) -> Tiers:
+    """The tiers by the load factors that the problem has."""
+    return Tiers(problem, tuple(tier_of(table, problem) for table in problem.tables))
 
 
-def largest_to_host(problem: Problem, link: SlowLink) -> Tiers:
+def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
+    """ms of link that so many GiB more of device memory would save in a step, all devices together."""
+    now = decide(problem).link_ms
+    return [now - decide(problem, more * 2**30).link_ms for more in gibs]
+
+
+def largest_to_host(problem: Problem) -> Tiers:
     """What is usual instead: the largest tables go to host memory until the others fit.
 
-    Raises Infeasible if host memory does not hold them.
+    Raises as `decide` does.
     """
-    left, tiers = tier_bytes(problem), {}
+    problem = in_device_memory(problem)
+    _require_host_memory(problem)
+    choices = {table.name: choices_of(table, problem) for table in problem.tables}
+    left = _beside_none(problem, list(choices.values()), tier_bytes(problem))
+    found = {name: of[0] for name, of in choices.items()}
+    left -= sum(tier.device_bytes for tier in found.values())
     for table in sorted(problem.tables, key=lambda t: t.bytes):
-        whole = _whole(table, problem)
-        tiers[table.name] = whole if whole.device_bytes <= left else _choices(table, problem)[0]
-        left = left - whole.device_bytes if whole.device_bytes <= left else 0
-    return _within_host([tiers[table.name] for table in problem.tables], problem, link)
+        none, *_, whole = choices[table.name]
+        left -= whole.device_bytes - none.device_bytes
+        if left < 0:
+            break
+        found[table.name] = whole
+    return _within_host(list(found.values()), problem)
 
 
-def one_load_factor(problem: Problem, link: SlowLink) -> Tiers:
+def one_load_factor(problem: Problem) -> Tiers:
     """What is simple instead: every table is cached, with the largest load factor of all that fits.
 
-    Raises Infeasible as `decide` does.
+    Raises as `decide` does.
     """
-    left = _beside_maps(problem, tier_bytes(problem))
-    choices = [_choices(table, problem) for table in problem.tables]
+    problem = in_device_memory(problem)
+    _require_host_memory(problem)
+    choices = [choices_of(table, problem) for table in problem.tables]
+    left = _beside_none(problem, choices, tier_bytes(problem))
 
     def at(factor: float) -> list[Tier]:
-        return [max((tier for tier in of if tier.load_factor <= factor), key=lambda t: t.cached_rows)
-                for of in choices]
+        return [max((tier for tier in of if tier.table.load_factor <= factor),
+                    key=lambda t: t.table.load_factor) for of in choices]
 
-    factors = sorted({tier.load_factor for of in choices for tier in of})
+    factors = sorted({tier.table.load_factor for of in choices for tier in of})
     fits = bisect_right(factors, left, key=lambda f: sum(tier.device_bytes for tier in at(f)))
-    return _within_host(at(factors[max(0, fits - 1)]), problem, link)
+    return _within_host(at(factors[max(0, fits - 1)]), problem)
+
+
+def in_device_memory(problem: Problem) -> Problem:
+    """The problem with all rows in device memory."""
+    return with_load_factors(problem, {table.name: 1.0 for table in problem.tables})
+
+
+def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
+    """The problem with load factors of some tables, by name."""
+    return replace(problem, tables=tuple(
+        replace(t, load_factor=factors[t.name]) if factors.get(t.name, t.load_factor) != t.load_factor else t
+        for t in problem.tables))
 
 
 def tier_bytes(problem: Problem) -> float:
-    """Bytes of device memory that weights, and state of cells, may take, on all devices together."""
-    held = sum(_whole(table, problem).device_bytes for table in problem.tables)
+    """Bytes of device memory that weights, caches and state may take, on all devices together."""
+    held = sum(tier_of(table, problem).device_bytes for table in problem.tables)
     taken = sum(bytes_as(WHOLE_ROWS, Shard.whole(table), problem) for table in problem.tables)
     return sum(max(0, free) for free in free_bytes(problem)) - (taken - held)
 
 
-def _beside_maps(problem: Problem, budget: float) -> float:
-    """What is left of a budget of device bytes, all maps of rows set aside: any table may end up cached."""
-    left = budget - KNOWN_ROW_BYTES * sum(table.rows for table in problem.tables)
-    if left < 0:
-        raise Infeasible(f"problem {problem.name!r} lacks at least {gib(-left)} of device memory for rows, "
-                         "beside the inputs and outputs of a step and FBGEMM's maps of rows: it needs more "
-                         "devices, more memory, or a smaller batch")
-    return left
+def tier_of(table: Table, problem: Problem) -> Tier:
+    """Where its rows lie by the load factor that it has."""
+    shard = Shard.whole(table)
+    cached = np.array([table.cached(table.rows)])
+    link = (link_bytes(table, cached, problem.global_batch, problem.optimizer).sum()
+            if table.in_host_memory else 0.0)
+    return Tier(table, sum(resident_bytes(WHOLE_ROWS, shard, problem)), host_bytes(shard, problem),
+                float(link))
 
 
-def _within_host(tiers: Sequence[Tier], problem: Problem, link: SlowLink) -> Tiers:
-    in_host = sum(tier.host_bytes for tier in tiers)
-    if in_host > link.host_bytes:
+def choices_of(table: Table, problem: Problem) -> list[Tier]:
+    """What a table may have in device memory: no rows, a cache of some size, or all, in this order."""
+    whole = replace(table, load_factor=1.0)
+    sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
+    # Nothing crosses the link for a table without lookups, so it needs no cache.
+    sizes = np.append(0, sizes[sizes < table.rows] if access.lookups(table, problem.global_batch) else [])
+    link = link_bytes(table, sizes, problem.global_batch, problem.optimizer).sum(1)
+    found = []
+    for size, n_bytes in zip(sizes.tolist(), link.tolist(), strict=True):
+        tiered = replace(table, load_factor=size / table.rows)
+        shard = Shard.whole(tiered)
+        found.append(Tier(tiered, sum(resident_bytes(WHOLE_ROWS, shard, problem)),
+                          host_bytes(shard, problem), n_bytes))
+    return [*found, tier_of(whole, problem)]
+
+
+def _require_host_memory(problem: Problem) -> None:
+    if not problem.topology.gives_host_memory:
+        raise ShardCoreError(f"problem {problem.name!r} does not say what hosts have; its topology needs "
+                             "host_memory_bytes and host_memory_gbps")
+
+
+def _beside_none(problem: Problem, choices: Sequence[Sequence[Tier]], budget: float) -> float:
+    """A budget of device bytes. Raises Infeasible if it does not even hold tables that have no rows there."""
+    if (missing := sum(of[0].device_bytes for of in choices) - budget) > 0:
+        raise Infeasible(f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
+                         "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
+                         "needs more devices, more memory, or a smaller batch")
+    return budget
+
+
+def _within_host(tiers: Sequence[Tier], problem: Problem) -> Tiers:
+    in_host, hosts = sum(tier.host_bytes for tier in tiers), len(problem.topology.hosts)
+    if in_host > (may_hold := hosts * problem.topology.host_memory_bytes):
         raise Infeasible(f"problem {problem.name!r} would have {gib(in_host)} of tables in host memory, "
-                         f"which may hold {gib(link.host_bytes)}; it needs "
-                         f"{gib(in_host - link.host_bytes)} more of it, or more device memory")
-    return Tiers(tuple(tiers), link, len(problem.topology))
+                         f"which may hold {gib(may_hold)}; it needs {gib(in_host - may_hold)} more of it, or "
+                         "more device memory")
+    factors = {tier.table.name: tier.table.load_factor for tier in tiers}
+    return Tiers(with_load_factors(problem, factors), tuple(tiers))
 
 
 def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]:
-    """One tier of each table, with the least slow bytes together under a budget of device bytes.
+    """One tier of each table, with the least bytes over the link together under a budget of device bytes.
 
-    choices: of each table, the first without device bytes.
+    choices: of each table, the first with the fewest device bytes.
 
     Exact but for one step of one table: steps are taken in the order of bytes saved a byte, along each
     table's lower convex hull, and the first that does not fit is taken in part.
     """
     hulls = [_hull(of) for of in choices]
-    steps = sorted(((of[i].slow_bytes - of[i + 1].slow_bytes)
+    steps = sorted(((of[i].link_bytes - of[i + 1].link_bytes)
                     / (of[i + 1].device_bytes - of[i].device_bytes), -table, -i)
                    for table, of in enumerate(hulls) for i in range(len(of) - 1))[::-1]
-    found, left, stuck = [of[0] for of in hulls], budget, set[int]()
+    found, stuck = [of[0] for of in hulls], set[int]()
+    left = budget - sum(tier.device_bytes for tier in found)
     for _, table, i in steps:
         now, then = found[-table], hulls[-table][1 - i]
         if -table in stuck:
@@ -210,8 +230,8 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
         if then.device_bytes - now.device_bytes > left:
             stuck.add(-table)
             then = min((tier for tier in choices[-table] if tier.device_bytes <= now.device_bytes + left),
-                       key=lambda tier: tier.slow_bytes)
-            if then.slow_bytes >= now.slow_bytes:
+                       key=lambda tier: tier.link_bytes)
+            if then.link_bytes >= now.link_bytes:
                 continue
         left -= then.device_bytes - now.device_bytes
         found[-table] = then
@@ -219,10 +239,10 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
 
 
 def _hull(tiers: Sequence[Tier]) -> list[Tier]:
-    """The lower convex hull of slow bytes over device bytes."""
+    """The lower convex hull of link bytes over device bytes."""
     hull: list[Tier] = []
-    for tier in sorted(tiers, key=lambda t: (t.device_bytes, t.slow_bytes)):
-        if hull and tier.slow_bytes >= hull[-1].slow_bytes:
+    for tier in sorted(tiers, key=lambda t: (t.device_bytes, t.link_bytes)):
+        if hull and tier.link_bytes >= hull[-1].link_bytes:
             continue
         while len(hull) > 1 and _saved(hull[-2], tier) >= _saved(hull[-2], hull[-1]):
             hull.pop()
@@ -231,28 +251,4 @@ def _hull(tiers: Sequence[Tier]) -> list[Tier]:
 
 
 def _saved(a: Tier, b: Tier) -> float:
-    return (a.slow_bytes - b.slow_bytes) / (b.device_bytes - a.device_bytes)
-
-
-def _whole(table: Table, problem: Problem) -> Tier:
-    a_cell, _ = STATE_BYTES[problem.optimizer]
-    return Tier(table, table.rows, table.bytes + table.rows * table.dim * a_cell, 0, 0.0)
-
-
-def _choices(table: Table, problem: Problem) -> list[Tier]:
-    """What a table may take: nothing, a cache of some size, or all."""
-    whole = _whole(table, problem)
-    lookups = access.lookups(table, problem.global_batch)
-    if lookups == 0:  # nothing crosses the link
-        return [Tier(table, 0, 0, whole.device_bytes, 0.0), whole]
-    row = table.dim * PRECISION_BYTES[table.precision]
-    a_cell, _ = STATE_BYTES[problem.optimizer]
-    heat: Heat = heat_of([table], problem.global_batch, unseen=True)[0]
-    sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
-    sizes = sizes[sizes < table.rows]
-    state = heat.unique_rows * table.dim * a_cell
-    cached = 2 * (heat.misses(sizes) * row + state)
-    alone = (lookups / table.dedup + 2 * heat.unique_rows) * row + 2 * state
-    return [Tier(table, 0, 0, whole.device_bytes, alone),
-            *(Tier(table, int(size), int(size) * (row + CACHED_ROW_BYTES), whole.device_bytes, float(slow))
-              for size, slow in zip(sizes, cached, strict=True)), whole]
+    return (a.link_bytes - b.link_bytes) / (b.device_bytes - a.device_bytes)

@@ -56,6 +56,8 @@ class Topology:
     host_link_gbps: bandwidth of each host to the others, GB/s, where its devices share one link. Given
       instead of between_hosts_gbps.
     latency_ms: of a collective, ms; None: as the cost model measured it.
+    host_memory_bytes: of each host, what tables may use. None: none.
+    host_memory_gbps: bandwidth between a device and its host's memory, GB/s. Given, not measured.
     """
 
     devices: tuple[Device, ...]
@@ -64,6 +66,8 @@ class Topology:
     between_hosts_gbps: float | None = None
     latency_ms: float | None = None
     host_link_gbps: float | None = None
+    host_memory_bytes: int | None = None
+    host_memory_gbps: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -72,7 +76,8 @@ class Topology:
         require(self.hardware is None or is_path_name(self.hardware),
                 f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
         gbps = (1 / MOST_GBPS, MOST_GBPS)
-        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps, host_link_gbps=gbps)
+        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps, host_link_gbps=gbps,
+                       host_memory_gbps=gbps, host_memory_bytes=(1, MOST_BYTES))
         require(self.between_hosts_gbps is None or self.host_link_gbps is None,
                 f"topology has between_hosts_gbps {self.between_hosts_gbps} and host_link_gbps "
                 f"{self.host_link_gbps}; it needs the first where each device has a link of its own to other "
@@ -106,13 +111,19 @@ class Topology:
         """Whether it gives bandwidths or latency, so that its exchanges are not priced as measured."""
         return any(getattr(self, name) is not None for name in LINKS)
 
+    @property
+    def gives_host_memory(self) -> bool:
+        """Whether tables may have rows in host memory."""
+        return self.host_memory_bytes is not None and self.host_memory_gbps is not None
+
     def among(self, devices: Sequence[int]) -> Topology:
-        """Some of the devices, while the others do the same: they share the links of hosts with them."""
-        link = self.host_link_gbps
-        if link is not None:
-            picked = set(devices)
-            link *= min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
-        return replace(self, devices=tuple(self.devices[d] for d in devices), host_link_gbps=link)
+        """Some of the devices, while the others do the same: they share what hosts have with them."""
+        picked, link, memory = set(devices), self.host_link_gbps, self.host_memory_bytes
+        if link is not None or memory is not None:
+            share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
+            link, memory = link and link * share, memory and int(memory * share)
+        return replace(self, devices=tuple(self.devices[d] for d in devices), host_link_gbps=link,
+                       host_memory_bytes=memory)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -120,7 +131,7 @@ class Topology:
     @cached_property
     def _hash(self) -> int:
         return hash((self.devices, self.hardware, self.within_host_gbps, self.between_hosts_gbps,
-                     self.latency_ms, self.host_link_gbps))
+                     self.latency_ms, self.host_link_gbps, self.host_memory_bytes, self.host_memory_gbps))
 
     def __hash__(self) -> int:  # of thousands of devices, and looked up often
         return self._hash

@@ -120,6 +120,8 @@ class Table:
         copied by the device that asked. `pooling` and `access` are those of all samples.
     collection: the EmbeddingBagCollection or EmbeddingCollection that has it, such as its path in the model.
         Each runs ops and exchanges of its own. Pooled tables and sequences of one name are two.
+    load_factor: share of its rows that a cache in device memory holds, while all are in the host's. 1: all
+        are in device memory, and there is no cache.
     """
 
     name: str
@@ -134,6 +136,7 @@ class Table:
     sequence: bool = False
     dedup: float = 1.0
     collection: str = ""
+    load_factor: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
@@ -152,6 +155,9 @@ class Table:
         object.__setattr__(self, "dedup", float(self.dedup))
         require(1 <= self.dedup <= MOST_BATCH,
                 f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 or more")
+        object.__setattr__(self, "load_factor", float(self.load_factor))
+        require(0 <= self.load_factor <= 1,
+                f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1")
         if isinstance(self.access, Reuse):
             require(self.pooling == 0 or sum(self.access.bins) > 0,
                     f"{t} has pooling {self.pooling} but an empty reuse histogram")
@@ -159,7 +165,8 @@ class Table:
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
-                     self.features, self.weighted, self.sequence, self.dedup, self.collection))
+                     self.features, self.weighted, self.sequence, self.dedup, self.collection,
+                     self.load_factor))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash
@@ -170,6 +177,22 @@ class Table:
     @property
     def bytes(self) -> int:
         return self.rows * self.dim * PRECISION_BYTES[self.precision]
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether its rows are in host memory, some of them cached or none."""
+        return self.load_factor < 1
+
+    def cached(self, rows: int) -> int:
+        """Of so many of its rows, those in device memory. All of them where it has no cache."""
+        return max(round(self.load_factor * rows), self.load_factor > 0)
+
+    @property
+    def kernel(self) -> str:
+        """TorchRec's compute kernel of its shards, where they are not replicas."""
+        if not self.in_host_memory:
+            return "fused"
+        return "fused_uvm_caching" if self.load_factor else "fused_uvm"
 
     @property
     def looked_up(self) -> float:
@@ -343,6 +366,9 @@ class Problem:
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)
+        if in_host := [t.name for t in self.tables if t.in_host_memory]:
+            require(self.topology.gives_host_memory, f"{p} has rows of table {in_host[0]!r} in host memory; "
+                    "its topology needs host_memory_bytes and host_memory_gbps")
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
             require_tower_hosts({name: self.allowed_devices(name) for name in pooled},

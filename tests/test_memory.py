@@ -15,7 +15,7 @@ from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Shard, Table
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)
@@ -162,13 +162,46 @@ def test_all_ways_to_count_a_table_agree(job):
     problem = problem_of(*(Table(f"t{i}", int(rng.integers(1, 10**6)), 4 * int(rng.integers(1, 33)),
                                  float(rng.choice([0, 1, 7.5, 100])), features=1 + i % 3, weighted=i % 5 == 0,
                                  sequence=i % 7 == 0) for i in range(200)))
-    problem = replace(problem, job=job)
+    tables = (replace(t, load_factor=(1.0, 0.0, 0.3)[i % 3]) for i, t in enumerate(problem.tables))
+    host = replace(problem.topology, host_memory_bytes=1 << 40, host_memory_gbps=1.0)
+    problem = replace(problem, job=job, tables=tuple(tables), topology=host)
     rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
     lookups = memory.Lookups.of_all(problem.tables, problem)
     one_by_one = [memory.table_bytes(t, problem) for t in problem.tables]
     assert memory.columns_bytes(lookups, rows, dim, dim, problem).tolist() == one_by_one
     narrow = [memory.bytes_as(WHOLE_ROWS, Shard(t, 0, t.rows, 0, 4), problem) for t in problem.tables]
     assert memory.columns_bytes(lookups, rows, 0 * rows + 4, dim, problem).tolist() == narrow
+
+
+@pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("factor", [0.0, 0.1, 0.999])
+def test_rows_in_host_memory_leave_a_cache_a_map_and_state_of_rows(factor, optimizer):
+    plain = replace(problem_of(optimizer=optimizer), topology=Topology(
+        (Device(1 << 30),) * 2, host_memory_bytes=1 << 30, host_memory_gbps=1.0))
+    tiered = replace(TABLE, load_factor=factor)
+    a_cell, a_row = memory.STATE_BYTES[optimizer]
+    for width in (4, 8):
+        shard = Shard(tiered, 0, 1000, 0, width)
+        cached = round(1000 * factor)
+        held = cached * (4 * width + 16) + 1000 * 4 * (factor > 0), 1000 * a_row
+        assert memory.resident_bytes(WHOLE_ROWS, shard, plain) == held
+        assert memory.host_bytes(shard, plain) == 1000 * width * (4 + a_cell)
+        # All else is the same: ids and outputs.
+        whole = Shard(TABLE, 0, 1000, 0, width)
+        resident = sum(memory.resident_bytes(WHOLE_ROWS, whole, plain))
+        assert (memory.bytes_as(WHOLE_ROWS, whole, plain) - memory.bytes_as(WHOLE_ROWS, shard, plain)
+                == resident - sum(held))
+    assert memory.host_bytes(whole, plain) == 0
+
+
+def test_a_host_that_cannot_hold_its_rows_is_named():
+    table = replace(TABLE, load_factor=0.5)
+    own = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")), host_memory_bytes=31_999,
+                   host_memory_gbps=1.0)
+    plan = Plan((Placement("column", Shard.whole(table), (1,)),))
+    with pytest.raises(Infeasible, match="host 'b' of problem .* would hold 32000 bytes of rows"):
+        memory.require_fits(plan, Problem("p", (table,), own, 64))
+    memory.require_fits(plan, Problem("p", (table,), replace(own, host_memory_bytes=32_000), 64))
 
 
 def test_rows_of_a_divided_table_take_the_ids_in_them():

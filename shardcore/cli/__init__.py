@@ -10,6 +10,7 @@ from pathlib import Path
 from shardcore.cli import (
     hot_rows,
     measurements,
+    memory_tiers,
     plans,
     policies,
     problems,
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, problems, hot_rows, measurements, policies, topologies, provisioning, published):
+    for group in (plans, problems, hot_rows, memory_tiers, measurements, policies, topologies, provisioning,
+                  published):
         group.add_commands(commands)
     args = parser.parse_args(argv)
     try:

@@ -45,35 +45,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
                    help="of each table's rows in the cache")
 
 
-    p = command(commands, tiers, "Decide which rows of a problem's tables lie in device memory, and which in "
-                "the host's, where not all fit. It says what crosses the link between them in a step. Plans "
-                "do not use this yet.")
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--host-gib", type=positive(float), required=True, help="memory of all hosts together "
-                   "that tables may take")
-    p.add_argument("--link-gbps", type=positive(float), default=25.0, help="GB/s between a device and its "
-                   "host's memory: given, not measured")
-    p.add_argument("--out", type=Path, metavar="TIERS.json", help="write TorchRec's kernel and load factor "
-                   "of each table")
-
-
 def heat(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.report.heat_report import heat_table
 
     print(heat_table(files.read_problem(args.problem), args.held))
-
-
-def tiers(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.memory_tiers import SlowLink, decide
-    from shardcore.report.heat_report import tiers_report, tiers_to_json
-
-    asked, link = files.read_problem(args.problem), SlowLink(args.link_gbps, args.host_gib * 2**30)
-    found = decide(asked, link)
-    if args.out:
-        files.write_json(args.out, tiers_to_json(found))
-    print(tiers_report(asked, found))
 
 
 def problem(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from shardcore.cost.collective_model import groups_of
+from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import BUCKETIZED_IDS, CROSS, ID_CHANNELS, Channel
@@ -58,12 +59,12 @@ class AnalyticModel:
                 raise ShardCoreError(f"analytic model has {field.name} {value}; "
                                      "bandwidths need to be positive, costs 0 or more")
 
-    def for_problem(self, problem: Problem) -> AnalyticModel:
+    def for_problem(self, problem: Problem) -> AnalyticModel | HostMemoryModel:
         """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
         job = problem.job
-        return replace(self, setting=replace(self.setting, batch=problem.global_batch,
-                                             forward_payload=job.forward_payload,
-                                             backward_payload=job.backward_payload))
+        setting = replace(self.setting, batch=problem.global_batch, forward_payload=job.forward_payload,
+                          backward_payload=job.backward_payload)
+        return with_host_memory(replace(self, setting=setting), problem)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.

@@ -103,3 +103,25 @@ def several(sums: np.ndarray, p: np.ndarray) -> float:
             ms += contended(own, p[at:end])
         at = end
     return ms
+
+
+HEADS = (linear, contended, several)
+"""Heads of ops in device memory, by the number that `beside_link` has for them."""
+
+
+@_compile
+def beside_link(sums: np.ndarray, p: np.ndarray) -> float:
+    """ms of an op with rows in host memory. See host_memory.HostMemoryModel.
+
+    sums: those of another head, then ms of the link, forward and backward.
+    p[0]: which of HEADS that is. Then its parameters.
+    """
+    n = len(sums) - 2
+    own, which = sums[:n], int(p[0])
+    if which == 0:
+        ms = linear(own, p[1:])
+    elif which == 1:
+        ms = contended(own, p[1:])
+    else:
+        ms = several(own, p[1:])
+    return ms + sums[n] + sums[n + 1]

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardcore.cost import neural, ranges
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
+from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import BoundableCostModel, CommCost, Compiled
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
@@ -50,13 +51,11 @@ class MixedModel:
     def setting(self) -> Setting:
         return replace(self.models[0].setting, precision="+".join(m.setting.precision for m in self.models))
 
-    def for_problem(self, problem: Problem) -> NeuralModel | MixedModel:
+    def for_problem(self, problem: Problem) -> NeuralModel | MixedModel | HostMemoryModel:
         """See model.CostModel. The model of a single precision, for a problem that has only that one."""
-        models = [m.for_problem(problem) for m in self.models]
-        for model in models:
-            if model.setting.precision == problem.precision:
-                return model
-        return MixedModel(tuple(models))
+        models = [m.in_device_memory(problem) for m in self.models]
+        of_one = (model for model in models if model.setting.precision == problem.precision)
+        return with_host_memory(next(of_one, None) or MixedModel(tuple(models)), problem)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, P F] the encoding by the model of a shard's precision at its place, and 0 elsewhere."""
@@ -119,8 +118,10 @@ def load(folders: Sequence[str | Path]) -> NeuralModel | MixedModel:
     return models[0] if len(models) == 1 else MixedModel(tuple(models))
 
 
-def out_of_range(model: NeuralModel | MixedModel, workload: Workload) -> list[str]:
+def out_of_range(model: NeuralModel | MixedModel | HostMemoryModel, workload: Workload) -> list[str]:
     """As ranges.out_of_range, of each precision's shards against its own model."""
+    if isinstance(model, HostMemoryModel):
+        return out_of_range(model.model, workload)
     if isinstance(model, NeuralModel):
         return ranges.out_of_range(model, workload)
     found = [ranges.out_of_range(m, _only(m.setting.precision, workload, m is model.of_exchanges))

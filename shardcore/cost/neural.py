@@ -16,6 +16,7 @@ import numpy as np
 from shardcore import files, schema
 from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
+from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
@@ -44,8 +45,12 @@ class NeuralModel:
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
 
-    def for_problem(self, problem: Problem) -> NeuralModel:
-        """The model at the batch of a problem, and with its job's payloads. See model.CostModel."""
+    def for_problem(self, problem: Problem) -> NeuralModel | HostMemoryModel:
+        """See model.CostModel."""
+        return with_host_memory(self.in_device_memory(problem), problem)
+
+    def in_device_memory(self, problem: Problem) -> NeuralModel:
+        """The model at the batch of a problem, and with its job's payloads, as if no rows were elsewhere."""
         job = problem.job
         return self.for_batch(problem.global_batch).for_payloads(job.forward_payload, job.backward_payload)
 

@@ -39,7 +39,7 @@ from shardcore.workload import require_cover
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding, ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
 def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str | None = None,
                 like: ShardingPlan | None = None) -> ShardingPlan:
     """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
+
+    Tables whose load factor is not 1 get TorchRec's kernels with rows in host memory, and its cache.
 
     module: the model, or the path of the collection of those tables that name none.
     compute_device: "cuda" or "cpu". Default: that of `like`, or else "cuda".
@@ -275,8 +277,20 @@ def _sharding(found: Sharded, on: Topology, compute_device: str,
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
     base = old or ParameterSharding(found.sharding_type, kernel)
+    table = next((shard.table for _, shard in found.shards), None)
+    if table and table.in_host_memory:
+        kernel = table.kernel
+        base = replace(base, cache_params=_cache_of(table, base.cache_params) if table.load_factor else None)
     return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks,
                    sharding_spec=spec)
+
+
+def _cache_of(table: Table, old: CacheParams | None) -> CacheParams:
+    """Its cache, with the load factor of the table. The rest is as it was."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+    from torchrec.distributed.types import CacheParams
+
+    return replace(old or CacheParams(CacheAlgorithm.LRU), load_factor=table.load_factor)
 
 
 # --- from TorchRec ------------------------------------------------------------------------------------------

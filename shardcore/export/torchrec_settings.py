@@ -19,8 +19,6 @@ from shardcore.layouts import layout_of_torchrec
 if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
-    from shardcore.memory_tiers import Tier
-
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
 """Fields of a ParameterSharding that follow from our plan."""
 PLAIN_KERNELS = ("fused", "dense")
@@ -104,14 +102,3 @@ def _unpriced_replicas(plan: ShardingPlan, optimizer: str | None, job: Job) -> l
     under, by = f", under {optimizer}" if optimizer else "", f", {dense}," if dense else ""
     return [f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
             "over all of their weights later, which is not timed"] if replicas else []
-
-
-def settings_of_tiers(tiers: Iterable[Tier]) -> dict[str, dict[str, Any]]:
-    """Settings of tables that are not all in device memory, by name: what a plan's provenance keeps."""
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
-    from torchrec.distributed.types import CacheParams, ParameterSharding
-
-    return {tier.table.name: settings_of(ParameterSharding(
-        "", tier.kernel, cache_params=CacheParams(CacheAlgorithm.LRU, tier.load_factor)
-        if tier.kernel == "fused_uvm_caching" else None), f"table {tier.table.name!r}")
-        for tier in tiers if tier.kernel != "fused"}

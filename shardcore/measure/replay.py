@@ -183,6 +183,10 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     copied = next((t.name for t in tables if t.dedup > 1), None)
     if copied is not None:
         raise ShardCoreError(f"table {copied!r} is deduplicated; a replay looks up all samples, so far")
+    in_host = next((t.name for t in tables if t.in_host_memory), None)
+    if in_host is not None:
+        raise ShardCoreError(f"table {in_host!r} has rows in host memory; a replay has all of them on the "
+                             "device, so far")
     if workload.job != first.job:
         raise ShardCoreError(f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
                              "give plans of one problem")

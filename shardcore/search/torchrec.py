@@ -42,7 +42,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
@@ -246,7 +246,8 @@ class _Theirs:
         def of(table: Table) -> list[str]:
             whole = table.name in self.problem.whole
             return ([WHOLE_ROWS.torchrec_whole]
-                    if whole else [k for k in types if k not in over or even_rows(table.rows, over[k])])
+                    if whole else [k for k in types if (k not in over or even_rows(table.rows, over[k]))
+                                   and (layout_of_torchrec(k).caches or not table.in_host_memory)])
 
         return {n: ParameterConstraints(sharding_types=of(t),
                                         compute_kernels=["fused", "dense"],  # dense: what data_parallel runs

@@ -90,6 +90,23 @@ class Statistics(CacheStatistics):
         return 1 - clf
 
 
+def test_load_factors_reach_torchrec():
+    tables = tuple(replace(t, load_factor={"a": 0.25, "d": 0.0}.get(t.name, 1.0)) for t in GIVEN.tables)
+    given = replace(GIVEN, tables=tables, topology=replace(
+        GIVEN.topology, host_memory_bytes=1 << 30, host_memory_gbps=25.0))
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
+    made = to_torchrec(plan, given, MODULE)
+    found = {name: sharding for module in made.plan.values() for name, sharding in module.items()}
+    assert (found["a"].compute_kernel, found["d"].compute_kernel) == ("fused_uvm_caching", "fused_uvm")
+    assert found["a"].cache_params == CacheParams(CacheAlgorithm.LRU, load_factor=0.25)
+    assert found["d"].cache_params is None
+    assert {found[name].compute_kernel for name in found.keys() - {"a", "d"}} == {"fused"}
+    # What else a TorchRec plan says of a cache stays.
+    again = to_torchrec(plan, given, MODULE, like=tiered())
+    kept = next(module["a"] for module in again.plan.values() if "a" in module).cache_params
+    assert (kept.algorithm, kept.precision, kept.load_factor) == (CacheAlgorithm.LFU, DataType.FP16, 0.25)
+
+
 def test_what_no_file_can_hold_is_read_and_not_dropped():
     theirs = tiered(stats=Statistics())
     ours = from_torchrec(theirs, GIVEN, MODULE)

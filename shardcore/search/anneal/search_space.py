@@ -116,8 +116,9 @@ class SearchSpace:
 
 
 def runs(layout: Layout, table: Table) -> bool:
-    """Whether a layout is of the table's collection."""
-    return (layout.sequence, layout.collection) == (table.sequence, table.collection)
+    """Whether a layout is of the table's collection, and runs its kernel."""
+    return ((layout.sequence, layout.collection) == (table.sequence, table.collection)
+            and (layout.caches or not table.in_host_memory))
 
 
 def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:

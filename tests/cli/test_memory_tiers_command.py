@@ -1,0 +1,65 @@
+"""tiers: which rows lie in device memory, and a plan for them."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.topology import Device, Topology
+from shardcore.types import Table, Zipf
+from shardcore.workload import lower
+
+
+@pytest.fixture
+def asked(problem, tmp_path):
+    """A problem of three tables, larger than device memory."""
+    tables = tuple(Table(f"t{i}", 50_000, 64, 5.0, Zipf(0.6 + 0.2 * i)) for i in range(3))
+    small = replace(problem, tables=tables, topology=Topology((Device(15 << 20),) * 2))
+    files.write_problem(tmp_path / "p.json", small)
+    return ["tiers", str(tmp_path / "p.json")]
+
+
+def test_it_decides_which_rows_lie_in_device_memory(asked, tmp_path, capsys):
+    out = tmp_path / "tiered.json"
+    assert main([*asked, "--host-gib", "1", "--out", str(out)]) == 0
+    said, found = capsys.readouterr().out, files.read_problem(out)
+    cached = [table.name for table in found.tables if 0 < table.load_factor < 1]
+    assert cached and all(re.search(rf"{name} +fused_uvm_caching", said) for name in cached)
+    assert (found.topology.host_memory_bytes, found.topology.host_memory_gbps) == (1 << 30, 25.0)
+    saved = [float(x) for x in re.findall(r"^\d+ GiB +([\d.]+)", said, re.MULTILINE)]
+    assert saved == sorted(saved) and saved[0] > 0
+    again = tmp_path / "again.json"
+    assert main(["tiers", str(out), "--out", str(again)]) == 0  # the problem says what hosts have
+    assert again.read_text() == out.read_text()
+
+
+def test_with_a_model_it_writes_a_plan_that_fits(asked, model, tmp_path, capsys):
+    out, plan = tmp_path / "tiered.json", tmp_path / "plan.json"
+    given = [*asked, "--host-gib", "1", "--model", str(model), "--budget-evals", "200"]
+    assert main([*given, "--out", str(out), "--plan", str(plan)]) == 0
+    said, progress = capsys.readouterr()
+    assert said.count("(best)") == 1 and "of the memory for rows: " in progress
+    found = files.read_problem(out)
+    assert max(lower(files.read_plan(plan, found), found).memory_bytes) <= 15 << 20
+    priced = tmp_path / "cost.json"
+    assert main(["price", str(plan), "--problem", str(out), "--model", str(model), "--out", str(priced)]) == 0
+    assert json.loads(priced.read_text())["total_ms"] > 0
+
+
+def test_what_fits_is_left_alone(asked, problem, tmp_path, capsys):
+    files.write_problem(tmp_path / "p.json", problem)
+    assert main([*asked, "--host-gib", "1"]) == 0
+    assert "All rows fit in device memory." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (["--host-gib", "0.001"], "of tables in host memory, which may hold 1.0 MiB"),
+    ([], "does not say how much memory hosts have for tables; give --host-gib"),
+    (["--host-gib", "1", "--budget-s", "3"], "--budget-s 3.0 is for plans; give --model too"),
+])
+def test_what_it_refuses(asked, given, words, capsys):
+    assert main([*asked, *given]) == 1
+    assert words in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Rows in host memory: what they add to the cost of ops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.host_memory import HostMemoryModel
+from shardcore.cost.model import QuantileCostModel, price
+from shardcore.memory_tiers import tiers_of, with_load_factors
+from shardcore.search.bound import bound
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.workload import lower
+
+MODEL = AnalyticModel(Setting("made-up", 512))
+TABLES = tuple(Table(f"t{i}", 5_000, 16, 3.0, Zipf(0.9)) for i in range(4))
+HOST = {"host_memory_bytes": 1 << 30, "host_memory_gbps": 2.0}
+PLAIN = Problem("p", TABLES, Topology((Device(1 << 30),) * 2, **HOST), 512)
+TIERED = with_load_factors(PLAIN, {"t0": 0.1, "t1": 0.0})
+
+
+def plan(of: Problem) -> Plan:
+    return Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(of.tables)))
+
+
+def ms(of: Problem, model=MODEL) -> np.ndarray:
+    cost = price(lower(plan(of), of), model.for_problem(of))
+    return np.array(cost.forward_compute_ms) + np.array(cost.backward_compute_ms)
+
+
+def test_a_device_takes_as_much_longer_as_its_bytes_take_on_the_link():
+    link = [tier.link_bytes / 2e6 for tier in tiers_of(TIERED).tiers]
+    assert min(link[:2]) > 0 and link[2:] == [0, 0]
+    assert ms(TIERED) - ms(PLAIN) == pytest.approx(link[:2])
+    faster = replace(TIERED, topology=replace(TIERED.topology, host_memory_gbps=4.0))
+    assert ms(faster) - ms(PLAIN) == pytest.approx(np.array(link[:2]) / 2)
+
+
+def test_problems_without_such_rows_keep_their_model():
+    assert MODEL.for_problem(TIERED).for_problem(PLAIN) == MODEL.for_problem(PLAIN)
+
+
+def test_columns_and_row_ranges_have_their_share():
+    model, table = MODEL.for_problem(TIERED), TIERED.tables[0]
+    whole, half, range_ = model.encode([Shard.whole(table), Shard(table, 0, table.rows, 0, 8),
+                                        Shard(table, 0, table.rows // 2, 0, 16)])[:, -2:]
+    assert half == pytest.approx(whole / 2) and range_ == pytest.approx(whole / 2)
+
+
+def test_compiled_equals_head_for_every_model(model):
+    for inner in (MODEL, model):
+        own = HostMemoryModel(inner, 2.0, "exact_sgd")
+        sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0)
+        compiled = own.compiled()
+        assert compiled.head(sums, compiled.parameters) == pytest.approx(float(own.head(sums[None])[0]))
+        share = own.forward_share(sums[None])[0]
+        assert 0 < share < 1
+
+
+def test_a_cautious_model_takes_the_link_as_it_is(model):
+    own = HostMemoryModel(model, 2.0, "exact_sgd")
+    sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0, keepdims=True)
+    cautious, inner = QuantileCostModel(own, 0.9), QuantileCostModel(model, 0.9)
+    assert cautious.head(sums)[0] == pytest.approx(inner.head(sums[:, :-2])[0] + sums[0, -2:].sum())
+    compiled = cautious.compiled()
+    assert compiled.head(sums[0], compiled.parameters) == pytest.approx(cautious.head(sums)[0])
+
+
+def test_no_plan_costs_less_than_the_bound():
+    tiered = MODEL.for_problem(TIERED)
+    found = bound(TIERED, tiered)
+    assert 0 < found.proved_ms <= price(lower(plan(TIERED), TIERED), tiered).total_ms
+    assert found.proved_ms > bound(PLAIN, MODEL).proved_ms

@@ -1,0 +1,87 @@
+"""Plans for problems that do not fit in device memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tiers_of, with_load_factors
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.memory_tiers import best_of, filled, try_shares
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.workload import lower
+
+MODEL = AnalyticModel(Setting("made-up", 1024))
+TABLES = tuple(Table(f"t{i}", 20_000 + 3_000 * i, 16, 4.0 + i, Zipf(0.6 + 0.1 * i)) for i in range(8))
+
+
+def problem(memory_bytes: int = 5 << 20, tables=TABLES, host_bytes: int = 1 << 30) -> Problem:
+    topology = Topology((Device(memory_bytes),) * 4, host_memory_bytes=host_bytes, host_memory_gbps=5.0)
+    return Problem("large", tables, topology, 1024)
+
+
+def tried(of: Problem, algorithm: str = "anneal_columns"):
+    return try_shares(of, MODEL, SHARDERS[algorithm], budget=Budget(evals=300))
+
+
+def test_what_does_not_fit_gets_a_plan_within_all_memories():
+    asked = problem()
+    with pytest.raises(Infeasible):
+        SHARDERS["anneal_columns"](asked, MODEL)
+    best = best_of(tried(asked))
+    assert max(lower(best.plan, best.problem).memory_bytes) <= 5 << 20
+    assert any(table.in_host_memory for table in best.problem.tables)
+    assert best.plan.provenance["predicted_ms"] == best.ms
+
+
+def test_it_is_faster_than_with_simpler_load_factors():
+    asked, best = problem(), best_of(tried(problem()))
+    for how in (largest_to_host, one_load_factor):
+        # With room to spare, for these fill all memory at once.
+        other = replace(how(asked).problem, topology=problem(6 << 20).topology)
+        plan = SHARDERS["anneal_columns"](other, MODEL.for_problem(other), budget=Budget(evals=300))
+        assert best.ms < plan.provenance["predicted_ms"], how.__name__
+
+
+def test_what_fits_stays_in_device_memory():
+    [only] = tried(problem(1 << 28))
+    assert only.plan is not None and not any(table.in_host_memory for table in only.problem.tables)
+
+
+def test_memory_that_is_left_on_a_device_goes_to_its_tables():
+    asked = with_load_factors(problem(), {t.name: 0.1 for t in TABLES})
+    plan = SHARDERS["size_greedy"](asked, MODEL.for_problem(asked))
+    better, found = filled(plan, asked, MODEL)
+    assert tiers_of(better).link_bytes < 0.5 * tiers_of(asked).link_bytes
+    assert found.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
+    assert [p.devices for p in found.placements] == [p.devices for p in plan.placements]
+    lower(found, better)
+
+
+@pytest.mark.parametrize("algorithm", sorted(SHARDERS))
+def test_every_sharder_takes_load_factors(algorithm):
+    asked = decide(problem(), -(1 << 20)).problem
+    found = SHARDERS[algorithm](asked, MODEL.for_problem(asked), budget=Budget(evals=200))
+    lower(found, asked)
+    held = {t.name for t in asked.tables if t.in_host_memory}
+    assert not {p.shard.table.name for p in found.placements if p.kind == "data_parallel"} & held
+
+
+def test_a_replica_has_no_rows_in_host_memory():
+    asked = with_load_factors(problem(), {"t0": 0.1})
+    plan = Plan(tuple(Placement("data_parallel", Shard.whole(t), (0, 1, 2, 3)) for t in asked.tables))
+    with pytest.raises(ShardCoreError, match="by data_parallel, with load_factor 0.1"):
+        lower(plan, asked)
+
+
+def test_what_hosts_cannot_hold_is_refused():
+    with pytest.raises(Infeasible, match="in host memory, which may hold 1.0 MiB"):
+        tried(problem(host_bytes=1 << 20))
+    two = replace(problem(), topology=replace(problem().topology, host_memory_bytes=11 << 20, devices=tuple(
+        Device(5 << 20, host=f"host-{i // 2}") for i in range(4))))
+    asked = with_load_factors(two, {t.name: 0.1 for t in TABLES})
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(asked.tables)))
+    with pytest.raises(Infeasible, match="host 'host-0' of problem 'large' would hold 14.9 MiB of rows"):
+        lower(plan, asked)
