@@ -208,7 +208,9 @@ def _remedy(problem: Problem) -> str:
                  "fewer constraints or smaller tables")
     return (f"It would fit with {' or '.join(remedies)}, or with less in the tables"
             if remedies else otherwise
-            ) + (", or without its pins and groups" if eased else "")
+            ) + (", or without its pins and groups" if eased else "") + (
+                ", or with rows in host memory (python -m shardcore tiers)"
+                if not any(t.in_host_memory for t in problem.tables) else "")
 
 
 def _least(enough: Callable[[int], bool], limit: int) -> int | None:
