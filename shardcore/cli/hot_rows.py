@@ -1,4 +1,5 @@
-"""The command hot-rows: which rows of sequence tables to have on every device."""
+"""The commands hot-rows and hot-drift: which rows of sequence tables to have on every device, and whether
+they are still hot."""
 
 from __future__ import annotations
 
@@ -25,6 +26,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--out", type=Path, required=True, metavar="HOT.json")
     p.add_argument("--plan", type=Path, metavar="PLAN.json", help="write the plan that was found, too")
 
+    p = command(commands, hot_drift, "Say how hot the hot rows of a job still are, and what other hot ids "
+                "would save and move.")
+    p.add_argument("problem", type=Path, metavar="HOT.json", help="of hot-rows")
+    p.add_argument("--hot-ids", type=Path, required=True, metavar="IDS.safetensors", help="that are hot in "
+                   "the job (write_hot_ids)")
+    p.add_argument("--row-counts", type=Path, required=True, metavar="COUNTS.safetensors", help="lookups of "
+                   "each row in samples of now (write_row_counts)")
+    p.add_argument("--out", type=Path, metavar="NEW.safetensors", help="write the hot ids of now")
+
 
 def hot_rows(args: argparse.Namespace) -> None:
     from shardcore import files
@@ -46,3 +56,17 @@ def hot_rows(args: argparse.Namespace) -> None:
     print(thresholds_table(problem, tried, best))
     for line in mixed.out_of_range(model.for_problem(best.problem), lower(best.plan, best.problem)):
         print(f"extrapolated: {line}", file=sys.stderr)
+
+
+def hot_drift(args: argparse.Namespace) -> None:
+    from shardcore import files
+    from shardcore.report.hot_rows_report import drift_table
+    from shardcore.tables.hot_drift import hot_drift as drift_of
+    from shardcore.tables.hot_ids import read_hot_ids, write_hot_ids
+    from shardcore.tables.row_counts import read_row_counts
+
+    found = drift_of(files.read_problem(args.problem), read_hot_ids(args.hot_ids),
+                     read_row_counts(args.row_counts))
+    if args.out:
+        write_hot_ids(args.out, [one.new for one in found])
+    print(drift_table(found))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shardcore.memory import gib
 from shardcore.report.text import text_table
 from shardcore.search.hot_rows import Tried
+from shardcore.tables.hot_drift import HotDrift
 from shardcore.tables.hot_rows import HOT
 from shardcore.types import Problem
 from shardcore.workload import lower
@@ -35,6 +36,19 @@ def thresholds_table(problem: Problem, tried: Sequence[Tried], best: Tried) -> s
     if rows:
         found += "\n\n" + text_table(["table", "rows", "hot rows", "their lookups"], rows)
     return found
+
+
+def drift_table(found: Sequence[HotDrift]) -> str:
+    """How hot the hot rows of each table still are, and what other hot ids would save and move."""
+    rows = [(x.table, f"{x.rows:,}", f"{x.still_hot:.0%}", f"{x.planned_share:.1%}", f"{x.share:.1%}",
+             f"{x.best_share:.1%}", f"{x.entering:,}", f"{x.saved_bytes / 1e6:,.3f}", gib(x.moved_bytes))
+            for x in found]
+    saved, moved = sum(x.saved_bytes for x in found), sum(x.moved_bytes for x in found)
+    return "\n".join([
+        text_table(["table", "hot rows", "still hot", "lookups, planned", "now", "with other ids",
+                    "rows that enter", "MB saved a step", "moves"], rows), "",
+        f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
+        "weights once."])
 
 
 def _threshold(tried: Tried) -> str:

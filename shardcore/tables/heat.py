@@ -168,45 +168,6 @@ def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
     return np.bincount(ids, minlength=table.rows)
 
 
-@dataclass(frozen=True)
-class HeatDrift:
-    """How hot an old hot set still is.
-
-    still_hot: share of its rows that are still among as many hottest.
-    old_share: share of lookups that it had.
-    share: share of lookups that it has now.
-    best_share: share of lookups that as many hottest rows have now: what a new hot set would have.
-    """
-
-    still_hot: float
-    old_share: float
-    share: float
-    best_share: float
-
-
-def heat_drift(table: Table, before: np.ndarray, after: np.ndarray, rows: int) -> HeatDrift:
-    """How hot the so many hottest rows of `before` are in `after`. Both are counts [table.rows].
-
-    Raises ShardCoreError for counts of another table, without lookups, and for more rows than it has.
-    """
-    for when, counts in (("old", before), ("new", after)):
-        if len(counts) != table.rows:
-            raise ShardCoreError(f"table {table.name!r} has {table.rows} rows, its {when} counts "
-                                 f"{len(counts)}; it needs a count for each row")
-        if not np.sum(counts) > 0:
-            raise ShardCoreError(f"table {table.name!r} has no access statistics: its {when} counts are all "
-                                 "0; it needs some lookups")
-    if not 1 <= rows <= table.rows:
-        raise ShardCoreError(f"table {table.name!r} was asked for {rows} hot rows; it has {table.rows} rows, "
-                             f"so 1 to {table.rows} would be right")
-    was, now = (np.argsort(-np.asarray(of), kind="stable")[:rows] for of in (before, after))
-    total = float(np.sum(after))
-    # Rows as hot as the last of the new set count as hot: which of equals is in it means nothing.
-    hot = np.count_nonzero(after[was] >= max(1, after[now[-1]]))
-    return HeatDrift(float(hot / rows), float(before[was].sum() / np.sum(before)),
-                     float(after[was].sum() / total), float(after[now].sum() / total))
-
-
 def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
     live = np.flatnonzero(rows > 0)[::-1]
     sizes, keep = rows[live], batch / table.access.batch

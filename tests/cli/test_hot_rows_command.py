@@ -1,9 +1,14 @@
-"""hot-rows, and what it refuses."""
+"""hot-rows and hot-drift, and what they refuse."""
 
 from dataclasses import replace
 
+import numpy as np
+
 from shardcore import files
 from shardcore.cli import main
+from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
+from shardcore.tables.hot_rows import with_hot_rows
+from shardcore.tables.row_counts import RowCounts, write_row_counts
 from shardcore.types import Zipf
 from shardcore.workload import lower
 
@@ -29,3 +34,22 @@ def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path
 def test_pooled_tables_have_none(stored, model, capsys):
     assert main(asked(stored, model)) == 1
     assert "has no sequence tables that are looked up" in capsys.readouterr().err
+
+
+def test_drift_of_hot_rows_is_told_and_new_ids_are_written(problem, tmp_path, capsys):
+    tables = tuple(replace(t, sequence=True, access=Zipf(1.3)) for t in problem.tables if t.pooling)
+    own = with_hot_rows(replace(problem, tables=tables), {tables[0].name: 3})
+    name, rows = tables[0].name, tables[0].rows
+    files.write_problem(tmp_path / "hot.json", own)
+    write_hot_ids(tmp_path / "ids.safetensors", [HotIds(name, rows, [0, 1, 2])])
+    counts = np.ones(rows, np.int64)
+    counts[[0, 1, 7]] = 50
+    write_row_counts(tmp_path / "counts.safetensors", RowCounts(10, {name: counts}))
+    given = ["hot-drift", str(tmp_path / "hot.json"), "--hot-ids", str(tmp_path / "ids.safetensors"),
+             "--row-counts", str(tmp_path / "counts.safetensors"), "--out", str(tmp_path / "new.safetensors")]
+    assert main(given) == 0
+    assert "67%" in capsys.readouterr().out  # of the three rows two are still hot
+    assert list(read_hot_ids(tmp_path / "new.safetensors")[name].ids) == [0, 1, 7]
+    (tmp_path / "counts.safetensors").write_bytes(b"none")
+    assert main(given) == 1
+    assert "cannot read row counts from" in capsys.readouterr().err

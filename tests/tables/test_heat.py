@@ -5,7 +5,7 @@ import pytest
 
 from shardcore.errors import ShardCoreError
 from shardcore.tables import access, streams
-from shardcore.tables.heat import heat_drift, heat_of, heat_of_counts, heat_of_ids, row_counts
+from shardcore.tables.heat import heat_of, heat_of_counts, heat_of_ids, row_counts
 from shardcore.tables.lru import lru_misses
 from shardcore.types import Reuse, Shard, Table, Zipf
 
@@ -74,14 +74,6 @@ def test_heat_of_data_is_near_that_of_its_law():
     assert data.miss_ratio(500) == pytest.approx(law.miss_ratio(500), abs=0.05)
 
 
-def test_drift_of_the_same_counts_is_none_and_of_turned_ones_all():
-    table, counts = zipf(rows=4), np.array([8, 4, 2, 0])
-    same, turned = heat_drift(table, counts, counts, 2), heat_drift(table, counts, counts[::-1], 2)
-    assert (same.still_hot, same.share, same.best_share) == (1.0, 12 / 14, 12 / 14)
-    assert (turned.still_hot, turned.old_share, turned.share) == (0.0, 12 / 14, 2 / 14)
-    assert turned.best_share == 12 / 14
-
-
 @pytest.mark.parametrize(("do", "words"), [
     (lambda: heat_of([zipf(pooling=0.0)], BATCH), "has no access statistics: its pooling of 0"),
     (lambda: heat_of([reuse(batch=BATCH // 2)], BATCH), "needs one of 256 samples or more"),
@@ -89,9 +81,6 @@ def test_drift_of_the_same_counts_is_none_and_of_turned_ones_all():
     (lambda: heat_of_ids(zipf(), np.zeros(0, dtype=int), BATCH), "no access statistics: 1 batches"),
     (lambda: heat_of([zipf(rows=5)], BATCH)[0].misses(6), "was asked for 6 cached rows; it has 5 rows"),
     (lambda: heat_of([zipf(rows=5)], BATCH)[0].hottest_lookups(np.nan), "asked for nan hottest rows"),
-    (lambda: heat_drift(zipf(rows=2), np.ones(3), np.ones(2), 1), "has 2 rows, its old counts 3"),
-    (lambda: heat_drift(zipf(rows=2), np.ones(2), np.zeros(2), 1), "its new counts are all 0"),
-    (lambda: heat_drift(zipf(rows=2), np.ones(2), np.ones(2), 3), "was asked for 3 hot rows"),
     (lambda: lru_misses([np.array([0])], 1, 2), "cache of 2 rows; it has 1"),
 ])
 def test_what_cannot_be_said_is_refused(do, words):
