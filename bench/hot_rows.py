@@ -1,10 +1,11 @@
-"""What hot rows on every rank save: bytes that leave a device in a step, counted in TorchRec's processes.
+"""What hot rows on every rank save: bytes that leave a device, and a host, in a step of TorchRec.
 
     python -m bench.hot_rows --batch 8192 --out hot_rows.jsonl        # some minutes
 
 Models of sequence tables: of the calibrated pool, and with power laws. Four gloo ranks on two emulated hosts
 (LOCAL_WORLD_SIZE 2) run one step each way. Every collective is counted (bench/traffic.py), those of DDP
-included. Of an all-to-all, what stays on a rank does not leave; of an all-reduce, 2 (n - 1) / n leave.
+included, by where its bytes go. An all-reduce counts as a ring of the ranks in order: 2 (n - 1) / n of its
+bytes leave each rank for the next one, which is on another host for one rank of each host.
 
 Arms: TorchRec's row_wise; the same with its index deduplication (set_ec_index_dedup), which does not run on a
 CPU, so its bytes are computed from the same ids; hot rows on every rank and row_wise for the others, with the
@@ -28,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.traffic import Count
 from shardcore import files
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.torchrec import to_torchrec
@@ -49,6 +50,10 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 import training  # noqa: E402  (the tests' own)
 
 N, PER_HOST, DIM, OTHER_BATCHES = 4, 2, 32, 16
+EXCHANGE = np.array([(N - 1) / N, PER_HOST * (N - PER_HOST) / N])
+"""Of the bytes of a rank's all-to-all to all ranks alike, those that leave it, and its host."""
+RING = np.array([2 * (N - 1) / N, 2 * (N - 1) / N])
+"""The same of an all-reduce."""
 
 
 def models(n_tables: int, seed: int) -> dict[str, tuple[Table, ...]]:
@@ -79,35 +84,63 @@ def best_threshold(problem: Problem) -> float:
 
 
 def predicted(problem: Problem) -> dict[str, float]:
+    """Mean bytes that leave a device and a host, and the most that a device holds."""
     work = lower(planned(problem), problem, fits=False)
-    leaving = sum(n.mean() * _leaves(c.collective) * (1 if "ids" in c.collective else
-                  1 if c.collective == "all_reduce" else 2)
-                  for c, n in zip(work.channels, work.traffic, strict=True))
-    return {"bytes": leaving, "memory": float(max(work.memory_bytes))}
+    leaving = np.zeros(2)
+    for channel, n in zip(work.channels, work.traffic, strict=True):
+        ways = 1 if "ids" in channel.collective or channel.collective == "all_reduce" else 2
+        leaving += ways * n.mean() * (RING if channel.collective == "all_reduce" else EXCHANGE)
+    return {"bytes": leaving[0], "host_bytes": leaving[1], "memory": float(max(work.memory_bytes))}
 
 
-def _leaves(collective: str) -> float:
-    return (2 if collective == "all_reduce" else 1) * (N - 1) / N
-
-
-def counted(problem: Problem, hot: dict[str, int], seed: int) -> float:
-    """Mean bytes that leave a device in a step."""
+def counted(problem: Problem, hot: dict[str, int], seed: int) -> list[float]:
+    """[2] mean bytes that leave a device, and a host, in a step."""
     with tempfile.TemporaryDirectory() as folder:
         codes = training.in_processes(N, _step, (problem, hot, seed, folder), 600)
         if any(codes):
             raise SystemExit(f"processes ended with {codes}")
-        return float(np.mean([json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(N)]))
+        leaving = np.mean([json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(N)], 0)
+        return (leaving * (1, PER_HOST)).tolist()
 
 
-def deduplicated(problem: Problem, seed: int) -> float:
-    """Mean bytes that would leave a device if each rank sent each of its ids once, and got each row once."""
+class Leaving(TorchDispatchMode):
+    """Counts bytes that leave a rank for others, and for those of other hosts.
+
+    rank: its number. bytes: [2] of all collectives so far.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.bytes = rank, np.zeros(2)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            if name not in ("alltoall_base_", "allreduce_"):
+                raise ValueError(f"TorchRec ran {name}, which bench.hot_rows does not know")
+            self._add(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, args) -> None:
+        if name == "allreduce_":
+            last = self.rank % PER_HOST == PER_HOST - 1  # the next rank of the ring is on another host
+            self.bytes += 2 * (N - 1) / N * sum(t.nbytes for t in args[0]) * np.array([1, last])
+            return
+        source, splits = args[1], np.array(args[4] or [1] * N, dtype=float)
+        to = splits / splits.sum() * source.nbytes if splits.sum() else splits
+        away = np.arange(N) // PER_HOST != self.rank // PER_HOST
+        self.bytes += to.sum() - to[self.rank], to[away].sum()
+
+
+def deduplicated(problem: Problem, seed: int) -> list[float]:
+    """[2] mean bytes that would leave a device and a host if each rank sent each of its ids once."""
     found, local, job = 0.0, problem.local_batch, problem.job
     for table in problem.tables:
         ids, offsets = stream(table, problem.global_batch, seed)
         unique = sum(len(np.unique(ids[offsets[r * local]:offsets[(r + 1) * local]])) for r in range(N))
         # Rows go one way, and their gradients the other.
         found += unique / N * (job.id_bytes + 2 * 4 * table.dim) + local * job.length_bytes
-    return found * _leaves("all_to_all")
+    return (found * EXCHANGE).tolist()
 
 
 def _step(rank: int, problem: Problem, hot: dict[str, int], seed: int, folder: str) -> None:
@@ -140,13 +173,10 @@ def _step(rank: int, problem: Problem, hot: dict[str, int], seed: int, folder: s
                                        plan=to_torchrec(planned(given), given, model, "cpu"))
     batch = _batch(problem, rank, seed)
     for counting in (False, True):  # DDP's first step also exchanges what it needs to know
-        with Count(problem.topology) if counting else warnings.catch_warnings() as count:
+        with Leaving(rank) if counting else warnings.catch_warnings() as count:
             found = sharded(batch)
             sum(found[f"f_{t.name}"].values().sum() for t in problem.tables).backward()
-    # Exchanges of ids and counts are named apart; all of them are all-to-alls.
-    leaving = sum(entered * _leaves("all_reduce" if "all-reduce" in what else "all_to_all")
-                  for what, calls in count.calls.items() for entered, _ in calls)
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(leaving))
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(count.bytes.tolist()))
     dist.barrier()
     os._exit(0)
 
@@ -189,16 +219,19 @@ def main() -> None:
                       "hot": counted(problem, hot, args.seed),
                       "predicted": ours, "predicted_row_wise": theirs}
         files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
-    mib = 2**20
-    print(markdown_table(
-        ["model", "hot from", "rows hot", "row-wise, MiB", "deduplicated", "hot rows", "fewer",
-         "predicted / counted", "memory"],
-        [[x["model"], f"{x['least']:g}", f"{x['hot_rows']:.2%}", f"{x['row_wise'] / mib:.1f}",
-          f"{x['dedup'] / mib:.1f}", f"{x['hot'] / mib:.1f}",
-          f"{1 - x['hot'] / x['row_wise']:.0%}",
-          f"{x['predicted']['bytes'] / x['hot']:.3f}, {x['predicted_row_wise']['bytes'] / x['row_wise']:.3f}",
-          f"{x['predicted']['memory'] / x['predicted_row_wise']['memory']:.2f}"]
-         for x in done.values()]))
+    for at, what in enumerate(("device", "host")):
+        key = ("bytes", "host_bytes")[at]
+        print(f"\nMiB that leave a {what}:\n")
+        print(markdown_table(
+            ["model", "hot from", "rows hot", "row-wise", "deduplicated", "hot rows", "fewer",
+             "predicted / counted", "memory"],
+            [[x["model"], f"{x['least']:g}", f"{x['hot_rows']:.2%}",
+              *(f"{x[arm][at] / 2**20:.1f}" for arm in ("row_wise", "dedup", "hot")),
+              f"{1 - x['hot'][at] / x['row_wise'][at]:.0%}",
+              f"{x['predicted'][key] / x['hot'][at]:.3f}, "
+              f"{x['predicted_row_wise'][key] / x['row_wise'][at]:.3f}",
+              f"{x['predicted']['memory'] / x['predicted_row_wise']['memory']:.2f}"]
+             for x in done.values()]))
 
 
 if __name__ == "__main__":
