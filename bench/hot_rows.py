@@ -50,10 +50,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 import training  # noqa: E402  (the tests' own)
 
 N, PER_HOST, DIM, OTHER_BATCHES = 4, 2, 32, 16
-EXCHANGE = np.array([(N - 1) / N, PER_HOST * (N - PER_HOST) / N])
-"""Of the bytes of a rank's all-to-all to all ranks alike, those that leave it, and its host."""
-RING = np.array([2 * (N - 1) / N, 2 * (N - 1) / N])
-"""The same of an all-reduce."""
 
 
 def models(n_tables: int, seed: int) -> dict[str, tuple[Table, ...]]:
@@ -79,8 +75,16 @@ def planned(problem: Problem) -> Plan:
 
 def best_threshold(problem: Problem) -> float:
     """Lookups from which rows are hot, such that fewest bytes leave a device."""
-    return min((N * 2.0**k for k in range(-1, 6)), key=lambda least: predicted(
+    return min((len(problem.topology) * 2.0**k for k in range(-1, 6)), key=lambda least: predicted(
         with_hot_rows(problem, hot_counts(problem, least)))["bytes"])
+
+
+def leave(collective: str, topology: Topology) -> np.ndarray:
+    """[2] of the bytes of a rank's collective, those that leave it and its host, if all ranks get as many."""
+    n, per_host = len(topology), len(topology.on_hosts[0])
+    if collective == "all_reduce":  # a ring
+        return np.array([2 * (n - 1) / n, 2 * (n - 1) / n])
+    return np.array([(n - 1) / n, per_host * (n - per_host) / n])
 
 
 def predicted(problem: Problem) -> dict[str, float]:
@@ -89,7 +93,7 @@ def predicted(problem: Problem) -> dict[str, float]:
     leaving = np.zeros(2)
     for channel, n in zip(work.channels, work.traffic, strict=True):
         ways = 1 if "ids" in channel.collective or channel.collective == "all_reduce" else 2
-        leaving += ways * n.mean() * (RING if channel.collective == "all_reduce" else EXCHANGE)
+        leaving += ways * n.mean() * leave(channel.collective, problem.topology)
     return {"bytes": leaving[0], "host_bytes": leaving[1], "memory": float(max(work.memory_bytes))}
 
 
@@ -134,13 +138,13 @@ class Leaving(TorchDispatchMode):
 
 def deduplicated(problem: Problem, seed: int) -> list[float]:
     """[2] mean bytes that would leave a device and a host if each rank sent each of its ids once."""
-    found, local, job = 0.0, problem.local_batch, problem.job
+    found, local, job, n = 0.0, problem.local_batch, problem.job, len(problem.topology)
     for table in problem.tables:
         ids, offsets = stream(table, problem.global_batch, seed)
-        unique = sum(len(np.unique(ids[offsets[r * local]:offsets[(r + 1) * local]])) for r in range(N))
+        unique = sum(len(np.unique(ids[offsets[r * local]:offsets[(r + 1) * local]])) for r in range(n))
         # Rows go one way, and their gradients the other.
-        found += unique / N * (job.id_bytes + 2 * 4 * table.dim) + local * job.length_bytes
-    return (found * EXCHANGE).tolist()
+        found += unique / n * (job.id_bytes + 2 * 4 * table.dim) + local * job.length_bytes
+    return (found * leave("all_to_all", problem.topology)).tolist()
 
 
 def _step(rank: int, problem: Problem, hot: dict[str, int], seed: int, folder: str) -> None:
@@ -201,10 +205,18 @@ def main() -> None:
     p.add_argument("--tables", type=int, default=5, help="of a model")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, required=True, help="a line for each model; run again, it goes on")
+    p.add_argument("--per-host", type=int, default=PER_HOST, help="devices of each of the two hosts; other "
+                   f"than {PER_HOST}, nothing is counted and all arms are computed")
     args = p.parse_args()
-    topology = Topology(tuple(Device(1 << 36, host=f"h{i // PER_HOST}") for i in range(N)))
+    topology = Topology(tuple(Device(1 << 36, host=f"h{i}") for i in range(2) for _ in range(args.per_host)))
     done = {json.loads(line)["model"]: json.loads(line) for line in
             (args.out.read_text().splitlines() if args.out.exists() else ())}
+
+    def own(problem: Problem, hot: dict[str, int], computed: dict[str, float]) -> list[float]:
+        if args.per_host != PER_HOST:
+            return [computed["bytes"], computed["host_bytes"]]
+        return counted(problem, hot, args.seed)
+
     for name, tables in models(args.tables, args.seed).items():
         if name in done:
             continue
@@ -214,9 +226,8 @@ def main() -> None:
         ours, theirs = predicted(with_hot_rows(problem, hot)), predicted(problem)
         done[name] = {"model": name, "batch": args.batch, "seed": args.seed, "least": least,
                       "hot_rows": sum(hot.values()) / sum(t.rows for t in tables),
-                      "row_wise": counted(problem, {}, args.seed),
-                      "dedup": deduplicated(problem, args.seed),
-                      "hot": counted(problem, hot, args.seed),
+                      "row_wise": own(problem, {}, theirs), "dedup": deduplicated(problem, args.seed),
+                      "hot": own(problem, hot, ours),
                       "predicted": ours, "predicted_row_wise": theirs}
         files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     for at, what in enumerate(("device", "host")):
