@@ -1,5 +1,6 @@
 # make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack and
-# of failures struck into it; mutants: whether the tests notice defects).  All set up .venv themselves.
+# of failures struck into it; mutants: whether the tests notice defects).  make figures: all figures of docs/benchmarks
+# again, some 16 hours.  All set up .venv themselves.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
@@ -17,7 +18,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.5 GB$(if $(filter gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long mutants up status down setup lock lint
+.PHONY: run test test-long mutants figures up status down setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
@@ -30,6 +31,9 @@ test-long: setup
 
 mutants: setup
 	python -m bench.mutants --out .mutants.jsonl
+
+figures: setup
+	python -m bench.figures
 
 up: setup
 	@python -m tasks.stack up

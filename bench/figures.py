@@ -1,0 +1,191 @@
+"""Take all figures of README and docs/benchmarks again, one entry of bench/figures.toml after another.
+
+    make figures                                        unattended; the same again goes on where it ended
+    python -m bench.figures --list                      what there is, and about how long it takes
+    python -m bench.figures --only search bounds        some of them, with what they need
+    python -m bench.figures --with neuroshard=FOLDER    with code that is not part of ShardCore
+
+Each entry has a folder below --out: output.md has what its commands printed, errors.log what they said on the
+way, done.json the commit, the machine, when and how long. An entry that is done at this commit is not done
+again. One that was cut off goes on where its benches can. One that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import string
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardcore import files
+from shardcore.errors import ShardCoreError
+from shardcore.measure import hardware
+from shardcore.report.text import text_table
+from shardcore.schema import build
+from tasks.commit import git_commit
+
+TABLE = Path(__file__).with_suffix(".toml")
+DONE, GOING = "done.json", "going.json"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """An entry of bench/figures.toml, which says what these are."""
+
+    name: str
+    page: str
+    commands: tuple[str, ...]
+    minutes: float
+    root: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "commands", tuple(self.commands))
+
+    @property
+    def named(self) -> set[str]:
+        """What its commands name in braces, but for {out}: entries, and with[NAME]."""
+        fields = (field for text in self.commands for _, field, _, _ in string.Formatter().parse(text))
+        return {field for field in fields if field} - {"out"}
+
+    @property
+    def after(self) -> set[str]:
+        return {field for field in self.named if not field.startswith("with[")}
+
+    @property
+    def given(self) -> set[str]:
+        """What --with has to name."""
+        return {field[len("with["):-1] for field in self.named - self.after}
+
+
+def read(path: Path) -> list[Figure]:
+    """The entries of a table. Raises ShardCoreError for one that comes before what it needs."""
+    found: list[Figure] = []
+    for entry in tomllib.loads(path.read_text())["figure"]:
+        one = build(Figure, entry, f"{path.name}: {entry.get('name')}")
+        if missing := one.after - {before.name for before in found}:
+            raise ShardCoreError(f"{path.name}: {one.name} needs {min(missing)!r}, which is not before it")
+        found.append(one)
+    return found
+
+
+def with_needed(figures: Sequence[Figure], names: Iterable[str]) -> list[Figure]:
+    """Those of these names, and what they need, in their order. Raises ShardCoreError for an unknown name."""
+    by_name, wanted, left = {f.name: f for f in figures}, set(), list(names)
+    while left:
+        name = left.pop()
+        if name not in by_name:
+            raise ShardCoreError(f"there is no figure {name!r}; there are {', '.join(by_name)}")
+        wanted.add(name)
+        left += by_name[name].after - wanted
+    return [f for f in figures if f.name in wanted]
+
+
+def take(figures: Sequence[Figure], out: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Take figures into folders below `out`; what became of each, by name."""
+    commit, became = git_commit(), dict[str, str]()
+    left = sum(f.minutes for f in figures)
+    for i, figure in enumerate(figures, 1):
+        said = f"[{i} of {len(figures)}] {figure.name}"
+        if is_done(figure, out / figure.name, commit):
+            became[figure.name] = "done before"
+        elif why := _lacking(figure, given, became):
+            became[figure.name] = f"skipped: {why}"
+        else:
+            print(f"{said}: about {figure.minutes:g} min; {left:g} min for all that are left", flush=True)
+            became[figure.name] = _taken(figure, out, given, commit)
+        left -= figure.minutes
+        print(f"{said}: {became[figure.name]}", flush=True)
+    return became
+
+
+def is_done(figure: Figure, folder: Path, commit: str) -> bool:
+    """Whether the folder has its figures of this commit."""
+    return _said(folder / DONE) == {"commit": commit, "commands": list(figure.commands)}
+
+
+def _said(path: Path) -> dict[str, Any] | None:
+    """The commit and the commands that a file names. None: there is no such file."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return {"commit": found["commit"], "commands": found["commands"]}
+
+
+def _lacking(figure: Figure, given: Mapping[str, str], became: Mapping[str, str]) -> str:
+    """Why it cannot be taken. Empty if it can."""
+    if missing := sorted(figure.given - given.keys()):
+        return f"needs --with {missing[0]}=FOLDER"
+    if figure.root and os.geteuid():
+        return "emulates hosts, which needs root"
+    without = [name for name in sorted(figure.after) if not became[name].startswith("done")]
+    return f"needs {without[0]}, which is not done" if without else ""
+
+
+def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> str:
+    folder, began = (out / figure.name).resolve(), time.time()
+    now = {"commit": commit, "commands": list(figure.commands)}
+    if folder.exists() and _said(folder / GOING) != now:
+        shutil.rmtree(folder)  # of another commit
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_json(folder / GOING, now)
+    places = {name: str((out / name).resolve()) for name in figure.after}
+    with open(folder / "output.md", "w") as printed, open(folder / "errors.log", "a") as errors:
+        for command in figure.commands:
+            printed.write(f"    {command}\n\n")
+            printed.flush()
+            run = command.format(out=folder, **places, **{"with": given})
+            code = subprocess.run(["bash", "-c", run], stdout=printed, stderr=errors,
+                                  env={**os.environ, "PATH": f"{Path(sys.executable).parent}:"
+                                       f"{os.environ['PATH']}"}).returncode
+            if code:
+                return f"failed with code {code}: {folder}/errors.log"
+            printed.write("\n")
+    files.write_json(folder / DONE, {**now, "hardware": hardware.hardware_name("cpu"),
+                                     "cores": os.cpu_count(), "began_unix_s": round(began),
+                                     "seconds": round(time.time() - began, 1)})
+    return f"done in {(time.time() - began) / 60:.1f} min"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(".figures"), help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--table", type=Path, default=TABLE, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    try:
+        figures = read(args.table)
+        figures = with_needed(figures, args.only) if args.only else figures
+        given = dict(_pair(text) for text in args.given)
+        if args.list:
+            print(text_table(("figure", "minutes", "page"),
+                             [(f.name, f"{f.minutes:g}", f.page) for f in figures]))
+            return 0
+        became = take(figures, args.out, given)
+    except ShardCoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("\n" + text_table(("figure", "became"), list(became.items())))
+    return int(any(said.startswith("failed") or said.endswith("not done") for said in became.values()))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, found, folder = text.partition("=")
+    if not found or not Path(folder).is_dir():
+        raise ShardCoreError(f"--with {text} names no folder; it needs NAME=FOLDER")
+    return name, folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
