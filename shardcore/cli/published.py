@@ -24,6 +24,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("new", type=Path, metavar="NEW.json")
     p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: "
                    "problem.json beside each, as in the folders of published versions")
+    p.add_argument("--page", type=Path, metavar="PAGE.html", help="write a page that compares them device by "
+                   "device and table by table, for a browser; with --model")
+    p.add_argument("--model", type=Path, action="append", help="folder of a trained model, which prices both")
 
     p = command(commands, drift, "Say how far a published plan is from the best, now that its tables' "
                 "statistics changed, and what a re-plan would save.")
@@ -56,8 +59,35 @@ def diff(args: argparse.Namespace) -> None:
     from shardcore.publish.diff import diff as moves_of
     from shardcore.report import plan_report
 
+    if bool(args.page) != bool(args.model):
+        raise ShardCoreError(f"diff was given --{'page' if args.page else 'model'} alone; it needs --page "
+                             "and --model, or neither")
     old, new = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new)))
+    if args.page:
+        _write_comparison(args)
+        print(f"{args.page}: both plans, for a browser")
+
+
+def _write_comparison(args: argparse.Namespace) -> None:
+    """Both plans under the problem of the new one."""
+    from shardcore import files
+    from shardcore.cost import mixed
+    from shardcore.cost.model import price
+    from shardcore.publish.diff import rebind_tables
+    from shardcore.report import plan_page
+    from shardcore.report.plan_explorer import Version
+    from shardcore.workload import lower
+
+    problem = files.read_problem(args.problem or args.new.with_name("problem.json"))
+    model = mixed.load(args.model).for_problem(problem)
+    problem.require_setting(model.setting)
+    versions = []
+    for path in (args.new, args.old):
+        plan = rebind_tables(_read(path, args.problem), problem)
+        work = lower(plan, problem, fits=False)
+        versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
+    files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
 
 
 def drift(args: argparse.Namespace) -> None:

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
-from shardcore.cost import neural, ranges
+from shardcore.cost import mixed, neural
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
+from shardcore.memory import used_bytes
 from shardcore.publish import store
 from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.report import plan_page, plan_report
+from shardcore.report.plan_explorer import Version
 from shardcore.report.text import percent_change
 from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
@@ -212,7 +214,7 @@ class Publisher:
         decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
                                   candidate=then.current, candidate_ms=cost.total_ms)
         return Published(problem, decision, cost, _totals(self._others(problem)),
-                         bool(ranges.out_of_range(self.model, workload)))
+                         bool(mixed.out_of_range(self.model, workload)))
 
     # --- a new plan --------------------------------------------------------------------------------------
 
@@ -235,7 +237,7 @@ class Publisher:
             plan, cost = before.plan, before.cost
             self._add(problem, plan, decision, before, others)
         return Published(problem, decision, cost, _totals(others),
-                         bool(ranges.out_of_range(self.model, lower(plan, problem))))
+                         bool(mixed.out_of_range(self.model, lower(plan, problem))))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         return {name: compare.run(name, problem, self.model, self.config.seed) for name in BASELINES
@@ -282,16 +284,25 @@ class Publisher:
         if store.is_whole(self.plans, problem.name, store.version_of(plan, problem)):
             return
         workload = lower(plan, problem)
-        cost, beyond = price(workload, self.model), ranges.out_of_range(self.model, workload)
+        cost, beyond = price(workload, self.model), mixed.out_of_range(self.model, workload)
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
         page = plan_page.page(plan, problem, explained, decisions,
-                              diff(before.plan, plan) if before and before.plan else None, beyond)
+                              diff(before.plan, plan) if before and before.plan else None, beyond,
+                              _version(before, problem))
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
             "memory_bytes": list(workload.memory_bytes), "baselines": _totals(others),
             "extrapolated": beyond}, page)
+
+
+def _version(before: Before | None, problem: Problem) -> Version | None:
+    """What was published before, to compare with. None: it is of no use any more."""
+    if before is None or before.cost is None:
+        return None
+    return Version(f"version {before.decision.current}", before.plan, before.cost,
+                   used_bytes(before.plan, problem))
 
 
 def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:

@@ -11,8 +11,9 @@ import numpy as np
 
 from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
-from shardcore.publish.diff import Diff
+from shardcore.publish.diff import Diff, diff
 from shardcore.report import plan_report
+from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.types import Plan, Problem, StepCost
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 12
 """Rows of a table. The page says how many more there are."""
-_PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
-          ("backward compute", "backward_compute_ms", "#66ccee"),
-          ("waiting", "waiting_ms", "#dddddd"), ("forward exchange", "forward_comm_ms", "#ccbb44"),
-          ("backward exchange", "backward_comm_ms", "#ee6677"), ("ids", "input_ms", "#aa3377"))
 _MOST_TICKS = 16
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -38,19 +35,19 @@ th, td { text-align: right; vertical-align: top;
 th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
 figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The browser loads and runs nothing, whatever names the page contains."""
 
 
 def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
-         moves: Diff | None, extrapolated: Sequence[str] = ()) -> str:
+         moves: Diff | None, extrapolated: Sequence[str] = (), before: Version | None = None) -> str:
     """The report page of a version.
 
     decisions: the decision on this version first, then earlier ones.
     moves: from the version before. None: there was none.
     extrapolated: sentences that say where the plan exceeds the measured range.
+    before: the version before, with what it takes now. None: there was none that still fits.
     """
     decision = decisions[0]
+    now = Version(f"version {decision.candidate}", plan, explained.cost, explained.memory_bytes)
     return "\n".join([
         _head(problem, decision),
         f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {_what(explained)} of one training step: "
@@ -63,9 +60,22 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
         _shards(explained), _memory(explained),
         "<h2>Instead</h2>", _alternatives(explained),
         *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
+        explorer(now, problem, before),
         "<h2>Decisions</h2>", _history(decisions),
         "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}),
         "</body></html>\n"])
+
+
+def comparison(problem: Problem, now: Version, before: Version) -> str:
+    """A page of two plans of a problem. Versions name them."""
+    said = plan_report.moves_text(diff(before.plan, now.plan))
+    title = f"{problem.name}: {now.name} against {before.name}"
+    ms, was = now.cost.total_ms, before.cost.total_ms
+    totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
+    return "\n".join([
+        _opened(title), f"<h1>{escape(title)}</h1>",
+        f"<p>{totals}. {escape(said[0].upper() + said[1:])}.</p>",
+        explorer(now, problem, before), "</body></html>\n"])
 
 
 def _what(explained: Explanation) -> str:
@@ -76,11 +86,14 @@ def _head(problem: Problem, decision: Decision) -> str:
     refused = ' <span class="warn">(considered, not taken)</span>'
     taken = "" if decision.current == decision.candidate else refused
     return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{escape(problem.name)}, version {decision.candidate}</title><style>{_STYLE}</style></head>"
-        f"<body>\n<h1>{escape(problem.name)}</h1>\n"
+        f"{_opened(f'{problem.name}, version {decision.candidate}')}\n<h1>{escape(problem.name)}</h1>\n"
         f'<p class="note">version {decision.candidate}{taken}, {plan_report.when(decision.decided_at)}</p>')
+
+
+def _opened(title: str) -> str:
+    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
+            f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head><body>")
 
 
 def _warning(extrapolated: Sequence[str]) -> str:
@@ -108,10 +121,10 @@ def figure(explained: Explanation) -> Figure:
 def _stack_costs(axes: Axes, cost: StepCost) -> None:
     n = len(cost.waiting_ms)
     below = np.zeros(n)
-    for label, name, color in _PARTS:
+    for label, name, color in PARTS:
         below = _bars(axes, np.array(getattr(cost, name)), below, color, label)
     axes.set(ylabel="ms of one step", xlabel="device")
-    axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0),
+    axes.legend(frameon=False, fontsize=8, ncols=len(PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0),
                 columnspacing=0.9, handlelength=1.0, handletextpad=0.4)
 
 

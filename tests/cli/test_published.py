@@ -31,6 +31,13 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     assert main(["diff", str(plans / "shifting/versions" / version / "plan.json"),
                  str(tmp_path / "replan/plan.json")]) == 0
     assert "to move" in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    given = ["diff", str(plans / "shifting/versions" / version / "plan.json"),
+             str(tmp_path / "replan/plan.json"), "--page", str(page)]
+    assert main(given) == 1
+    assert "diff was given --page alone; it needs --page and --model" in capsys.readouterr().err
+    assert main([*given, "--model", str(model)]) == 0
+    assert "only what differs from" in page.read_text() and "shifting: " in page.read_text()
     assert main(["history", str(plans), "shifting"]) == 0
     assert "a test's" in capsys.readouterr().out
     assert (main(["history", str(plans), "other"]) == 1 and "no plan is published for "
