@@ -65,6 +65,7 @@ class ShardCostCache:
     def __init__(self, problem: Problem, model: CostModel, shards: Iterable[Shard]) -> None:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
+        shards = list(shards)
         self._strips = _strips_of(shards, problem)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self._strips):
@@ -76,6 +77,7 @@ class ShardCostCache:
         self.kind = np.array([number[run] for run in of_strip])
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
+        self._cut_before = {strip for strip, units in self.keys(shards) if units < self.size[strip]}
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
         for i, first in enumerate(bundle[0] for bundle in self._strips):
             if self.is_range[i] or first.table.name in problem.pinned:
@@ -133,9 +135,14 @@ class ShardCostCache:
         return (Shard(whole.table, whole.row_lo, whole.row_hi, col_lo, col_hi),)
 
     def may_split(self, key: ShardKey) -> bool:
-        """Whether the shard may be cut by columns. A row range may not: it has only one device."""
+        """Whether the shard may be cut by columns. A row range may not: it has only one device.
+
+        Of a sequence TorchRec needs all shards equally wide. So one is cut only where it does not fit whole.
+        """
         strip, units = key
-        return units > 1 and not self.is_range[strip] and self.table(strip).name not in self.problem.whole
+        table = self.table(strip)
+        return (units > 1 and not self.is_range[strip] and table.name not in self.problem.whole
+                and (not table.sequence or strip in self._cut_before))
 
     def add(self, keys: Iterable[ShardKey]) -> None:
         """Compute all shards that those of one plan can form on a device.

@@ -7,10 +7,12 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, model_for
 from shapes import on_hosts
 
+from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
-from shardcore.types import Problem
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, Table
 from shardcore.workload import lower
 
 
@@ -55,3 +57,16 @@ def test_nothing_is_proved_of_several_collections():
     assert bound(pooled, model_for(given)).proved_ms is None
     one = replace(given, tables=tuple(t for t in pooled.tables if t.collection == "b"))
     assert bound(one, model_for(given)).proved_ms > 0
+
+
+@pytest.mark.parametrize("algorithm", sorted(SHARDERS))
+def test_a_sequence_is_not_cut_into_unequal_widths(algorithm):
+    """TorchRec runs none. Cut so, searches would even out devices better."""
+    rng = np.random.default_rng(4)
+    tables = tuple(Table(f"t{i}", 2000, int(rng.choice([16, 32, 64, 128])), float(rng.integers(2, 60)),
+                         sequence=True) for i in range(5))
+    asked = Problem("p", tables, Topology((Device(1 << 30),) * 4), 256)
+    model = AnalyticModel(Setting("made-up", 256), lookup_ns=5.0)
+    found = SHARDERS[algorithm](asked, model, budget=Budget(evals=2000))
+    for table in tables:
+        assert len({p.shard.width for p in found.placements if p.shard.table == table}) == 1

@@ -1,0 +1,125 @@
+"""The part of a plan's page that one sorts, filters and hovers over, in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html import unescape
+
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.report import plan_explorer
+from shardcore.report.plan_explorer import Version, explorer, policy
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.workload import lower
+
+TABLES = tuple(Table(f"t{i}", 1000 * (i + 1), 8, float(10 - i)) for i in range(6))
+PROBLEM = Problem("p", TABLES, Topology(tuple(Device(1 << 24, host=f"h{i // 2}") for i in range(4))), 64)
+MODEL = AnalyticModel(Setting("made-up", 64))
+needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+
+
+def version(name: str, moved: int = 0, problem: Problem = PROBLEM) -> Version:
+    """Tables over the devices in turn, the last one on all. The first few are one device further."""
+    placements = [Placement("column", Shard.whole(t), ((i + (i < moved)) % 4,))
+                  for i, t in enumerate(problem.tables[:-1])]
+    placements.append(Placement("row", Shard.whole(problem.tables[-1]), (0, 1, 2, 3)))
+    work = lower(Plan(tuple(placements)), problem)
+    return Version(name, Plan(tuple(placements)), price(work, MODEL), work.memory_bytes)
+
+
+def data_of(part: str) -> dict:
+    return json.loads(re.search(r'id="plan-data">(.*?)</script>', part, re.DOTALL)[1])
+
+
+def test_the_data_are_those_of_the_plan():
+    now, before = version("version b", 1), version("version a")
+    data = data_of(explorer(now, PROBLEM, before))
+    assert [t["name"] for t in data["tables"]] == [t.name for t in TABLES]
+    first, second, *_, last = data["tables"]
+    assert first["is"] == [{"kind": "column", "columns": [0, 8], "dim": 8, "on": [1]}]
+    assert first["was"][0]["on"] == [0] and first["moved"]
+    assert second["was"] is None and not second["moved"]
+    assert last["is"][0]["on"] is None  # all
+    for shown, version_ in ((data, now), (data["before"], before)):
+        parts = [sum(device["ms"]) for device in shown["devices"]]
+        assert max(parts) == pytest.approx(version_.cost.total_ms, abs=1e-5)
+        assert [device["used"] for device in shown["devices"]] == list(version_.memory_bytes)
+
+
+def test_names_cannot_end_the_data():
+    evil = "</script><script>alert(1)</script>"
+    problem = replace(PROBLEM, tables=(replace(TABLES[0], name=evil), *TABLES[1:]))
+    part = explorer(version("v", problem=problem), problem)
+    assert evil not in part and data_of(part)["tables"][0]["name"] == evil
+
+
+def test_very_large_plans_have_none(monkeypatch):
+    monkeypatch.setattr(plan_explorer, "MOST_TABLES", 5)
+    assert explorer(version("v"), PROBLEM) == ""
+
+
+def in_browser(part: str, actions: str, folder) -> str:
+    """The page in headless Chromium, once a script of the test has acted on it."""
+    allowed = policy().replace("script-src", "script-src 'unsafe-hashes' 'nonce-test'")
+    page = ('<!DOCTYPE html><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'
+            f'<body>{part}<script nonce="test">{actions}</script></body>')
+    (folder / "page.html").write_text(page)
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update", "--disable-extensions",
+         "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--dump-dom",
+         f"file://{folder}/page.html"], capture_output=True, text=True, timeout=200, check=True)
+    return done.stdout
+
+
+def rows(dom: str) -> list[list[str]]:
+    body = re.search(r'<tbody id="tables-body">(.*?)</tbody>', dom, re.DOTALL)[1]
+    return [[unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
+            for row in body.split("</tr>")[:-1]]
+
+
+@needs_browser
+def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path):
+    part = explorer(version("version b", 2), PROBLEM, version("version a"))
+    seen = rows(in_browser(part, "", tmp_path))
+    assert [row[0] for row in seen] == ["t5", "t4", "t3", "t2", "t1", "t0"]  # by weights
+    assert seen[0][7] == "row: all" and seen[-1][7:] == ["column: 1", "column: 0"]
+    dom = in_browser(part, """
+      const click = (column) => document.querySelector(`th[data-column=${column}]`).click();
+      click("lookups"); click("lookups");
+      document.querySelector("[data-device='2']").dispatchEvent(new MouseEvent("mouseenter"));
+      document.querySelector("[data-device='2']").dispatchEvent(new MouseEvent("click"));
+    """, tmp_path)
+    # Ascending by lookups: those on device 2, of which t5 is on all.
+    assert [row[0] for row in rows(dom)] == ["t5", "t2", "t1"]
+    assert "3 of 6 tables on device 2" in dom
+    panel = re.search(r'<div id="device">(.*?)</div></div>', dom, re.DOTALL)[1]
+    assert "Device 2, h1" in panel and "3 tables: t5, t2, t1" in panel and "(was " in panel
+    dom = in_browser(part, """
+      document.getElementById("moved").click();
+      const filter = document.getElementById("filter");
+      filter.value = "T1"; filter.dispatchEvent(new Event("input"));
+    """, tmp_path)
+    assert [row[0] for row in rows(dom)] == ["t1"] and "1 of 6 tables" in dom
+    dom = in_browser(part, """
+      const kind = document.getElementById("kind");
+      kind.value = "row"; kind.dispatchEvent(new Event("change"));
+    """, tmp_path)
+    assert [row[0] for row in rows(dom)] == ["t5"]
+
+
+@needs_browser
+def test_a_thousand_tables_on_many_devices_are_shown(tmp_path):
+    tables = tuple(Table(f"t{i}", 1000, 8, 1.0) for i in range(1000))
+    many = Problem("p", tables, Topology((Device(1 << 26),) * 128), 128)
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 128,)) for i, t in enumerate(tables)))
+    work = lower(plan, many)
+    dom = in_browser(explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path)
+    assert len(rows(dom)) == 500 and "1000 of 1000 tables; the first 500 are shown" in dom
+    assert dom.count("data-device=") == 128
