@@ -17,8 +17,9 @@ from shardcore.cost import neural
 from shardcore.errors import ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
+from shardcore.report import models_page
 from shardcore.search import LEARNED
-from tasks import console, links, paths, policy_registry, publish_claim, registry
+from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from tasks.commit import git_commit
 from tasks.setting import SettingConfig
@@ -52,6 +53,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names = [], [], [], []
     work = console.Work("problems", len(problems))
+    model_history.note_champion(client, version)
     with publish_claim.publishing(client, version, everything) as renew:
         for i, path in enumerate(problems):
             # Others wait for as long as the claim is renewed.
@@ -79,7 +81,11 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     table = report.markdown_table(HEADERS, rows)
     lines = [f"# {title}", "", table, "", *(f"- no new plan: {f}" for f in failures)]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
-    run = _log(plans, names, version, "\n".join(lines))
+    models = model_history.history(client, version.name)
+    store.write(plans, store.MODELS, models_page.page(version.name, models).encode())
+    create_markdown_artifact(report.markdown_table(models_page.HEADERS, models_page.rows(models)),
+                             key="models", description=f"Versions of {version.name}")
+    run = _log(plans, names, version, "\n".join(lines), models_page.page(version.name, models))
     model_link = links.model_version(version.name, version.version)
     run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
     create_markdown_artifact(f"Under {model_link}, in {plans}; pages in MLflow's {run_link}\n\n{table}",
@@ -123,12 +129,14 @@ def _provenance(model: neural.NeuralModel, version: ModelVersion, config: Publis
             **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables})}
 
 
-def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: str) -> mlflow.ActiveRun:
-    """An MLflow run with the pages of the published plans."""
+def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: str,
+         models: str) -> mlflow.ActiveRun:
+    """An MLflow run with the pages of the published plans, and of the models."""
     with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
         mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version),
                          "plans": str(plans)})
         mlflow.set_tag("mlflow.note.content", table)
+        mlflow.log_text(models, store.MODELS)
         for name in names:
             try:
                 decision = store.last(plans, name)

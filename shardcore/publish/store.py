@@ -43,8 +43,9 @@ FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""
 PATIENCE_S = 600.0
 """How long a publisher waits for its turn. One plan never takes that long to publish."""
-PAGE, REPORT = "report.html", "report.md"
-"""PAGE belongs to a version. REPORT covers all plans and lies beside them (see `write`)."""
+PAGE, REPORT, MODELS = "report.html", "report.md", "models.html"
+"""PAGE belongs to a version. REPORT covers all plans, MODELS the model's versions. Both lie beside
+the plans (see `write`)."""
 _POINTER = "current"
 _LOOK_S = 0.02
 """Time between two attempts to take the lock."""
@@ -349,7 +350,7 @@ def _home(root: str | Path, name: str) -> Place:
     if not is_path_name(name):
         raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, "
                              "digits and . _ -")
-    if name == REPORT:
+    if name in (REPORT, MODELS):
         raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it "
                              "needs another")
     # Files behind a link belong to somebody else.

@@ -278,6 +278,7 @@ def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_
         assert ({"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"}
                 <= set(plans[0][n].provenance))
     assert "| one |" in (project.folder / "plans/report.md").read_text()
+    assert "<h1>shardcore-cost-" in (project.folder / "plans/models.html").read_text()
 
 
 @pytest.fixture

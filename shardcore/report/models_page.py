@@ -1,0 +1,110 @@
+"""The page of a cost model's versions over time: how good each is, and when it was champion."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from shardcore.report import plan_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADERS = ("version", "registered", "error, %", "error of replayed plans, %", "champion", "gate", "setting")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222;
+       max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem .8rem .15rem 0;
+vertical-align: top; border-bottom: 1px solid #e5e5e5; }
+svg { width: 100%; height: auto; } .note { color: #666; }
+"""
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A version of a model.
+
+    registered_at: Unix s.
+    error: its score where it was judged: percent, mean error on held-out groups and exchanges. None: unknown.
+    replay_error: percent, mean error of replayed plans. None: there were none.
+    gate: what the gate said.
+    reigns: from when to when plans were published under it, Unix s. None: still.
+    """
+
+    version: str
+    registered_at: float
+    error: float | None
+    replay_error: float | None
+    gate: str
+    setting: str
+    reigns: tuple[tuple[float, float | None], ...] = ()
+
+
+def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
+    """Rows under HEADERS, the last version first."""
+    return [(x.version, plan_report.when(x.registered_at), _percent(x.error), _percent(x.replay_error),
+             "; ".join(_reign(*reign) for reign in x.reigns) or "never", x.gate or "-", x.setting)
+            for x in sorted(records, key=lambda x: -x.registered_at)]
+
+
+def page(name: str, records: Sequence[ModelRecord]) -> str:
+    """The page as one self-contained HTML file."""
+    head = "".join(f"<th>{escape(h)}</th>" for h in HEADERS)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n"
+                   for row in rows(records))
+    return "\n".join([
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
+        f"'unsafe-inline'\"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(name)}</h1>", '<p class="note">Each version was judged on the held-out data of its '
+        "time. Shaded: plans were published under it.</p>",
+        f"<figure>{_svg(figure(records))}</figure>",
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", "</body></html>\n"])
+
+
+def figure(records: Sequence[ModelRecord]) -> Figure:
+    """Errors of versions over the time of their registration."""
+    from datetime import UTC, datetime
+
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(11, 3.2), layout="constrained")
+    axes = made.subplots()
+
+    def at(unix_s: float) -> datetime:
+        return datetime.fromtimestamp(unix_s, UTC)
+
+    ordered = sorted(records, key=lambda x: x.registered_at)
+    times = (t for x in records for reign in x.reigns for t in reign if t)
+    last = max((*(x.registered_at for x in records), *times), default=0.0)
+    for x in ordered:
+        for begin, end in x.reigns:
+            axes.axvspan(at(begin), at(end or last), color="#228833", alpha=0.15, linewidth=0)
+    for label, color, values in (("held-out groups and exchanges", "#4477aa", [x.error for x in ordered]),
+                                 ("replayed plans", "#ee6677", [x.replay_error for x in ordered])):
+        known = [(at(x.registered_at), v) for x, v in zip(ordered, values, strict=True) if v is not None]
+        axes.plot([t for t, _ in known], [v for _, v in known], "o-", color=color, label=label)
+    axes.set(ylabel="error, %", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return made
+
+
+def _svg(made: Figure) -> str:
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore"}):
+        made.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg"):]
+
+
+def _reign(begin: float, end: float | None) -> str:
+    return f"{plan_report.when(begin)} to {'now' if end is None else plan_report.when(end)}"
+
+
+def _percent(x: float | None) -> str:
+    return "-" if x is None else f"{x:.2f}"

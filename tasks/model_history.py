@@ -1,0 +1,64 @@
+"""Who was champion when: noted where plans are published, for aliases say only who is.
+
+The registered model has a tag for it, with the last changes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import mlflow
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from shardcore.report.models_page import ModelRecord
+
+CHAMPIONS = "shardcore.champions"
+_MOST = 100
+"""Changes that are kept: MLflow bounds what a tag may hold."""
+
+
+def note_champion(client: mlflow.MlflowClient, version: ModelVersion) -> None:
+    """Note that plans are published under a version from now on."""
+    known = _changes(client, version.name)
+    if not known or known[-1][0] != str(version.version):
+        kept = [*known, (str(version.version), round(time.time()))][-_MOST:]
+        client.set_registered_model_tag(version.name, CHAMPIONS, json.dumps(kept, separators=(",", ":")))
+
+
+def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
+    """All versions of a model."""
+    changes = _changes(client, name)
+    reigns: dict[str, list[tuple[float, float | None]]] = {}
+    for i, (version, begin) in enumerate(changes):
+        end = changes[i + 1][1] if i + 1 < len(changes) else None
+        reigns.setdefault(version, []).append((begin, end))
+    return [ModelRecord(str(v.version), v.creation_timestamp / 1000, _number(v.tags.get("score")),
+                        _replay_error(client, v), v.tags.get("gate", ""), v.tags.get("setting", ""),
+                        tuple(reigns.get(str(v.version), ())))
+            for v in client.search_model_versions(f"name = '{name}'")]
+
+
+def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
+    try:
+        found = json.loads(client.get_registered_model(name).tags.get(CHAMPIONS, "[]"))
+        return [(str(version), float(at)) for version, at in found]
+    except (ValueError, TypeError):  # edited by hand into something else
+        return []
+
+
+def _replay_error(client: mlflow.MlflowClient, version: ModelVersion) -> float | None:
+    if not version.run_id:
+        return None
+    try:
+        return client.get_run(version.run_id).data.metrics.get("replay_mape")
+    except MlflowException:  # its run was deleted
+        return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,57 @@
+"""Who was champion when, in a real registry."""
+
+import json
+
+import pytest
+from tracking import tracked
+
+from tasks import model_history, registry
+
+NAME = "shardcore-cost-law"
+
+
+@pytest.fixture
+def client(tmp_path):
+    with tracked(tmp_path):
+        made = registry.connect()
+        made.create_registered_model(NAME)
+        yield made
+
+
+def version(client, score: str = "5.0"):
+    run = client.create_run("0")
+    client.log_metric(run.info.run_id, "replay_mape", 7.5)
+    return client.create_model_version(NAME, f"runs:/{run.info.run_id}/model", run.info.run_id,
+                                       tags={"score": score, "gate": "passed", "setting": "law"})
+
+
+def test_each_champion_reigns_until_the_next_one(client, monkeypatch):
+    first, second, never = (version(client, score) for score in ("5.0", "4.0", "no number"))
+    for now, champion in ((100, first), (150, first), (200, second), (300, first)):
+        monkeypatch.setattr(model_history.time, "time", lambda now=now: now)
+        model_history.note_champion(client, champion)
+    found = {x.version: x for x in model_history.history(client, NAME)}
+    assert found["1"].reigns == ((100, 200), (300, None))
+    assert found["2"].reigns == ((200, 300),)
+    assert found["3"].reigns == ()
+    assert (found["1"].error, found["1"].replay_error, found["1"].gate) == (5.0, 7.5, "passed")
+    assert found["3"].error is None
+    assert found["1"].registered_at == pytest.approx(first.creation_timestamp / 1000)
+
+
+def test_what_was_edited_by_hand_or_deleted_is_left_out(client, monkeypatch):
+    made = version(client)
+    client.set_registered_model_tag(NAME, model_history.CHAMPIONS, '{"no": "list"}')
+    assert [x.reigns for x in model_history.history(client, NAME)] == [()]
+    model_history.note_champion(client, made)
+    client.delete_run(made.run_id)
+    [found] = model_history.history(client, NAME)
+    assert len(found.reigns) == 1 and found.reigns[0][1] is None
+
+
+def test_the_oldest_changes_go(client):
+    one, other = version(client), version(client)
+    for i in range(model_history._MOST + 5):
+        model_history.note_champion(client, (one, other)[i % 2])
+    kept = json.loads(client.get_registered_model(NAME).tags[model_history.CHAMPIONS])
+    assert len(kept) == model_history._MOST
