@@ -26,6 +26,17 @@ class Infeasible(ShardCoreError):
     most = 3 * MOST_CHARACTERS
 
 
+class Overfull(Infeasible):
+    """A plan takes more memory than there is. Another plan may fit.
+
+    too_much: bytes, on the device that has most too much.
+    """
+
+    def __init__(self, message: str = "", too_much: int = 0):
+        super().__init__(message)
+        self.too_much = too_much
+
+
 class SettingMismatch(ShardCoreError):
     """A problem, dataset or plan belongs to another setting than the model; the message shows both."""
 

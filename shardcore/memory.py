@@ -5,10 +5,11 @@ Weights and optimizer state are always there. What else lives at once depends on
 The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
 counted.
 
-Searches add up bytes of shards. So they count of each shard its own largest phase (`bytes_as`), and of the
-tables' own share the largest too (`free_bytes`). On two devices that is never less than a plan takes
-(`used_bytes`): the largest of sums is at most the sum of the largest. On more, ids of cut and divided tables
-are on every device, but count on some: so it may be less where ids dominate.
+A plan fits if what it takes (`used_bytes`) is there (`require_fits`). Searches add up bytes of shards. So of
+each shard they count its own largest phase (`bytes_as`), and of the tables' own share the largest too
+(`free_bytes`). On two devices that is never less than a plan takes: the largest of sums is at most the sum of
+the largest. On more, ids of cut and divided tables are on every device, but count on some: so it may be less
+where ids dominate. Then a sharder searches again (search/true_memory.py).
 
 Shapes: D devices.
 """
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardcore.errors import Infeasible
+from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
@@ -337,26 +338,23 @@ def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
 
 
 def require_fits(plan: Plan, problem: Problem) -> list[int]:
-    """[D] `used_bytes` of a plan. Raises Infeasible, naming the first device that holds more than it may.
+    """[D] `used_bytes` of a plan. Raises Overfull, naming the device that has most too much.
 
-    A device without a shard is not asked: a reserve larger than its memory keeps it out. Nor is one of which
-    a search's count says that it fits, so that no search finds a plan that is then refused.
+    A device without a shard is not asked: a reserve larger than its memory keeps it out. Raises Infeasible
+    for a host whose memory does not hold the rows of its devices.
     """
     used, may_hold = used_bytes(plan, problem), held_bytes(problem)
     _require_hosts_fit(plan, problem)
-    if all(taken <= free for taken, free in zip(used, may_hold, strict=True)):
-        return used
     holding = {device for placement in plan.placements for device in placement.devices}
-    counted = counted_bytes(plan, problem)
-    for device, (taken, free, most) in enumerate(zip(used, may_hold, free_bytes(problem), strict=True)):
-        if taken > max(0, free) and device in holding and counted[device] > max(0, most):
-            parts = by_part(plan, problem)[device].parts
-            largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
-            raise Infeasible(f"device {device} of problem {problem.name!r} would hold {gib(taken)} "
-                             f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
-                             f"{gib(free)}, {gib(taken - free)} too little. It would fit with as much more "
-                             "memory, or less reserved")
-    return used
+    if not (too_much := {d: used[d] - may_hold[d] for d in sorted(holding) if used[d] > may_hold[d]}):
+        return used
+    device = max(too_much, key=too_much.__getitem__)
+    parts = by_part(plan, problem)[device].parts
+    largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
+    raise Overfull(f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
+                   f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
+                   f"{gib(may_hold[device])}, {gib(too_much[device])} too little. It would fit with as much "
+                   "more memory, or less reserved", too_much[device])
 
 
 def _require_hosts_fit(plan: Plan, problem: Problem) -> None:

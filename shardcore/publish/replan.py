@@ -12,6 +12,7 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
+from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 
 
@@ -50,7 +51,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     """
     space = config.space or old.provenance.get("space", "all")
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
-    search = with_fixed_kinds("anneal", anneal)
+    search = within_memory(with_fixed_kinds("anneal", anneal))
     try:
         require_fits(left, problem)
         free = Plan(tuple(p for p in left.placements if p.shard.table.name not in fixed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardcore.errors import ShardCoreError
 
@@ -30,6 +30,10 @@ class Budget:
             if value is not None and not 0 < value < math.inf:
                 raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, "
                                      "or None for no limit")
+
+    def halved(self) -> Budget:
+        """With half of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
+        return self if self.seconds is None else replace(self, seconds=self.seconds / 2)
 
     def start(self) -> Meter:
         """Start the clock."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import held_bytes, resident_bytes, used_bytes
+from shardcore.memory import held_bytes, require_fits, resident_bytes, used_bytes
 from shardcore.memory_tiers import (
     choices_of,
     decide,
@@ -113,6 +113,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
     now = {table.name: table for table in better.tables}
     moved = tuple(replace(p, shard=replace(p.shard, table=now[p.shard.table.name])) for p in plan.placements)
     try:
+        require_fits(Plan(moved), better)
         found = priced(moved, better, model.for_problem(better), **{
             k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
     except Infeasible:

@@ -19,6 +19,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
+from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 
 
@@ -38,7 +39,8 @@ _all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuro
 if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
 SHARDERS: dict[str, Sharder] = {
-    name: rare_collections()(with_fixed_kinds(name, sharder)) for name, sharder in _all.items()}
+    name: rare_collections()(within_memory(with_fixed_kinds(name, sharder)))
+    for name, sharder in _all.items()}
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},
@@ -74,4 +76,5 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
         raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
                              f"{'none' if policy is None else repr(policy.name)} was given; "
                              f"python -m shardcore train-policy {wanted} makes one, for --policy")
-    return rare_collections()(with_fixed_kinds(name, partial(place, policy, name, config=config)))
+    return rare_collections()(within_memory(with_fixed_kinds(
+        name, partial(place, policy, name, config=config))))

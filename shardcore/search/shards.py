@@ -164,7 +164,7 @@ def to_plan(shards: Sequence[Shard], devices: Sequence[int], problem: Problem, m
             **provenance: Any) -> Plan:
     """The consolidated plan that puts shards[i] on devices[i], with provenance and predicted cost.
 
-    Raises what `lower` raises. So a search cannot lose or double a shard, or overfill a device, unnoticed.
+    Raises as `priced` does. So a search cannot lose or double a shard unnoticed.
     """
     return priced(placed([(s,) for s in shards], devices, problem), problem, model, **provenance)
 
@@ -192,8 +192,11 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
 
 
 def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
-    """The consolidated plan of these placements, with provenance and predicted cost. Raises as `to_plan`."""
+    """The consolidated plan of these placements, with provenance and predicted cost.
+
+    Raises what `workload.lower` raises, but not if the plan does not fit (see true_memory.py).
+    """
     plan = Plan(consolidate(placements))
-    predicted_ms = price(lower(plan, problem), model).total_ms
+    predicted_ms = price(lower(plan, problem, fits=False), model).total_ms
     return replace(plan,
                    provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})

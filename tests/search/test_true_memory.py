@@ -1,0 +1,83 @@
+"""Plans fit by all that they take, where searches count too little: many ids on many devices."""
+
+import pickle
+
+import pytest
+from conformance import model_for
+from shapes import on_hosts
+
+from shardcore import memory
+from shardcore.errors import Infeasible, Overfull
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal.sharder import anneal_columns
+from shardcore.search.true_memory import TRIES, within_memory
+from shardcore.types import Problem, Table
+
+BUDGET = Budget(evals=2000)
+TABLES = tuple(Table(f"t{i}", 1500, dim, pooling) for i, (dim, pooling) in enumerate(
+    [(76, 100.0), (40, 60.0), (64, 80.0)]))
+
+
+def problem(memory_bytes: int = 1 << 34, devices: int = 8) -> Problem:
+    return Problem("ids", TABLES, on_hosts("a" * devices, memory_bytes), 4096, "exact_sgd")
+
+
+def used(plan, of: Problem) -> int:
+    return max(memory.used_bytes(plan, of))
+
+
+def tight() -> Problem:
+    """Memory so tight that a search takes a plan that does not fit."""
+    ample = used(anneal_columns(problem(), model_for(problem()), budget=BUDGET), problem())
+    shares = range(99, 89, -1)
+    return next(given for given in (problem(ample * share // 100) for share in shares) if overfull(given))
+
+
+def overfull(given: Problem) -> bool:
+    try:
+        plan = anneal_columns(given, model_for(given), budget=BUDGET)
+    except Infeasible:
+        return False
+    return used(plan, given) > memory.held_bytes(given)[0]
+
+
+def test_a_search_that_counts_too_little_searches_again():
+    given = tight()
+    plan = SHARDERS["anneal_columns"](given, model_for(given), budget=BUDGET)
+    assert used(plan, given) <= memory.held_bytes(given)[0]
+    assert memory.require_fits(plan, given) == memory.used_bytes(plan, given)
+    assert plan == SHARDERS["anneal_columns"](given, model_for(given), budget=BUDGET)
+
+
+def stubborn(given: Problem, seen: list):
+    """A sharder that finds the same plan whatever is reserved."""
+    plan = anneal_columns(problem(), model_for(problem()), budget=BUDGET)
+
+    def sharder(asked, model, *, budget=None):
+        seen.append((asked.constraints.reserved_bytes, budget))
+        return plan
+
+    return within_memory(sharder), used(plan, given)
+
+
+def test_it_gives_up_with_the_first_reason_and_keeps_near_its_budget():
+    given, seen = problem(20 << 20), []
+    sharder, taken = stubborn(given, seen)
+    with pytest.raises(Overfull, match=r"device \d of problem 'ids' would hold .* too little") as raised:
+        sharder(given, model_for(given), budget=Budget(seconds=8))
+    assert raised.value.too_much == taken - (20 << 20) == seen[1][0]
+    reserved = [more for more, _ in seen]
+    assert len(seen) == TRIES and all(b >= 2 * a for a, b in zip(reserved, reserved[1:], strict=False))
+    assert [budget.seconds for _, budget in seen] == [8 / 2**i for i in range(TRIES)]
+
+
+def test_what_fits_is_searched_once():
+    seen = []
+    sharder, _ = stubborn(problem(), seen)
+    sharder(problem(), model_for(problem()), budget=BUDGET)
+    assert seen == [(0, BUDGET)]
+
+
+def test_the_reason_travels_between_processes():
+    error = pickle.loads(pickle.dumps(Overfull("device 0 would hold 3 GiB", 7)))
+    assert (str(error), error.too_much) == ("device 0 would hold 3 GiB", 7)
