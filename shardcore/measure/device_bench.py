@@ -62,6 +62,7 @@ class DeviceBench(KernelBench):
         """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples
         that finished meanwhile, the reference's among them, and how many requests were taken in."""
         began, samples, taken = time.monotonic(), [], 0
+        self.expect(requests)
         for request in requests:
             if taken and time.monotonic() > began + seconds:
                 break

@@ -31,6 +31,7 @@ class Cpu:
     backend: of torch.distributed.
     gang_start_s: what the first collective may take longer than others.
     tolerance: the default of kernels.KernelConfig.
+    drawing_threads: that draw ids while the device runs. None on a CPU: they would disturb what is measured.
     """
 
     name = place = "cpu"
@@ -38,6 +39,7 @@ class Cpu:
     request_errors: tuple[type[Exception], ...] = (ShardCoreError, RuntimeError)
     batch = 2048
     tolerance = 0.02
+    drawing_threads = 0
     backend = "gloo"
     gang_start_s = 0.0
 
@@ -110,6 +112,8 @@ class Cuda(Cpu):
     request_errors = (ShardCoreError, torch.OutOfMemoryError)
     batch = 65_536
     tolerance = 0.01
+    # The ids of the whole pool take one core a minute or two, in which the GPU would have nothing to do.
+    drawing_threads = 4
     backend = "cpu:gloo,cuda:nccl"
     gang_start_s = 300.0  # NCCL connects at the first collective
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
 from shardcore.errors import ShardCoreError
 from shardcore.fused import OPTIMIZERS, PRECISIONS
-from shardcore.types import MIN_WIDTH, Setting
+from shardcore.memory import gib
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
 
 _LEARNING_RATE = 1e-3
 
@@ -70,3 +72,18 @@ def _refusal(optimizer: str, precision: str, device: str) -> str:
     except (AssertionError, RuntimeError) as error:
         return " ".join(str(error).split())[:80] or type(error).__name__
     return ""
+
+
+def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
+    """Where each table begins in an arena of `room` elements: one after the other from a place of the group's
+    own, wrapping round."""
+    spare = (room - sum((size + 15) // 16 * 16 for size in sizes)) // 16
+    places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
+    for size, shard in zip(sizes, shards, strict=True):
+        if size > room:
+            raise ShardCoreError(f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
+                                 f"{gib(room * PRECISION_BYTES[shard.table.precision])}")
+        cursor = 0 if cursor + size > room else cursor
+        places.append(cursor)
+        cursor += (size + 15) // 16 * 16
+    return places

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from shardcore.types import MIN_WIDTH, Shard, Table
 
 Stream = tuple[torch.Tensor, torch.Tensor]
 """Ids, and offsets of samples in them."""
+_Key = tuple[Table, int, int]
+"""What a stream is drawn from: its table, batch and seed."""
 
 
 class IndexStreams:
@@ -24,13 +27,25 @@ class IndexStreams:
 
     place: the torch device where they lie.
     most_bytes: of all streams that are kept. The ids of an op under way are beside them.
+    threads: that draw ahead of need (`expect`). 0 where they would take the cores that are measured.
     drawn: streams drawn so far. It grows while a request is prepared, so it shows life.
     """
 
-    def __init__(self, place: str, most_bytes: int) -> None:
+    def __init__(self, place: str, most_bytes: int, threads: int = 0) -> None:
         self.place, self.most_bytes, self.drawn = place, most_bytes, 0
-        self._kept: OrderedDict[tuple[Table, int, int], Stream] = OrderedDict()
+        self._kept: OrderedDict[_Key, Stream] = OrderedDict()
         self._bytes = 0
+        self._threads = ThreadPoolExecutor(threads, "draws-ids") if threads else None
+        self._expected: dict[_Key, Future] = {}
+
+    def expect(self, request: ComputeRequest, seed: int) -> None:
+        """Begin to draw what `lookups` of this request will need, if there are threads for that."""
+        if not self._threads:
+            return
+        for shard in request.shards:
+            key = _key(shard.table, request.batch, seed)
+            if key not in self._kept and key not in self._expected:
+                self._expected[key] = self._threads.submit(streams.stream, *key)
 
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
         """Indices [L] and offsets [T × B + 1] of a request's T features, table after table."""
@@ -53,12 +68,13 @@ class IndexStreams:
         return ids[inside] - shard.row_lo, kept[offsets]
 
     def _table(self, table: Table, batch: int, seed: int) -> Stream:
-        # A table's stream does not depend on its dim.
-        key = (dataclasses.replace(table, dim=MIN_WIDTH), batch, seed)
+        key = _key(table, batch, seed)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        drawn = tuple(torch.from_numpy(part).to(self.place) for part in streams.stream(table, batch, seed))
+        expected = self._expected.pop(key, None)
+        parts = expected.result() if expected else streams.stream(*key)
+        drawn = tuple(torch.from_numpy(part).to(self.place) for part in parts)
         self.drawn += 1
         self._kept[key] = drawn
         self._bytes += _bytes(drawn)
@@ -66,6 +82,11 @@ class IndexStreams:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _bytes(oldest)
         return drawn
+
+
+def _key(table: Table, batch: int, seed: int) -> _Key:
+    # A table's stream does not depend on its dim.
+    return dataclasses.replace(table, dim=MIN_WIDTH), batch, seed
 
 
 def _bytes(stream: Stream) -> int:

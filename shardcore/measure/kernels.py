@@ -25,7 +25,6 @@ import itertools
 import math
 import random
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +45,8 @@ from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, S
 
 _REFERENCE_RUNS = 48
 """Runs of the reference that make one sample of it."""
+_SEED = 0
+"""Of the batches that are measured."""
 _FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
 """A device is kept busy for so many times as long as the last launches took, and at first for 20 ms."""
 
@@ -97,7 +98,8 @@ class KernelBench:
         hardware.require_fbgemm(device)
         fused_op.require_trains(setting, self._device.place)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
-        self.streams = IndexStreams(self._device.place, self._device.stream_bytes())
+        self.streams = IndexStreams(self._device.place, self._device.stream_bytes(),
+                                    self._device.drawing_threads)
         self.kernel_s = 0.0
         """Seconds inside timed kernels so far, warm-ups and the reference included."""
         self.kept_s = 0.0
@@ -244,34 +246,30 @@ class KernelBench:
             finished.append(self._sample(self._reference, slowdown))
         return finished
 
-    def prepare(self, request: ComputeRequest, seed: int = 0) -> Run:
+    def prepare(self, request: ComputeRequest, seed: int = _SEED) -> Run:
         """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where
         a shard is larger than the arena or of another precision than the setting's, and where the batch takes
         more memory than may be."""
-        other = {s.table.precision for s in request.shards} - {self.setting.precision}
-        if other:
-            raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        sequence = _is_sequence(request)
-        copied = next((s.table.name for s in request.shards if s.table.dedup > 1), None)
-        if copied is not None:
-            raise ShardCoreError(f"table {copied!r} is deduplicated; only lookups of all samples can be run "
-                                 "here so far")
-        bags = sum(request.batch * s.table.features for s in request.shards)
-        looked_up = sum(access.lookups(s.table, request.batch) for s in request.shards)
-        # Outputs: a row for each lookup of sequences, or one for each sample.
-        rows, width = ((looked_up, request.shards[0].width) if sequence else
-                       (request.batch, sum(s.width * s.table.features for s in request.shards)))
-        most = self._device.batch_bytes()
-        if (takes := 8 * (looked_up + bags) + 2 * OUTPUT_BYTES * rows * width) > most:
-            raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
-                                 f"outputs; on this machine it may have {most / 2**30:.1f}: it "
-                                 "needs fewer samples, or lookups of each")
+        self._require_runs(request)
         indices, offsets = self.streams.lookups(request, seed)
+        sequence, width = request.shards[0].table.sequence, _width(request)
         rows = len(indices) if sequence else request.batch
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
         return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
                    self._gradient[: rows * width].view(rows, width))
+
+    def expect(self, requests: Iterable[ComputeRequest]) -> None:
+        """Begin to draw the ids of requests that `add` will be given, if the device leaves cores for that.
+
+        Those that cannot run are left for `add` to refuse.
+        """
+        for request in requests if self._device.drawing_threads else ():
+            try:
+                self._require_runs(request)
+            except ShardCoreError:
+                continue
+            self.streams.expect(request, _SEED)
 
     def once_ms(self, run: Run) -> float:
         """Run forward and backward once; their ms together, as the clock shows them."""
@@ -292,6 +290,25 @@ class KernelBench:
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
 
+    def _require_runs(self, request: ComputeRequest) -> None:
+        other = {s.table.precision for s in request.shards} - {self.setting.precision}
+        if other:
+            raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
+        sequence = _is_sequence(request)
+        copied = next((s.table.name for s in request.shards if s.table.dedup > 1), None)
+        if copied is not None:
+            raise ShardCoreError(f"table {copied!r} is deduplicated; only lookups of all samples can be run "
+                                 "here so far")
+        bags = sum(request.batch * s.table.features for s in request.shards)
+        looked_up = sum(access.lookups(s.table, request.batch) for s in request.shards)
+        # Outputs: a row for each lookup of sequences, or one for each sample.
+        rows = looked_up if sequence else request.batch
+        most = self._device.batch_bytes()
+        if (takes := 8 * (looked_up + bags) + 2 * OUTPUT_BYTES * rows * _width(request)) > most:
+            raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
+                                 f"outputs; on this machine it may have {most / 2**30:.1f}: it "
+                                 "needs fewer samples, or lookups of each")
+
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
         """An op over the arena: built with one row a table, then given its true row counts and places in the
         arena."""
@@ -303,14 +320,14 @@ class KernelBench:
         rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
-        starts, places = [0, *np.cumsum(rows)], _places(cells, self._arena.numel(), shards)
+        starts, places = [0, *np.cumsum(rows)], fused_op.places(cells, self._arena.numel(), shards)
         op.hash_size_cumsum = self._int64([*(starts[i] for i in of_feature), starts[-1]])
         op.rows_per_table = self._int64(rows[i] for i in of_feature)
         op.weights_offsets = self._int64(places[i] for i in of_feature)
         setattr(op, f"weights_{memory_of}", torch.nn.Parameter(self._arena))
         kept = zip(OPTIMIZERS[self.setting.optimizer].states, self._states, strict=True)
         for n, (per, state) in enumerate(kept, 1):
-            of_state = _places(cells if per == "cell" else rows, state.numel(), shards)
+            of_state = fused_op.places(cells if per == "cell" else rows, state.numel(), shards)
             setattr(op, f"momentum{n}_offsets", self._int64(of_state[i] for i in of_feature))
             setattr(op, f"momentum{n}_{memory_of}", torch.nn.Parameter(state))
         return op
@@ -365,22 +382,13 @@ def _is_sequence(request: ComputeRequest) -> bool:
     return kinds == {True}
 
 
+def _width(request: ComputeRequest) -> int:
+    """Columns of an output: of one lookup of a sequence, else of all shards and their features."""
+    shards = request.shards
+    return shards[0].width if shards[0].table.sequence else sum(s.width * s.table.features for s in shards)
+
+
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms."""
     return np.array([(forward / slowdown(number), backward / slowdown(number))
                      for forward, backward, number in run.times_ms])
-
-
-def _places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
-    """Where each table begins in an arena of `room` elements: one after the other from a place of the group's
-    own, wrapping round."""
-    spare = (room - sum((size + 15) // 16 * 16 for size in sizes)) // 16
-    places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
-    for size, shard in zip(sizes, shards, strict=True):
-        if size > room:
-            raise ShardCoreError(f"shard {shard.label} is {memory.gib(shard.bytes)}; the arena holds "
-                                 f"{memory.gib(room * PRECISION_BYTES[shard.table.precision])}")
-        cursor = 0 if cursor + size > room else cursor
-        places.append(cursor)
-        cursor += (size + 15) // 16 * 16
-    return places

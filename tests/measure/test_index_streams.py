@@ -1,6 +1,7 @@
 """Streams of ids that are kept: those last used, within a number of bytes."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -47,3 +48,23 @@ def test_what_is_cleared_is_drawn_again():
         kept.lookups(asked(TABLES[0]), 0)
         kept.clear()
     assert kept.drawn == 2
+
+
+def test_expected_streams_are_drawn_ahead_once_and_are_the_same():
+    ahead, plain = IndexStreams("cpu", 1 << 30, threads=2), IndexStreams("cpu", 1 << 30)
+    request = asked(*TABLES)
+    for _ in range(2):
+        ahead.expect(request, 0)
+    began = time.monotonic()
+    while any(not future.done() for future in ahead._expected.values()):
+        assert time.monotonic() < began + 60, "the threads draw nothing"
+        time.sleep(0.01)
+    assert len(ahead._expected) == len(TABLES)
+    assert all(map(torch.equal, ahead.lookups(request, 0), plain.lookups(request, 0)))
+    assert ahead.drawn == plain.drawn == len(TABLES) and not ahead._expected
+
+
+def test_without_threads_nothing_is_drawn_ahead():
+    streams = IndexStreams("cpu", 1 << 30)
+    streams.expect(asked(*TABLES), 0)
+    assert streams.drawn == 0 and not streams._expected

@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -315,3 +316,17 @@ def test_a_sample_says_with_what_it_was_measured(tables):
     [sample] = bench.measure([ComputeRequest((Shard.whole(tables[4]),), 64)])
     assert f"torch {torch.__version__}" in sample.software and "fbgemm 1." in sample.software
     assert sample.software.startswith("arena 8.0 MiB, ")
+
+
+def test_ids_are_drawn_while_a_gpu_runs_what_came_before(monkeypatch, tmp_path, tables):
+    monkeypatch.setenv("SHARDCORE_REHEARSAL", "fake_cuda:FakeCuda")
+    monkeypatch.setenv("FAKE_CUDA", str(tmp_path))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    bench = KernelBench(Setting("test", 256), "cuda", CONFIG)
+    runs = ComputeRequest((Shard.whole(tables[0]),), 256)
+    never = ComputeRequest((Shard.whole(dataclasses.replace(tables[1], dedup=2.0)),), 256)
+    bench.expect([runs, never])
+    assert len(bench.streams._expected) == 1
+    found = list(bench.measure([runs, never]))
+    assert not bench.streams._expected
+    assert sum(s.error is None for s in found) == 1 and any("deduplicated" in (s.error or "") for s in found)
