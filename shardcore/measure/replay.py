@@ -7,7 +7,9 @@ A step is timed as it falls in a training loop, from one dense part to the next:
   exchange of outputs
 
 Ids travel where TorchRec's pipeline has them (job.HIDES_IDS): beside the dense part, for which ranks sleep.
-Without a pipeline they come later, but take as long. What the dense part hides costs nothing.
+Before it, ranks put ids in buckets and say how many will come. Between its forward and backward they send
+them. After it, they put those that arrived in order (id_transfer.py). Without a pipeline all of it comes
+later, but takes as long. What the dense part hides costs nothing.
 
 So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
 the last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock,
@@ -82,6 +84,8 @@ class ReplayConfig:
                        seed=(0, MOST_SEED))
 
 
+_WAKING_MS = 0.3
+"""A sleep may take so much longer."""
 STEP_REPEATS = 20
 STEP_BYTES = 512 << 20
 """Weights of a rank that replays steps as samples, and the largest table of these."""
@@ -279,11 +283,18 @@ class _Step:
             began = time.perf_counter()
             begin = informed = mark()
             if self._ids:
-                works = [transfer.start() for transfer in self._ids]
-                if self._workload.job.hides_ids_ms:  # even a sleep of 0 lets others run first
-                    time.sleep(self._workload.job.hides_ids_ms / 1e3)
-                for transfer, work in zip(self._ids, works, strict=True):
-                    transfer.finish(work)
+                job = self._workload.job
+                dense_ms = (job.dense_forward_ms, job.dense_backward_ms) if job.hides_ids_ms else (0.0, 0.0)
+                for transfer in self._ids:
+                    transfer.put_in_buckets()
+                    transfer.announce()
+                _sleep(dense_ms[0])
+                for transfer in self._ids:
+                    transfer.send()
+                _sleep(dense_ms[1])
+                for transfer in self._ids:
+                    transfer.arrive()
+                    transfer.put_in_order()
                 informed = mark()
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._compute.gradients.get(kind))
@@ -299,6 +310,15 @@ class _Step:
             # Read only now: to wait for each mark would make the device idle between.
             marks = [begin, informed, received, updated, pooled, mark()]
             return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
+
+
+def _sleep(ms: float) -> None:
+    """Let others run for so long. A sleep takes longer than asked for, so it ends early and the rank waits."""
+    due = time.perf_counter() + ms / 1e3
+    if ms > _WAKING_MS:
+        time.sleep((ms - _WAKING_MS) / 1e3)
+    while time.perf_counter() < due:
+        pass
 
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],
