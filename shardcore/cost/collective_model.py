@@ -67,8 +67,8 @@ ALL_TO_ALLS_OF_IDS = 3
 BUCKETIZE = "bucketize_ids"
 """The name of a weight [2]: of putting ids in buckets. ms once, and ms a byte of a device's own ids."""
 ORDER = "order_ids"
-"""The name of a weight [2]: of putting ids in order that arrived. ms once, and ms a byte. Without samples that
-tell it apart there is none."""
+"""The name of a weight [2]: of putting arrived ids in order. ms once, and ms a byte. There is none without
+samples that tell it apart."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0

@@ -16,9 +16,10 @@ the last one: the waiting that a CostModel predicts. Ranks compare their marks b
 hence they share one host. A transfer is from the last rank's start to a rank's own end; the skew with which
 ranks leave the barrier is nobody's cost.
 
-Ops run over an arena as in kernels.py, pooled outputs and gradients travel between the ops' own buffers,
-steps go through several different batches, and before each the caches are overwritten, as the dense part and
-other layers would. Gloo on CPU; NCCL is written for the same interface and has not been run here.
+Ops run over an arena as in kernels.py, outputs and gradients travel between the ops' own buffers. Sequences
+run by an op that does not pool, and their lookups travel. Steps go through several different batches, and
+before each the caches are overwritten, as the dense part and other layers would. Gloo on CPU; NCCL is written
+for the same interface and has not been run here.
 
 Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of
 this machine. So the compute of each device is measured before, with nothing beside, and a rank sleeps for as
@@ -179,11 +180,6 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if own != setting:
         raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
                               "own hardware and batch")
-    sequence = next((s.table.name for ops in workload.ops for op in ops for s in op.shards
-                     if s.table.sequence), None)
-    if sequence is not None:
-        raise ShardCoreError(f"table {sequence!r} is a sequence; a replay runs lookups that are pooled only, "
-                             "so far")
     copied = next((t.name for t in tables if t.dedup > 1), None)
     if copied is not None:
         raise ShardCoreError(f"table {copied!r} is deduplicated; a replay looks up all samples, so far")
@@ -313,7 +309,7 @@ class _Step:
 
 
 def _sleep(ms: float) -> None:
-    """Let others run for so long. A sleep takes longer than asked for, so it ends early and the rank waits."""
+    """Let others run for so long. A sleep ends late, so the rank wakes before and waits for the end."""
     due = time.perf_counter() + ms / 1e3
     if ms > _WAKING_MS:
         time.sleep((ms - _WAKING_MS) / 1e3)
