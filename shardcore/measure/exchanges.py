@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardcore.layouts import CROSS, HOST, WORLD, Channel, Layout
 from shardcore.measure import own_core
+from shardcore.measure.fused_op import even_parts
 from shardcore.measure.transfers import all_gather, carried, reduce_scatter
 from shardcore.topology import Topology
 from shardcore.traffic import row_in
@@ -96,7 +97,7 @@ class _AllToAll:
     def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
-        shares = [_even(round(entering[r] / OUTPUT_BYTES), len(ranks)) for r in ranks]
+        shares = [even_parts(round(entering[r] / OUTPUT_BYTES), len(ranks)) for r in ranks]
         self._mine, self._theirs = shares[ranks.index(rank)], [of[ranks.index(rank)] for of in shares]
         self._none, self._entered = full((0,)), full((sum(self._mine),))
         self._sent = full((sum(self._theirs),))
@@ -120,12 +121,6 @@ class _AllToAll:
         return tensor.view(-1)[:len(self._entered)] if tensor.numel() >= len(self._entered) else self._entered
 
 
-def _even(elements: int, n: int) -> list[int]:
-    """Elements in n parts, as even as they can be."""
-    each, more = divmod(elements, n)
-    return [each + (i < more) for i in range(n)]
-
-
 class _ReduceScatter:
     """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer
     columns pads, for every rank gives as much."""
@@ -133,9 +128,9 @@ class _ReduceScatter:
     def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
-        batch = workload.global_batch
-        width = max(round(entering[r] / (batch * OUTPUT_BYTES)) for r in ranks)
-        self._padded, self._sent = full((batch, width)), full((batch // len(ranks), width))
+        # Of pooled outputs, each rank has as many samples. Of distinct values, it has about as many.
+        most = -(-max(round(entering[r] / OUTPUT_BYTES) for r in ranks) // len(ranks))
+        self._padded, self._sent = full((most * len(ranks),)), full((most,))
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
@@ -148,7 +143,7 @@ class _ReduceScatter:
                        self._job.backward_payload, partial(all_gather, group=self._group))
 
     def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        return tensor if tensor is not None and tensor.shape == self._padded.shape else self._padded
+        return tensor.view(-1) if tensor is not None and tensor.numel() == len(self._padded) else self._padded
 
 
 class _AllReduce:

@@ -14,6 +14,7 @@ Shapes: n ranks, F features of a rank, b samples of a rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,7 +60,8 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
                    if layout.ids and op.run is layout} for ops in workload.ops]
         if not any(shards):
             continue
-        features = [sum(s.table.features for s in of.values()) for of in shards]
+        # Of deduplicated features fewer lengths travel. They are as those of fewer features here.
+        features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
         ids = [max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
                for b, f in zip(n_bytes, features, strict=True)]

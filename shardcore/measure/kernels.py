@@ -252,26 +252,29 @@ class KernelBench:
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
         sequence = _is_sequence(request)
-        copied = next((s.table.name for s in request.shards if s.table.dedup > 1), None)
-        if copied is not None:
-            raise ShardCoreError(f"table {copied!r} is deduplicated; only lookups of all samples can be run "
-                                 "here so far")
-        bags = sum(request.batch * s.table.features for s in request.shards)
-        looked_up = sum(access.lookups(s.table, request.batch) for s in request.shards)
-        # Outputs: a row for each lookup of sequences, or one for each sample.
-        rows, width = ((looked_up, request.shards[0].width) if sequence else
-                       (request.batch, sum(s.width * s.table.features for s in request.shards)))
+        values = [access.distinct_values(s.table, request.batch) for s in request.shards]
+        looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
+        # Outputs: a row for each lookup of sequences, or for each sample; or of features one by one.
+        several = not sequence and any(s.table.dedup > 1 for s in request.shards)
+        if sequence:
+            rows, width = looked_up, request.shards[0].width
+        elif several:
+            rows, width = 1, sum(n * s.width for n, s in zip(values, request.shards, strict=True))
+        else:
+            rows, width = request.batch, sum(s.width * s.table.features for s in request.shards)
         most = self._device.batch_bytes()
-        if (takes := 8 * (looked_up + bags) + 2 * OUTPUT_BYTES * rows * width) > most:
+        if (takes := 8 * (looked_up + sum(values)) + 2 * OUTPUT_BYTES * rows * width) > most:
             raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
                                  f"outputs; on this machine it may have {most / 2**30:.1f}: it "
                                  "needs fewer samples, or lookups of each")
         indices, offsets = self.streams.lookups(request, seed)
-        rows = len(indices) if sequence else request.batch
+        rows = len(indices) if sequence else rows
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
         return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
-                   self._gradient[: rows * width].view(rows, width))
+                   self._gradient[: rows * width].view(-1 if several else (rows, width)),
+                   [[n] for of, s in zip(values, request.shards, strict=True)
+                    for n in fused_op.even_parts(of, s.table.features)] if several else None)
 
     def once_ms(self, run: Run) -> float:
         """Run forward and backward once; their ms together, as the clock shows them."""
@@ -283,7 +286,7 @@ class KernelBench:
         self._device.keep_busy(self._launch_ms)
         began = time.perf_counter()
         marks = [self._device.mark()]
-        output = run.op(run.indices, run.offsets)
+        output = run.forward()
         marks.append(self._device.mark())
         output.backward(run.gradient)
         marks.append(self._device.mark())
@@ -340,8 +343,9 @@ class KernelBench:
 @dataclass(eq=False)
 class Run:
     """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B,
-    W] of its outputs, [L, W] of a sequence's. times_ms: of each repeat forward, backward, and its number in
-    the slowdown log."""
+    W] of its outputs, [L, W] of a sequence's. values: [T, 1] of each feature, where a table has fewer than
+    samples (deduplicated); offsets are then as many, and the gradient is flat. times_ms: of each repeat
+    forward, backward, and its number in the slowdown log."""
 
     number: int
     request: ComputeRequest
@@ -349,8 +353,13 @@ class Run:
     indices: torch.Tensor
     offsets: torch.Tensor
     gradient: torch.Tensor
+    values: list[list[int]] | None = None
     warm: bool = False
     times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
+
+    def forward(self) -> torch.Tensor:
+        """The op's outputs. As TorchRec does, FBGEMM is told how many values features have if they differ."""
+        return self.op(self.indices, self.offsets, batch_size_per_feature_per_rank=self.values)
 
 
 def _is_sequence(request: ComputeRequest) -> bool:

@@ -180,9 +180,6 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if own != setting:
         raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
                               "own hardware and batch")
-    copied = next((t.name for t in tables if t.dedup > 1), None)
-    if copied is not None:
-        raise ShardCoreError(f"table {copied!r} is deduplicated; a replay looks up all samples, so far")
     in_host = next((t.name for t in tables if t.in_host_memory), None)
     if in_host is not None:
         raise ShardCoreError(f"table {in_host!r} has rows in host memory; a replay has all of them on the "

@@ -50,13 +50,14 @@ class Ops:
         self.gradients = {op.run: full(_shape(op, max(sum(run.gradient.numel() for run in runs[op.run])
                                                       for runs in self._batches)), device)
                           for op in workload.ops[rank]}
+        self._flat = {op.run for op in workload.ops[rank] if _is_flat(op)}
         self.forward(config.batches - 1)
 
     def forward(self, batch: int) -> None:
-        outputs = {kind: [run.op(run.indices, run.offsets) for run in of_kind]
+        outputs = {kind: [run.forward() for run in of_kind]
                    for kind, of_kind in self._batches[batch].items()}
         self.outputs = {kind: own[0] if len(own) == 1 else
-                        torch.cat([x.flatten() for x in own] if kind.sequence else own, -1)
+                        torch.cat([x.flatten() for x in own] if kind in self._flat else own, -1)
                         for kind, own in outputs.items()}
 
     def backward(self) -> None:
@@ -89,8 +90,13 @@ def full(shape: Sequence[int], device: str) -> torch.Tensor:
 
 
 def _shape(op: Op, elements: int) -> tuple[int, ...]:
-    """Of outputs: a row for each sample. Those of sequences have no common rows."""
-    return (elements,) if op.run.sequence else (op.batch, elements // op.batch)
+    """Of outputs: a row for each sample."""
+    return (elements,) if _is_flat(op) else (op.batch, elements // op.batch)
+
+
+def _is_flat(op: Op) -> bool:
+    """Whether its outputs have no common rows: of sequences, and of fewer values than samples."""
+    return op.run.sequence or any(s.table.dedup > 1 for s in op.shards)
 
 
 def _fused(op: Op) -> list[ComputeRequest]:
