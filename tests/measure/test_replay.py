@@ -388,7 +388,9 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         replay(whole(fast), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="repeats"):
         ReplayConfig(repeats=0)
-    cached = problem_of([dataclasses.replace(tables[0], name="large", load_factor=0.5)], 2)
+    hosts = dataclasses.replace(problem.topology, host_memory_bytes=64 * MIB, host_memory_gbps=10.0)
+    large = dataclasses.replace(tables[0], name="large", load_factor=0.5)
+    cached = dataclasses.replace(problem, tables=(large,), topology=hosts)
     with pytest.raises(ShardCoreError, match="table 'large' has rows in host memory"):
         replay(whole(cached), SETTING, CONFIG)
 
