@@ -78,7 +78,7 @@ def events(args: argparse.Namespace) -> Verdict:
         activity = ProfilerActivity.CUDA if place == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as found:
             for _ in range(5):
-                run.op(run.indices, run.offsets).backward(run.gradient)
+                run.forward().backward(run.gradient)
             device_of("cuda").synchronize()
         us = sum(event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
                  for event in found.key_averages())

@@ -191,7 +191,8 @@ class Published:
         late_ms = compute_ms + backward_ms
         starts = np.concatenate([columns, late_ms - late_ms.min(-1, keepdims=True)], -1)
         forward_ms = _layers(self.forward._cost_net.hidden, _scaled(self.forward, starts))
-        return CommCost(forward_ms, backward_ms, np.zeros_like(forward_ms))
+        nothing = np.zeros_like(forward_ms)
+        return CommCost(forward_ms, backward_ms, nothing, nothing, nothing)
 
 
 @njit(float64(float64[::1], float64[::1]), cache=True, error_model="numpy")

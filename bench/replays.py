@@ -9,7 +9,7 @@ MODEL must be of this machine and for two processes, and know what exchanges tak
 pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16. All plans of a problem are replayed in alternation.
 `anneal_columns` is the default; "ids for free" is the same, told that exchanges of ids cost nothing;
 `torchrec` is TorchRec's planner swept and told the measured bandwidths (search/torchrec.py), where it is
-installed; `best greedy` is the greedy order cheapest under MODEL.
+installed and tables are pooled; `best greedy` is the greedy order cheapest under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments
 goes on after the problems done; one with another MODEL or other arguments replays again where plans differ.
@@ -31,9 +31,10 @@ import torch
 from shardcore import files, report
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.draws.problems import ProblemConfig, draw_problem, sized
 from shardcore.job import Job
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
@@ -50,11 +51,23 @@ LOSS = 0.03
 
 
 def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16,
-             job: Job | None = None) -> list[Problem]:
+             job: Job | None = None, sequences: float = 0.0) -> list[Problem]:
+    """sequences: share of the tables of each whose lookups are not pooled. They have one dim, as in an
+    EmbeddingCollection."""
     pool = [dataclasses.replace(t, dim=max_dim) for t in generate_pool()]
     small = [t for t in pool if SMALLEST <= t.bytes <= LARGEST]
     drawn = [draw_problem(small, i, model.setting, seed, ProblemConfig(2, 8, 24, max_dim)) for i in range(n)]
-    return [dataclasses.replace(p, job=job or p.job) for p in drawn]
+    return [dataclasses.replace(_with_sequences(p, sequences), job=job or p.job) for p in drawn]
+
+
+def _with_sequences(drawn: Problem, share: float) -> Problem:
+    n = round(share * len(drawn.tables))
+    if not n:
+        return drawn
+    dim = min(t.dim for t in drawn.tables[:n])
+    given = dataclasses.replace(drawn, tables=(
+        *(dataclasses.replace(t, sequence=True, dim=dim) for t in drawn.tables[:n]), *drawn.tables[n:]))
+    return sized(given, ProblemConfig().slack, table_bytes, every_plan_bytes(given))
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
@@ -63,7 +76,8 @@ def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]
              "anneal_columns": anneal(problem, model, space="columns")}
     found["anneal_columns, ids for free"] = anneal(dataclasses.replace(problem, job=_HIDDEN), model,
                                                    space="columns")
-    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS)
+    pooled = not any(t.sequence for t in problem.tables)
+    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", *["torchrec"] * pooled, *greedy.ORDERS)
               if n in SHARDERS}
     found["best greedy"] = min((found[n] for n in greedy.ORDERS),
                                key=lambda p: price(lower(p, problem), model).total_ms)
@@ -144,13 +158,15 @@ def main() -> None:
     parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
     parser.add_argument("--dense-ms", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"),
                         help="of a dense part, beside which ids travel; ranks sleep for it")
+    parser.add_argument("--sequences", type=float, default=0.0, metavar="SHARE",
+                        help="of the tables: not pooled (0)")
     parser.add_argument("--seed", type=int, default=31, help="of the problems (31)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     job = Job("sparse_dist", *args.dense_ms) if args.dense_ms else None
-    for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim, job)):
+    for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim, job, args.sequences)):
         kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting,
                                  config,
                                  lambda workloads: replay_all(workloads, model.setting, config, "cpu",
@@ -166,6 +182,7 @@ def main() -> None:
 def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel) -> str:
     noise = np.median([r.noise_ms / r.replayed_ms for r in replay_records.judge(kept, model)])
     dense = f", a dense part of {sum(args.dense_ms):g} ms" if args.dense_ms else ""
+    dense += f", {args.sequences:.0%} of the tables not pooled" if args.sequences else ""
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
     return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
             f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}{dense}; a "

@@ -235,6 +235,8 @@ class CollectiveSample:
     error: why there is no timing; None where there is one.
     order: its place in the run of its ranks, from 0.
     oversubscribed: whether a host had more ranks than cores: then it measures the scheduler as well.
+    work_ms: [D] ms of forward in which a device puts ids in buckets and in order: its own work. None where no
+        ids travel, and of older samples, which do not say it.
     """
 
     id: str
@@ -247,17 +249,22 @@ class CollectiveSample:
     error: str | None = None
     order: int = 0
     oversubscribed: bool = False
+    work_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         runs = COLLECTIVES[self.request.collective]
         _require_sample(self, self.waiting_ms is not None and all(
             (getattr(self, way) is not None) == (way in runs) for way in ("forward", "backward")))
-        of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms) if x is not None]
+        of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms, self.work_ms) if x is not None]
         require(all(len(x) == len(self.request.widths) for x in of_ranks),
                 f"sample {self.id} has {[len(x) for x in of_ranks]} timings; it needs one for each of its "
                 f"{len(self.request.widths)} ranks")
         require(all(0 <= ms <= MOST_MS for ms in self.waiting_ms or ()),
                 f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more")
+        require(self.work_ms is None or (self.request.collective in OF_IDS and all(
+            0 <= ms <= MOST_MS for ms in self.work_ms)),
+                f"sample {self.id} of {self.request.collective} has work_ms {self.work_ms}; it needs 0 or "
+                "more, and only where ids travel")
 
 
 def _require_sample(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:

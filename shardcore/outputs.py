@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardcore.job import PAYLOADS
-from shardcore.tables.access import access_share
+from shardcore.tables.access import access_share, distinct_values
 from shardcore.types import OUTPUT_BYTES, Shard, Table
 
 
@@ -22,7 +22,7 @@ def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
     """As `output_rows`, of rows that get a share of the table's lookups. Faster than to create a Shard."""
     # Whole rows, so that searches can add and subtract their bytes exactly. At least one: there is an op.
     if not table.sequence:
-        return max(1, round(batch * table.features / table.dedup))
+        return distinct_values(table, batch)
     return max(1, round(batch * table.looked_up * share))
 
 

@@ -129,14 +129,15 @@ class AnalyticModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
-        input_ms, there, back = forward, self.setting.forward_payload, self.setting.backward_payload
+        input_ms = work_ms = forward
+        there, back = self.setting.forward_payload, self.setting.backward_payload
         for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
             if channel in ID_CHANNELS:
                 input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
                 if channel == BUCKETIZED_IDS:
                     # Each device reads and writes the ids of its own samples, which are as many on all.
                     own_bytes = sent_bytes.mean(-1, keepdims=True)
-                    input_ms = input_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
+                    work_ms = work_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
             elif channel.collective == "all_reduce":
                 # Backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
                 backward = backward + 2 * self._transfer_ms(channel, sent_bytes, topology)
@@ -144,7 +145,7 @@ class AnalyticModel:
                 forward = forward + self._transfer_ms(channel, payload_bytes(sent_bytes, there), topology)
                 backward = backward + self._transfer_ms(channel, payload_bytes(sent_bytes, back), topology)
         ready = compute_ms + backward
-        return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms)
+        return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms + work_ms, work_ms)
 
     def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
         """[..., D] ms of one collective.

@@ -17,6 +17,7 @@ from shardcore.cost.collective_model import (
     BUCKETIZE,
     FAR,
     NEAR,
+    ORDER,
     bucketize_ms,
     exchange_terms,
     is_measured,
@@ -51,7 +52,8 @@ def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveS
             note(_metric(collective, way, payload), 0,
                  {"train_loss": float(np.abs(log_error).mean()),
                   "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
-    return rates | _fit_bucketizing(rates, _of(train_side, BUCKETIZED_IDS.collective, "fp32"))
+    return (rates | _fit_bucketizing(rates, _of(train_side, BUCKETIZED_IDS.collective, "fp32"))
+            | _fit_ordering(_of(train_side, IDS.collective, "fp32")))
 
 
 def _fit_bucketizing(rates: Mapping[str, np.ndarray],
@@ -64,6 +66,18 @@ def _fit_bucketizing(rates: Mapping[str, np.ndarray],
                                  for s in samples])
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
     return {BUCKETIZE: fit_law(own, measured, known=transfer_ms(terms, rates_of(rates, IDS, "forward")))}
+
+
+def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
+    """What it takes to put ids in order. Nothing where samples do not tell it."""
+    told = [s for s in samples if s.work_ms is not None]
+    if len(told) < FEWEST_SAMPLES:
+        return {}
+    received = np.concatenate([owned_bytes(s) for s in told])
+    work_ms = np.concatenate([s.work_ms for s in told])
+    some = (received > 0) & (work_ms > 0)
+    own = np.stack([np.ones(some.sum()), received[some]], axis=1)
+    return {ORDER: fit_law(own, work_ms[some])}
 
 
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:

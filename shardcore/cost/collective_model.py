@@ -20,7 +20,8 @@ Bytes are those of FP32 outputs, whatever travels. So each payload has rates of 
 payload that was not measured has the rates of FP32, with as many bytes fewer.
 
 Bucketized ids travel as other ids do. What it takes to put them in buckets is added: work of each device, on
-the ids of its own samples. It does not depend on links.
+the ids of its own samples. It does not depend on links. Ids that arrive are put in order, which is work of
+each device too. The rates of ids include it. A law of its own says how much of their time it is.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
@@ -65,6 +66,9 @@ ALL_TO_ALLS_OF_IDS = 3
 """TorchRec exchanges how much it will send, then lengths, then ids."""
 BUCKETIZE = "bucketize_ids"
 """The name of a weight [2]: of putting ids in buckets. ms once, and ms a byte of a device's own ids."""
+ORDER = "order_ids"
+"""The name of a weight [2]: of putting arrived ids in order. ms once, and ms a byte. There is none without
+samples that tell it apart."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
@@ -196,6 +200,21 @@ def bucketize_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray) -> np.
     """
     once, per_byte = w.get(BUCKETIZE, (0.0, 0.0))
     return once + per_byte * received_bytes.mean(-1, keepdims=True)
+
+
+def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+    """[..., D] ms of a channel of ids that are a device's own work. 0 where that was not measured.
+
+    received_bytes: [..., D] of each device.
+    """
+    received = np.asarray(received_bytes, dtype=float)
+    if received.shape[-1] < 2:
+        return np.zeros_like(received)
+    once, per_byte = w.get(ORDER, (0.0, 0.0))
+    ms = np.where(received > 0, once + per_byte * received, 0.0)
+    if channel == BUCKETIZED_IDS:
+        ms += np.where(received.any(-1, keepdims=True), bucketize_ms(w, received), 0.0)
+    return in_step(w, channel, "forward") * ms
 
 
 def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:

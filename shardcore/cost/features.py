@@ -19,7 +19,7 @@ from shardcore.types import PRECISION_BYTES, Shard
 WIDTH_CLASSES = (32, 64, 128, 256)
 """Columns at which FBGEMM's CUDA kernels change. They choose by the widest table of an op."""
 DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells",
-           *(f"wider_than_{w}" for w in WIDTH_CLASSES))
+           *(f"wider_than_{w}" for w in WIDTH_CLASSES), "unpooled_cells", "unpooled_unique_rows")
 """Amounts of work for one shard. They add up over the shards of an op.
 
 shards: 1, the table to set up.
@@ -30,6 +30,9 @@ lookup_cells: lookups × width, summed; backward, gradients applied.
 unique_rows: distinct rows touched.
 unique_cells: unique_rows × width, fetched from memory.
 wider_than_W: 1 if it is. Their sums tell the class of the op's widest shard, and stay sums in a search.
+unpooled_cells, unpooled_unique_rows: of a sequence, its output_cells and unique_rows once more. FBGEMM has
+    other kernels for it, with rates of their own: on a CPU, backward finds each distinct row in a hash map,
+    which takes twenty times as long as in a pooled op.
 """
 
 CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows",
@@ -50,9 +53,9 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
-        width, height, element_bytes, pooling, bags, dedup = np.array(
+        width, height, element_bytes, pooling, bags, dedup, unpooled = np.array(
             [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.looked_up * access.access_share(s),
-              output_rows(s, batch), s.table.dedup) for s in shards],
+              output_rows(s, batch), s.table.dedup, s.table.sequence) for s in shards],
             dtype=float).T
         # Lookups scale with the share that hits the shard's rows.
         unique, lookups, row_bytes = (access.unique_rows_of(shards, batch), pooling * batch,
@@ -62,7 +65,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
         additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width,
-                    *(width > w for w in WIDTH_CLASSES))
+                    *(width > w for w in WIDTH_CLASSES), unpooled * bags * width, unpooled * unique)
         conditions = (width, lines, lookups / bags + 0.1, unique_share, unique + 1,
                       unique * row_bytes + 1, height, height * row_bytes, batch / dedup)
         for k, of in enumerate((*additive, *map(_log, conditions))):

@@ -82,13 +82,15 @@ class CommCost:
     forward_ms: [..., D] transfer of pooled outputs.
     backward_ms: [..., D] transfer of gradients.
     waiting_ms: [..., D] that a device waits for the last one, before the forward exchange.
-    input_ms: [..., D] transfer of ids.
+    input_ms: [..., D] transfer of ids, the device's own work included.
+    input_work_ms: [..., D] of it, own work: to put ids in buckets, and in order once they arrived.
     """
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
     waiting_ms: np.ndarray
     input_ms: np.ndarray
+    input_work_ms: np.ndarray
 
     @property
     def total_ms(self) -> np.ndarray:
@@ -197,9 +199,10 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
 def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
     """[...] ms that a step takes longer because ids travel.
 
-    Devices meet in this exchange, so the longest transfer counts. What the dense part hides costs nothing.
+    Devices meet in this exchange, so the longest transfer counts. What the dense part hides costs nothing. It
+    hides what travels, and no work: that is done by the device which runs it.
     """
-    return np.maximum(0.0, comm.input_ms.max(-1) - job.hides_ids_ms)
+    return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)
 
 
 def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:

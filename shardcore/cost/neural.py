@@ -166,12 +166,15 @@ class NeuralModel:
         compute_ms = np.asarray(compute_ms, dtype=float)
         of_channel = self.collectives(traffic, compute_ms, topology)
         input_ms = sum(of_channel.pop(channel)[0] for channel in ID_CHANNELS)
+        work_ms = sum(collective_model.id_work_ms(self.weights, channel, arriving)
+                      for channel, arriving in zip(channels_of(traffic), traffic, strict=True)
+                      if channel in ID_CHANNELS)
         forward, backward = map(sum, zip(*of_channel.values(), strict=True))
         # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
-        return CommCost(forward, backward, waiting, input_ms)
+        return CommCost(forward, backward, waiting, input_ms, work_ms)
 
     def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
                     topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:

@@ -47,7 +47,9 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     factors: dict[str, np.ndarray] = {}
     told = 0
     for part, (way, channels) in _PARTS.items():
-        timed = [s for s in steps if any(getattr(s[1], part))]
+        # What a dense part hides of ids has no time.
+        timed = [s for s in steps if any(getattr(s[1], part))
+                 and not (part == "input_ms" and s[0].job.hides_ids_ms)]
         often = [c for c in channels if "within" in collective_model.measured_links(model.weights, c)
                  and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
         # Keep steps whose collectives all run often enough, or another's time would distort the fit.

@@ -62,7 +62,7 @@ def require(w: Mapping[str, np.ndarray]) -> None:
                 for x in ran if x[0] != BUCKETIZED_IDS
                 for payload in (PAYLOADS if x[0].collective in CAST else ("fp32",))}
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
-    optional[collective_model.BUCKETIZE] = ((2,), _RATE)
+    optional |= {name: ((2,), _RATE) for name in (collective_model.BUCKETIZE, collective_model.ORDER)}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():

@@ -42,7 +42,7 @@ from shardcore.measure.timing import spread
 from shardcore.measure.transfers import Transfer, transfers
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
-from shardcore.types import Setting
+from shardcore.types import OF_IDS, Setting
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""
@@ -67,11 +67,12 @@ class CollectiveConfig:
 class RankTimes:
     """One rank's repeats of one request: starts and ends in s of rank 0's monotonic clock, [R] each; None for
     a way that the collective does not run. oversubscribed: the rank's machine has more ranks than
-    cores."""
+    cores. work_s: [R] of a transfer of ids, the rank's own work in it."""
 
     forward: tuple[tuple[float, ...], tuple[float, ...]] | None
     backward: tuple[tuple[float, ...], tuple[float, ...]] | None
     oversubscribed: bool = False
+    work_s: tuple[float, ...] = ()
 
 
 # --- a gang -------------------------------------------------------------------------------------------------
@@ -145,7 +146,9 @@ def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTi
     first_waiting, _ = next(iter(ways.values()))
     return CollectiveSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"),
                             transfer.get("backward"), tuple(map(float, np.median(first_waiting, axis=1))),
-                            time.time(), order=order, oversubscribed=any(r.oversubscribed for r in ranks))
+                            time.time(), order=order, oversubscribed=any(r.oversubscribed for r in ranks),
+                            work_ms=tuple(float(np.median(r.work_s)) * 1e3 for r in ranks if r.work_s)
+                            or None)
 
 
 def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -239,13 +242,17 @@ class Rank:
         both = transfers(request, self.rank, self.device, self._group(request))
         first = next(transfer for transfer in both if transfer)
         times: tuple[list, list] = [], []
+        work_s: list[float] = []
         for _ in range(self.config.warmups + self.config.repeats):
             for transfer, way in zip(both, times, strict=True):
                 if transfer:
                     start_ms = request.start_ms[self.rank] if transfer is first else 0.0
-                    way.append(self._timed(transfer, start_ms, request.busy_ms))
+                    *ends, worked_s = self._timed(transfer, start_ms, request.busy_ms)
+                    way.append(ends)
+                    work_s.append(worked_s)
         ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
-        return RankTimes(*ways, self._oversubscribed)
+        own = tuple(work_s[self.config.warmups:]) if request.collective in OF_IDS else ()
+        return RankTimes(*ways, self._oversubscribed, own)
 
     def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
         """torch's name for the ranks with which this one exchanges. None: all."""
@@ -263,8 +270,9 @@ class Rank:
             self._scratch.add_(1)
             self._on.synchronize()
 
-    def _timed(self, transfer: Transfer | IdTransfer, start_ms: float, busy_ms: float) -> tuple[float, float]:
-        """Start and end in s of rank 0's clock."""
+    def _timed(self, transfer: Transfer | IdTransfer, start_ms: float,
+               busy_ms: float) -> tuple[float, float, float]:
+        """Start and end in s of rank 0's clock, and s of own work between."""
         self._compute(busy_ms)
         with local_ranks.exchanging():
             self._on.meet()
@@ -275,10 +283,13 @@ class Rank:
             while time.perf_counter() < due:
                 pass
             start = time.perf_counter() + self._offset_s
-            begin = self._on.mark()
-            transfer.run()
-            [took_ms] = self._on.elapsed_ms([begin, self._on.mark()])
-            return start, start + took_ms / 1e3
+            marks = [self._on.mark()]
+            for part, _ in transfer.parts:
+                part()
+                marks.append(self._on.mark())
+            took_ms = self._on.elapsed_ms(marks)
+            work_ms = sum(ms for ms, (_, own) in zip(took_ms, transfer.parts, strict=True) if own)
+            return start, start + sum(took_ms) / 1e3, work_ms / 1e3
 
     def _clock_offset_s(self) -> float:
         """To be added to this host's clock to have rank 0's: the best estimate of its ranks, and 0 on rank

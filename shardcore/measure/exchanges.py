@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardcore.layouts import CROSS, HOST, WORLD, Channel, Layout
 from shardcore.measure import own_core
+from shardcore.measure.fused_op import even_parts
 from shardcore.measure.transfers import all_gather, carried, reduce_scatter
 from shardcore.topology import Topology
 from shardcore.traffic import row_in
@@ -88,32 +89,36 @@ def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
 
 class _AllToAll:
     """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples
-    are."""
+    are; and rows of sequences, of which each rank asked for as many.
+
+    A batch has more lookups or fewer, but as many bytes of sequences travel as the workload says.
+    """
 
     def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
-        local = workload.global_batch // len(workload.ops)
-        elements = [round(entering[r] / OUTPUT_BYTES) for r in ranks]
-        columns = [n // (local * len(ranks)) for n in elements]
-        self._none, self._entered, self._sent = (full((0,)), full((elements[ranks.index(rank)],)),
-                                                 full((local * sum(columns),)))
+        shares = [even_parts(round(entering[r] / OUTPUT_BYTES), len(ranks)) for r in ranks]
+        self._mine, self._theirs = shares[ranks.index(rank)], [of[ranks.index(rank)] for of in shares]
+        self._none, self._entered = full((0,)), full((sum(self._mine),))
+        self._sent = full((sum(self._theirs),))
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
-        self._mine, self._theirs = ([local * columns[ranks.index(rank)]] * len(ranks),
-                                    [local * width for width in columns])
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        entered = self._none if outputs is None else outputs.view(-1)
+        entered = self._none if outputs is None else self._as_many(outputs)
         send = partial(dist.all_to_all_single, output_split_sizes=self._theirs, input_split_sizes=self._mine,
                        group=self._group)
         return carried(self._arrived, entered, self._job.forward_payload, send)
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        back = self._entered if into is None else into.view(-1)
+        back = self._entered if into is None else self._as_many(into)
         send = partial(dist.all_to_all_single, output_split_sizes=self._mine, input_split_sizes=self._theirs,
                        group=self._group)
         own = self._sent if gradients is None else gradients
         return carried(back, own, self._job.backward_payload, send)
+
+
+    def _as_many(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(-1)[:len(self._entered)] if tensor.numel() >= len(self._entered) else self._entered
 
 
 class _ReduceScatter:
@@ -123,9 +128,9 @@ class _ReduceScatter:
     def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
-        batch = workload.global_batch
-        width = max(round(entering[r] / (batch * OUTPUT_BYTES)) for r in ranks)
-        self._padded, self._sent = full((batch, width)), full((batch // len(ranks), width))
+        # Of pooled outputs, each rank has as many samples. Of distinct values, it has about as many.
+        most = -(-max(round(entering[r] / OUTPUT_BYTES) for r in ranks) // len(ranks))
+        self._padded, self._sent = full((most * len(ranks),)), full((most,))
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
@@ -138,7 +143,7 @@ class _ReduceScatter:
                        self._job.backward_payload, partial(all_gather, group=self._group))
 
     def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        return tensor if tensor is not None and tensor.shape == self._padded.shape else self._padded
+        return tensor.view(-1) if tensor is not None and tensor.numel() == len(self._padded) else self._padded
 
 
 class _AllReduce:

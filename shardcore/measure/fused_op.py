@@ -48,6 +48,12 @@ def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
     )
 
 
+def even_parts(n: int, parts: int) -> list[int]:
+    """n things in parts, as even as they can be."""
+    each, more = divmod(n, parts)
+    return [each + (i < more) for i in range(parts)]
+
+
 def require_trains(setting: Setting, device: str) -> None:
     """Raise ShardCoreError where FBGEMM does not train in a setting on a device; it names what would run."""
     if setting.precision not in PRECISIONS:

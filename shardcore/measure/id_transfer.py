@@ -4,12 +4,18 @@ It takes three all-to-alls: how much each rank will send, lengths, and ids. Leng
 rank. A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables are
 divided, FBGEMM first puts a rank's ids in buckets, one for each row range.
 
+Buckets and the order are a device's own work. A dense part on the same device does not hide it, as it hides
+what travels. TrainPipelineSparseDist (TorchRec 1.8) puts ids in buckets at the start of a step, before the
+forward pass of the batch before (`start_sparse_data_dist`). It puts them in order when their own forward pass
+begins, right before the lookups (`PipelinedForward`, `KJTAllToAllTensorsAwaitable._wait_impl`).
+
 Shapes: n ranks, F features of a rank, b samples of a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,7 +60,8 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
                    if layout.ids and op.run is layout} for ops in workload.ops]
         if not any(shards):
             continue
-        features = [sum(s.table.features for s in of.values()) for of in shards]
+        # Of deduplicated features fewer lengths travel. They are as those of fewer features here.
+        features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
         ids = [max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
                for b, f in zip(n_bytes, features, strict=True)]
@@ -103,31 +110,49 @@ class IdTransfer:
             n, features[rank]).T.flatten()
         self._local_batch = local_batch
 
+    @property
+    def parts(self) -> tuple[tuple[Callable[[], None], bool], ...]:
+        """What to call one after the other, and whether it is the device's own work."""
+        return ((self.put_in_buckets, True), (self.announce, False), (self.send, False), (self.arrive, False),
+                (self.put_in_order, True))
+
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths [F · n, b] and ids that this rank will look up, by feature."""
-        return self.finish(self.start())
+        for part, _ in self.parts:
+            part()
+        return self.received
 
-    def start(self) -> list[dist.Work]:
+    def put_in_buckets(self) -> None:
+        """Make lengths and ids that are ordered by rank."""
+        self._leaving = self._in_buckets() if self._buckets else (self._lengths, self._ids)
+
+    def announce(self) -> None:
+        """Say how much will come. It travels from then on."""
+        self._works = [dist.all_to_all_single(self._expected, self._announced, async_op=True)]
+
+    def send(self) -> None:
         """Send lengths and ids, once it is known how many will come. They travel from then on."""
-        lengths, ids = self._in_buckets() if self._buckets else (self._lengths, self._ids)
-        dist.all_to_all_single(self._expected, self._announced)
+        self.arrive()
         # Sizes of what arrives: the host waits for them.
-        lengths_from, ids_from = zip(*self._expected.view(-1, 2).tolist(), strict=True)
-        all_lengths, all_ids = self._arrived
-        return [dist.all_to_all_single(all_lengths, lengths, list(lengths_from), self._lengths_to,
-                                       async_op=True),
-                dist.all_to_all_single(all_ids, ids, list(ids_from), self._ids_to, async_op=True)]
+        from_each = zip(*self._expected.view(-1, 2).tolist(), strict=True)
+        self._works = [dist.all_to_all_single(into, source, list(arriving), leaving, async_op=True)
+                       for into, source, arriving, leaving in zip(
+                           self._arrived, self._leaving, from_each, (self._lengths_to, self._ids_to),
+                           strict=True)]
 
-    def finish(self, works: Sequence[dist.Work]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `run` gives, once all has arrived."""
-        for work in works:
+    def arrive(self) -> None:
+        """Wait for what was sent last."""
+        for work in self._works:
             work.wait()
+
+    def put_in_order(self) -> None:
+        """Order what arrived by feature: `received`, as of `run`."""
         lengths, ids = self._arrived
-        if not len(self._by_feature):
-            return lengths, ids
-        lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-            self._by_feature, lengths.view(len(self._by_feature), self._local_batch), ids, None, len(ids))
-        return lengths, ids
+        if len(self._by_feature):
+            of_feature = lengths.view(len(self._by_feature), self._local_batch)
+            lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(self._by_feature, of_feature, ids, None,
+                                                                      len(ids))
+        self.received = lengths, ids
 
     def _in_buckets(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and ids rank by rank, as TorchRec's bucketize_kjt_before_all2all makes them."""

@@ -48,8 +48,15 @@ class IndexStreams:
                 self._expected[key] = self._threads.submit(streams.stream, *key)
 
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
-        """Indices [L] and offsets [T × B + 1] of a request's T features, table after table."""
+        """Indices [L] and offsets of a request's T features, table after table.
+
+        Offsets are as many as there are distinct values, and 1. Of sequences [T × B + 1]: nothing comes after
+        the last value.
+        """
         parts = [self._shard(s, request.batch, seed) for s in request.shards]
+        parts = [(ids, torch.cat([offsets, offsets[-1:].expand(
+            request.batch * s.table.features + 1 - len(offsets))]) if s.table.sequence else offsets)
+                 for s, (ids, offsets) in zip(request.shards, parts, strict=True)]
         starts = np.cumsum([0] + [len(ids) for ids, _ in parts])
         offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
         end = torch.tensor([int(starts[-1])], device=self.place)

@@ -38,10 +38,10 @@ from shardcore.fused import OPTIMIZERS, PRECISIONS
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_ROWS, require_within
 from shardcore.measure import devices, fused_op, hardware, timing
 from shardcore.measure.index_streams import IndexStreams
+from shardcore.measure.op_shape import OpShape, op_shape
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
-from shardcore.tables import access
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
+from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
 
 _REFERENCE_RUNS = 48
 """Runs of the reference that make one sample of it."""
@@ -250,14 +250,14 @@ class KernelBench:
         """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where
         a shard is larger than the arena or of another precision than the setting's, and where the batch takes
         more memory than may be."""
-        self._require_runs(request)
+        shape = self._shape(request)
         indices, offsets = self.streams.lookups(request, seed)
-        sequence, width = request.shards[0].table.sequence, _width(request)
-        rows = len(indices) if sequence else request.batch
+        rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
         return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
-                   self._gradient[: rows * width].view(rows, width))
+                   self._gradient[: rows * width].view(-1 if shape.several else (rows, width)),
+                   [[n] for n in shape.values] if shape.several else None)
 
     def expect(self, requests: Iterable[ComputeRequest]) -> None:
         """Begin to draw the ids of requests that `add` will be given, if the device leaves cores for that.
@@ -266,7 +266,7 @@ class KernelBench:
         """
         for request in requests if self._device.drawing_threads else ():
             try:
-                self._require_runs(request)
+                self._shape(request)
             except ShardCoreError:
                 continue
             self.streams.expect(request, _SEED)
@@ -281,7 +281,7 @@ class KernelBench:
         self._device.keep_busy(self._launch_ms)
         began = time.perf_counter()
         marks = [self._device.mark()]
-        output = run.op(run.indices, run.offsets)
+        output = run.forward()
         marks.append(self._device.mark())
         output.backward(run.gradient)
         marks.append(self._device.mark())
@@ -290,24 +290,11 @@ class KernelBench:
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
 
-    def _require_runs(self, request: ComputeRequest) -> None:
+    def _shape(self, request: ComputeRequest) -> OpShape:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         if other:
             raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        sequence = _is_sequence(request)
-        copied = next((s.table.name for s in request.shards if s.table.dedup > 1), None)
-        if copied is not None:
-            raise ShardCoreError(f"table {copied!r} is deduplicated; only lookups of all samples can be run "
-                                 "here so far")
-        bags = sum(request.batch * s.table.features for s in request.shards)
-        looked_up = sum(access.lookups(s.table, request.batch) for s in request.shards)
-        # Outputs: a row for each lookup of sequences, or one for each sample.
-        rows = looked_up if sequence else request.batch
-        most = self._device.batch_bytes()
-        if (takes := 8 * (looked_up + bags) + 2 * OUTPUT_BYTES * rows * _width(request)) > most:
-            raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
-                                 f"outputs; on this machine it may have {most / 2**30:.1f}: it "
-                                 "needs fewer samples, or lookups of each")
+        return op_shape(request, self._device.batch_bytes())
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
         """An op over the arena: built with one row a table, then given its true row counts and places in the
@@ -357,8 +344,9 @@ class KernelBench:
 @dataclass(eq=False)
 class Run:
     """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B,
-    W] of its outputs, [L, W] of a sequence's. times_ms: of each repeat forward, backward, and its number in
-    the slowdown log."""
+    W] of its outputs, [L, W] of a sequence's. values: [T, 1] of each feature, where a table has fewer than
+    samples (deduplicated); offsets are then as many, and the gradient is flat. times_ms: of each repeat
+    forward, backward, and its number in the slowdown log."""
 
     number: int
     request: ComputeRequest
@@ -366,26 +354,13 @@ class Run:
     indices: torch.Tensor
     offsets: torch.Tensor
     gradient: torch.Tensor
+    values: list[list[int]] | None = None
     warm: bool = False
     times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
 
-
-def _is_sequence(request: ComputeRequest) -> bool:
-    """Whether lookups of an op are outputs by themselves. Raises ShardCoreError for an op that cannot run."""
-    kinds = {s.table.sequence for s in request.shards}
-    if len(kinds) > 1:
-        raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs each by themselves")
-    widths = sorted({s.width for s in request.shards})
-    if kinds == {True} and len(widths) > 1:
-        raise ShardCoreError(f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
-                             "runs those of one width together")
-    return kinds == {True}
-
-
-def _width(request: ComputeRequest) -> int:
-    """Columns of an output: of one lookup of a sequence, else of all shards and their features."""
-    shards = request.shards
-    return shards[0].width if shards[0].table.sequence else sum(s.width * s.table.features for s in shards)
+    def forward(self) -> torch.Tensor:
+        """The op's outputs. As TorchRec does, FBGEMM is told how many values features have if they differ."""
+        return self.op(self.indices, self.offsets, batch_size_per_feature_per_rank=self.values)
 
 
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:

@@ -7,16 +7,19 @@ A step is timed as it falls in a training loop, from one dense part to the next:
   exchange of outputs
 
 Ids travel where TorchRec's pipeline has them (job.HIDES_IDS): beside the dense part, for which ranks sleep.
-Without a pipeline they come later, but take as long. What the dense part hides costs nothing.
+Before it, ranks put ids in buckets and say how many will come. Between its forward and backward they send
+them. After it, they put those that arrived in order (id_transfer.py). Without a pipeline all of it comes
+later, but takes as long. What the dense part hides costs nothing.
 
 So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
 the last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock,
 hence they share one host. A transfer is from the last rank's start to a rank's own end; the skew with which
 ranks leave the barrier is nobody's cost.
 
-Ops run over an arena as in kernels.py, pooled outputs and gradients travel between the ops' own buffers,
-steps go through several different batches, and before each the caches are overwritten, as the dense part and
-other layers would. Gloo on CPU; NCCL is written for the same interface and has not been run here.
+Ops run over an arena as in kernels.py, outputs and gradients travel between the ops' own buffers. Sequences
+run by an op that does not pool, and their lookups travel. Steps go through several different batches, and
+before each the caches are overwritten, as the dense part and other layers would. Gloo on CPU; NCCL is written
+for the same interface and has not been run here.
 
 Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of
 this machine. So the compute of each device is measured before, with nothing beside, and a rank sleeps for as
@@ -82,6 +85,8 @@ class ReplayConfig:
                        seed=(0, MOST_SEED))
 
 
+_WAKING_MS = 0.3
+"""A sleep may take so much longer."""
 STEP_REPEATS = 20
 STEP_BYTES = 512 << 20
 """Weights of a rank that replays steps as samples, and the largest table of these."""
@@ -175,14 +180,6 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if own != setting:
         raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
                               "own hardware and batch")
-    sequence = next((s.table.name for ops in workload.ops for op in ops for s in op.shards
-                     if s.table.sequence), None)
-    if sequence is not None:
-        raise ShardCoreError(f"table {sequence!r} is a sequence; a replay runs lookups that are pooled only, "
-                             "so far")
-    copied = next((t.name for t in tables if t.dedup > 1), None)
-    if copied is not None:
-        raise ShardCoreError(f"table {copied!r} is deduplicated; a replay looks up all samples, so far")
     in_host = next((t.name for t in tables if t.in_host_memory), None)
     if in_host is not None:
         raise ShardCoreError(f"table {in_host!r} has rows in host memory; a replay has all of them on the "
@@ -279,11 +276,18 @@ class _Step:
             began = time.perf_counter()
             begin = informed = mark()
             if self._ids:
-                works = [transfer.start() for transfer in self._ids]
-                if self._workload.job.hides_ids_ms:  # even a sleep of 0 lets others run first
-                    time.sleep(self._workload.job.hides_ids_ms / 1e3)
-                for transfer, work in zip(self._ids, works, strict=True):
-                    transfer.finish(work)
+                job = self._workload.job
+                dense_ms = (job.dense_forward_ms, job.dense_backward_ms) if job.hides_ids_ms else (0.0, 0.0)
+                for transfer in self._ids:
+                    transfer.put_in_buckets()
+                    transfer.announce()
+                _sleep(dense_ms[0])
+                for transfer in self._ids:
+                    transfer.send()
+                _sleep(dense_ms[1])
+                for transfer in self._ids:
+                    transfer.arrive()
+                    transfer.put_in_order()
                 informed = mark()
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._compute.gradients.get(kind))
@@ -299,6 +303,15 @@ class _Step:
             # Read only now: to wait for each mark would make the device idle between.
             marks = [begin, informed, received, updated, pooled, mark()]
             return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
+
+
+def _sleep(ms: float) -> None:
+    """Let others run for so long. A sleep ends late, so the rank wakes before and waits for the end."""
+    due = time.perf_counter() + ms / 1e3
+    if ms > _WAKING_MS:
+        time.sleep((ms - _WAKING_MS) / 1e3)
+    while time.perf_counter() < due:
+        pass
 
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],

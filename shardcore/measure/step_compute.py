@@ -35,28 +35,34 @@ _GRADIENT = 1e-3
 class Ops:
     """One rank's compute of a workload: its ops over each batch.
 
-    The shards of a run are one op for each precision of their weights. Their outputs travel together.
+    The shards of a run are one op for each precision of their weights, and for each width of sequences. Their
+    outputs travel together.
 
-    outputs, gradients: by run (layouts.runs_of).
+    outputs, gradients: by run (layouts.runs_of). Batches have more lookups or fewer, so gradients of
+        sequences have room for the most of any.
     """
 
     def __init__(self, benches: Mapping[str, KernelBench], workload: Workload, rank: int,
                  config: Config, device: str):
         self._batches = [{op.run: [benches[precision_in(part)].prepare(part, config.seed + k)
-                                    for part in _by_precision(op)] for op in workload.ops[rank]}
+                                    for part in _fused(op)] for op in workload.ops[rank]}
                          for k in range(config.batches)]
-        self.gradients = {kind: full((runs[0].gradient.shape[0], sum(run.gradient.shape[1] for run in runs)),
-                                      device) for kind, runs in self._batches[0].items()}
+        self.gradients = {op.run: full(_shape(op, max(sum(run.gradient.numel() for run in runs[op.run])
+                                                      for runs in self._batches)), device)
+                          for op in workload.ops[rank]}
+        self._flat = {op.run for op in workload.ops[rank] if _is_flat(op)}
         self.forward(config.batches - 1)
 
     def forward(self, batch: int) -> None:
-        outputs = {kind: [run.op(run.indices, run.offsets) for run in of_kind]
+        outputs = {kind: [run.forward() for run in of_kind]
                    for kind, of_kind in self._batches[batch].items()}
-        self.outputs = {kind: own[0] if len(own) == 1 else torch.cat(own, 1) for kind, own in outputs.items()}
+        self.outputs = {kind: own[0] if len(own) == 1 else
+                        torch.cat([x.flatten() for x in own] if kind in self._flat else own, -1)
+                        for kind, own in outputs.items()}
 
     def backward(self) -> None:
         for kind, output in self.outputs.items():
-            output.backward(self.gradients[kind])
+            output.backward(self.gradients[kind].view(-1)[:output.numel()].view(output.shape))
 
 
 class Asleep:
@@ -67,9 +73,8 @@ class Asleep:
 
     def __init__(self, workload: Workload, rank: int, alone_ms: np.ndarray, device: str):
         self._alone_s = alone_ms / 1e3
-        self.outputs = {op.run: full((op.batch, round(sum(output_bytes(s, op.batch) for s in op.shards)
-                                                        / (OUTPUT_BYTES * op.batch))), device)
-                        for op in workload.ops[rank]}
+        self.outputs = {op.run: full(_shape(op, sum(output_bytes(s, op.batch) for s in op.shards)
+                                             // OUTPUT_BYTES), device) for op in workload.ops[rank]}
         self.gradients = {kind: torch.full_like(own, _GRADIENT) for kind, own in self.outputs.items()}
 
     def forward(self, batch: int) -> None:
@@ -84,11 +89,21 @@ def full(shape: Sequence[int], device: str) -> torch.Tensor:
 
 
 
-def _by_precision(op: Op) -> list[ComputeRequest]:
+def _shape(op: Op, elements: int) -> tuple[int, ...]:
+    """Of outputs: a row for each sample."""
+    return (elements,) if _is_flat(op) else (op.batch, elements // op.batch)
+
+
+def _is_flat(op: Op) -> bool:
+    """Whether its outputs have no common rows: of sequences, and of fewer values than samples."""
+    return op.run.sequence or any(s.table.dedup > 1 for s in op.shards)
+
+
+def _fused(op: Op) -> list[ComputeRequest]:
     """The fused ops that run the shards of one op."""
-    shards: dict[str, list[Shard]] = defaultdict(list)
+    shards: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in op.shards:
-        shards[shard.table.precision].append(shard)
+        shards[shard.table.precision, shard.width if op.run.sequence else 0].append(shard)
     return [ComputeRequest(tuple(own), op.batch) for own in shards.values()]
 
 
@@ -102,7 +117,7 @@ def benches_for(workloads: Sequence[Workload], ranks: Iterable[int], setting: Se
 
     Together at most config.arena_bytes.
     """
-    requests = [part for w in workloads for rank in ranks for op in w.ops[rank] for part in _by_precision(op)]
+    requests = [part for w in workloads for rank in ranks for op in w.ops[rank] for part in _fused(op)]
     precisions = setting.precision.split("+")
     room = dict.fromkeys(precisions, 64)
     for request in requests:

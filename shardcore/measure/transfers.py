@@ -46,6 +46,11 @@ class Transfer:
     into: torch.Tensor
     payload: str = "fp32"
 
+    @property
+    def parts(self) -> tuple[tuple[Callable[[], None], bool], ...]:
+        """As IdTransfer's. Casts count with the collective."""
+        return ((self.run, False),)
+
     def run(self) -> None:
         carried(self.into, self.source, self.payload, self.collective)
 

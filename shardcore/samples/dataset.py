@@ -108,7 +108,7 @@ def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
              "forward": s.forward and [_spread_row(x) for x in s.forward],
              "backward": s.backward and [_spread_row(x) for x in s.backward],
              "waiting_ms": s.waiting_ms and list(s.waiting_ms), "order": s.order,
-             "oversubscribed": s.oversubscribed} for s in samples]
+             "oversubscribed": s.oversubscribed, "work_ms": s.work_ms and list(s.work_ms)} for s in samples]
     return parts.write_part(folder, "comm", rows)
 
 
@@ -222,7 +222,8 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
         made = CollectiveSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,
-                          row["measured_at"], row["error"], row["order"], row["oversubscribed"])
+                          row["measured_at"], row["error"], row["order"], row["oversubscribed"],
+                          row["work_ms"] and tuple(row["work_ms"]))
         _require_own_id(made.id, comm_id(made.setting, made.request))
         return made
 

@@ -43,7 +43,7 @@ Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so
 any size.
 """
 _OPTIONAL = ("error", "forward", "backward", "relative_ci", "waiting_ms", "emulated_between_gbit_s",
-             "emulated_within_gbit_s")
+             "emulated_within_gbit_s", "work_ms")
 """Columns that may be null."""
 
 _SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()),
@@ -64,12 +64,14 @@ COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
                   ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
                   ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64()), ("group", pa.string()),
-                  ("emulated_between_gbit_s", pa.float64()), ("emulated_within_gbit_s", pa.float64())])
+                  ("emulated_between_gbit_s", pa.float64()), ("emulated_within_gbit_s", pa.float64()),
+                  ("work_ms", pa.list_(pa.float64()))])
 """As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
 null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 _ADDED = {"compute": {"software": "", "sequence": False}, "comm": {
-    "busy_ms": 0.0, "group": "world", "emulated_between_gbit_s": None, "emulated_within_gbit_s": None}}
+    "busy_ms": 0.0, "group": "world", "emulated_between_gbit_s": None, "emulated_within_gbit_s": None,
+    "work_ms": None}}
 """Columns that older parts lack, and what they were then."""
 
 Row = dict[str, Any]

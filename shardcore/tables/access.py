@@ -39,6 +39,12 @@ def lookups(table: Table, batch: int) -> int:
     return round(table.pooling * batch)
 
 
+def distinct_values(table: Table, batch: int) -> int:
+    """Values of its features in one batch that are looked up: one for each sample and feature, unless
+    deduplicated."""
+    return max(1, round(batch * table.features / table.dedup))
+
+
 def reference_counts(table: Table) -> np.ndarray:
     """[U] int64 counts of unique rows in a Reuse table's reference batch, largest first.
 

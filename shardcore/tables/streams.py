@@ -16,7 +16,10 @@ from shardcore.types import Reuse, Shard, Table, Zipf
 
 
 def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """One batch of a table: row ids [L] int64 and offsets [F · B + 1] int64, for F features.
+    """One batch of a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
+
+    V is F · B for F features, or fewer where they are deduplicated (access.distinct_values). Samples that
+    repeat a value are left out. So all rows of the batch are in it, but fewer times.
 
     Sample b of feature f has ids[offsets[i]:offsets[i+1]] with i = f · B + b. The same table, batch and seed
     give the same stream. A Zipf table with integer pooling for each feature has as many lookups in every
@@ -27,7 +30,9 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
         ranks = _reuse_ranks(table, batch, rng)
     else:
         ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
-    lengths = _lengths(table, len(ranks), batch * table.features, rng)
+    if table.dedup > 1:
+        ranks = _fewer(ranks, round(len(ranks) / table.dedup), rng)
+    lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
     ids = ranks if table.ordered else _scatter(ranks, table.rows)
     return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
@@ -51,6 +56,15 @@ def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     # Inverse of the bounded continuous power law's CDF, which access.py uses too.
     value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
+
+
+def _fewer(ranks: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+    """n of the lookups: each row once, and more often if it has many. Of too many rows, some."""
+    rows, counts = np.unique(ranks, return_counts=True)
+    if n <= len(rows):
+        return rng.permutation(rows)[:n]
+    more = rng.multinomial(n - len(rows), (counts - 1) / (counts - 1).sum())
+    return rng.permutation(np.repeat(rows, 1 + more))
 
 
 def _lengths(table: Table, n: int, bags: int, rng: np.random.Generator) -> np.ndarray:

@@ -31,12 +31,20 @@ def test_a_deduplicated_table_is_one_of_fewer_samples_that_touch_as_many_rows():
     assert found == pytest.approx({**fewer, **touched})
 
 
+def test_a_sequence_has_drivers_of_its_own():
+    """It writes a row for each lookup, and updates distinct rows by another kernel."""
+    pooled, sequence = (drivers(Shard.whole(dataclasses.replace(TABLE, sequence=x))) for x in (False, True))
+    assert not pooled["unpooled_cells"] and not pooled["unpooled_unique_rows"]
+    assert sequence["unpooled_cells"] == sequence["output_cells"] == sequence["lookup_cells"] == 256 * 5 * 64
+    assert sequence["unpooled_unique_rows"] == sequence["unique_rows"] == pooled["unique_rows"] > 0
+
+
 def test_by_hand():
     uniform = Table("u", 10**6, 8, 2.0, Zipf(0.0))
     found = drivers(Shard.whole(uniform), 100)
     assert found.pop("unique_rows") == pytest.approx(200, rel=1e-3)
     assert found.pop("unique_cells") == pytest.approx(1600, rel=1e-3)
-    assert not any(found.pop(f"wider_than_{w}") for w in WIDTH_CLASSES)
+    assert not any(found.pop(name) for name in DRIVERS if name.startswith(("wider_than", "unpooled")))
     assert found == {"shards": 1, "bags": 100, "output_cells": 800, "lookups": 200, "lookup_cells": 1600}
     conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
     assert {name: np.exp(x) for name, x in conditions.items()} == pytest.approx(

@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 from laws import pool
-from shapes import column, replica
+from shapes import column, replica, row
 
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
 from shardcore.errors import SettingMismatch
 from shardcore.job import Job
+from shardcore.layouts import ID_CHANNELS
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -108,6 +109,20 @@ def test_ids_that_the_dense_part_does_not_hide_make_a_step_longer(any_model):
             assert found.total_ms == pytest.approx(embeddings_ms + left_ms + share * ids_ms)
             assert found.compute_ms == alone.compute_ms
     assert cost(id_bytes=4).input_ms[0] < ids_ms
+
+
+def test_no_dense_part_hides_what_devices_do_with_ids():
+    """To put ids in buckets, each device reads and writes those of its own samples."""
+    model, given = AnalyticModel(SETTING, gather_gbps=0.1), problem(1, 1)
+    plan = Plan(tuple(row(t, given.topology) for t in TABLES))
+    work_ms = 2 * max(x.mean() for x in lower(plan, given).traffic[-len(ID_CHANNELS):]) / 1e5
+    alone = price(lower(plan, given), model).input_ms[0]
+    assert alone > work_ms > 0
+    travels_ms = alone - work_ms
+    for hidden_ms, left_ms in ((travels_ms / 2, alone - travels_ms / 2), (1e3, work_ms)):
+        job = Job(dense_forward_ms=hidden_ms, dense_backward_ms=0.0)
+        cost = price(lower(plan, dataclasses.replace(given, job=job)), model)
+        assert cost.input_ms == pytest.approx([left_ms] * 2)
 
 
 def test_a_model_is_for_the_payloads_of_its_problems_job(any_model):

@@ -93,7 +93,7 @@ def test_batch_defaults_to_the_settings(model):
 def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
     one, ten = (Shard.whole(Table("far", 10**9, 64, p, Zipf(0.5))) for p in (1e3, 1e4))
     a, b = group_costs([[one], [ten]], model)
-    assert 5 < b / a < 10.1
+    assert 5 < b / a < 10.5  # contention grows, too
 
 
 # --- communication

@@ -11,6 +11,7 @@ from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_
 from shardcore.cost import collective_fit, collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
 from shardcore.topology import Device, Topology
@@ -139,3 +140,13 @@ def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
     fitted = step_factors.fit(model, [*of_today, *before])
     assert collective_model.step_weight(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] > 0
+
+
+def test_steps_whose_dense_part_hides_ids_tell_nothing_of_them(model):
+    """What is left of ids is work, and no transfer."""
+    job = Job(dense_forward_ms=100.0, dense_backward_ms=100.0)
+    hidden = [(dataclasses.replace(w, job=job), dataclasses.replace(replayed(model, w), input_ms=(0.1, 0.1)))
+              for w in workloads("columns")]
+    fitted = step_factors.fit(model, hidden)
+    assert collective_model.step_weight(IDS, "forward") not in fitted.weights
+    assert fitted.meta["steps"] == len(hidden)

@@ -54,8 +54,8 @@ def test_a_number_out_of_its_range_is_named(trained, name, value, said):
     (lambda w: {**w, "network.7.bias": np.zeros(2)}, r"weight 'network.2.weight' is float64 \[6, 2\]; .* "
      r"\[6, 2\]|'network.3"),
     (lambda w: {**w, "more": np.zeros(2)}, "weight 'more' is not known"),
-    (lambda w: {**w, "rates": w["rates"].T.copy()}, r"weight 'rates' is float64 \[2, 11\]; it needs to be "
-     r"float64 \[11, 2\]"),
+    (lambda w: {**w, "rates": w["rates"].T.copy()}, r"weight 'rates' is float64 \[2, 13\]; it needs to be "
+     r"float64 \[13, 2\]"),
     (lambda w: {**w, "rates": w["rates"].astype(np.float32)}, "weight 'rates' is float32"),
     (lambda w: {**w, "band.level": w["band.level"][:-1]}, "weight 'band.error' is float64"),
     (lambda w: {**w, "band.log_ms": np.zeros(0)}, "weight 'band.log_ms' is float64"),

@@ -55,6 +55,8 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
             assert min((s.median_ms for s in timed or ()), default=0) >= 0
         assert len(sample.waiting_ms) == 2 and min(sample.waiting_ms) >= 0
         assert sample.oversubscribed == (2 > len(os.sched_getaffinity(0)))
+        assert (sample.work_ms is not None) == (sample.request.collective in OF_IDS)
+        assert sample.work_ms is None or min(sample.work_ms) > 0
         assert sample.id == dataset.comm_id(SETTING, sample.request)
     assert found[0].waiting_ms[0] > max(10.0, found[0].waiting_ms[1])
     dataset.write_comm(tmp_path, found)

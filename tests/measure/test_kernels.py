@@ -324,9 +324,10 @@ def test_ids_are_drawn_while_a_gpu_runs_what_came_before(monkeypatch, tmp_path, 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     bench = KernelBench(Setting("test", 256), "cuda", CONFIG)
     runs = ComputeRequest((Shard.whole(tables[0]),), 256)
-    never = ComputeRequest((Shard.whole(dataclasses.replace(tables[1], dedup=2.0)),), 256)
+    never = ComputeRequest((Shard.whole(dataclasses.replace(tables[1], precision="fp16")),), 256)
     bench.expect([runs, never])
     assert len(bench.streams._expected) == 1
     found = list(bench.measure([runs, never]))
     assert not bench.streams._expected
-    assert sum(s.error is None for s in found) == 1 and any("deduplicated" in (s.error or "") for s in found)
+    assert [("weights in fp16" in (s.error or ""), s.request == never) for s in found].count((True, True)) == 1
+    assert sum(s.error is None for s in found) == 1

@@ -181,6 +181,67 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
     assert all(set(one) == {*runs, *(("row", "data_parallel") if which == "mixed" else ())} for one in sent)
 
 
+# --- sequences ----------------------------------------------------------------------------------------------
+
+
+def _counted(rank, init_method, say, workloads):
+    """As a rank of replay_all's gang; and bytes of outputs and gradients that it sent by all-to-all."""
+    inner, sent = dist.all_to_all_single, []
+
+    def counted(into, source, *arguments, **named):
+        if source.dtype == torch.float32:
+            sent.append(4 * source.numel())
+        return inner(into, source, *arguments, **named)
+
+    dist.all_to_all_single = counted
+    say((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG), sent))
+
+
+def replayed_as_lower_says(plan, problem, collective):
+    """Replay a plan on two ranks. All parts are timed, and as many bytes travel by all-to-all as lower
+    says."""
+    workload = lower(plan, problem)
+    last = dict(local_ranks.run("replay", _counted, 2, ([workload],), 60.0))
+    ranks = [last[rank] for rank in range(2)]
+    [cost] = combine_all([rank for rank, _ in ranks], None, JOB)
+    for part in PARTS[:4]:
+        assert min(getattr(cost, part)) > 0
+    assert min(cost.input_ms) > 0 and cost.step.repeats == CONFIG.repeats
+    entering = [of for c, of in zip(workload.channels, workload.traffic, strict=True)
+                if c.collective == "all_to_all" and of.any()]
+    assert len(entering) == collective
+    for rank, (_, sent) in enumerate(ranks):
+        steps = np.reshape(sent, (CONFIG.warmups + CONFIG.repeats, 2 * len(entering)))
+        assert (steps == steps[0]).all()
+        there_and_back = [*(of[rank] for of in entering), *(of.sum() / 2 for of in entering)]
+        # Half of an element cannot travel.
+        assert np.abs(np.sort(steps[0]) - np.sort(there_and_back)).max() <= 4 * 2
+
+
+def test_lookups_of_sequences_travel_as_lower_says():
+    """A whole one, one by columns of two widths, one by rows, and a replica, beside a pooled table."""
+    cold, hot, wide, zipf, _ = TABLES
+    drawn = (dataclasses.replace(t, name=f"{t.name} clicks", sequence=True) for t in (cold, hot, wide, zipf))
+    problem = problem_of((hot, *drawn), 2)
+    pooled, whole_, cut, divided, copied = problem.tables
+    plan = Plan((column(pooled, 0), column(whole_, 1), column(cut, 0, 0, 8), column(cut, 1, 8),
+                 row(divided, problem.topology), replica(copied, problem.topology)))
+    # Of the pooled table, of sequences by columns, and of those by rows.
+    replayed_as_lower_says(plan, problem, 3)
+
+
+def test_distinct_values_of_deduplicated_tables_travel_as_lower_says():
+    """By columns beside one that is not deduplicated, by rows, a replica, and a sequence."""
+    session = [dataclasses.replace(t, name=f"{t.name} session", dedup=4.0, features=1 + i)
+               for i, t in enumerate(TABLES[:4])]
+    session[3] = dataclasses.replace(session[3], sequence=True)
+    problem = problem_of((TABLES[1], *session), 2)
+    pooled, cut, divided, copied, clicks = problem.tables
+    plan = Plan((column(pooled, 0), column(cut, 0, 0, 8), column(cut, 1, 8), row(divided, problem.topology),
+                 replica(copied, problem.topology), column(clicks, 1)))
+    replayed_as_lower_says(plan, problem, 2)
+
+
 # --- a gang of two hosts ------------------------------------------------------------------------------------
 
 
@@ -327,9 +388,11 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         replay(whole(fast), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="repeats"):
         ReplayConfig(repeats=0)
-    clicks = problem_of([dataclasses.replace(tables[0], name="clicks", sequence=True)], 2)
-    with pytest.raises(ShardCoreError, match="table 'clicks' is a sequence"):
-        replay(whole(clicks), SETTING, CONFIG)
+    hosts = dataclasses.replace(problem.topology, host_memory_bytes=64 * MIB, host_memory_gbps=10.0)
+    large = dataclasses.replace(tables[0], name="large", load_factor=0.5)
+    cached = dataclasses.replace(problem, tables=(large,), topology=hosts)
+    with pytest.raises(ShardCoreError, match="table 'large' has rows in host memory"):
+        replay(whole(cached), SETTING, CONFIG)
 
 
 def test_a_shard_larger_than_the_arena_is_named(tables, alone):

@@ -128,6 +128,24 @@ def test_an_exchange_says_its_links_and_an_older_one_was_over_real_ones(tmp_path
     assert sample.request == comm_request(0, 2, 256) and sample.request.emulated is None
 
 
+def test_an_exchange_of_ids_says_what_devices_do_with_them_and_an_older_one_does_not(tmp_path):
+    def of_ids(**more):
+        request = CollectiveRequest((8, 16), 256, (0.0, 0.0), "all_to_all_ids")
+        return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 2, None,
+                                (0.0, 0.0), 1.0, **more)
+
+    sample = of_ids(work_ms=(0.1, 0.2))
+    path = dataset.write_comm(tmp_path, [sample])
+    assert dataset.read_comm(tmp_path) == [sample]
+    renamed(path, lambda table: table.drop_columns(["work_ms"]))
+    assert dataset.read_comm(tmp_path) == [of_ids()]
+    for wrong in ((0.1, -0.2), (0.1,)):
+        with pytest.raises(ShardCoreError, match="work_ms|timings"):
+            of_ids(work_ms=wrong)
+    with pytest.raises(ShardCoreError, match="only where ids travel"):
+        dataclasses.replace(comm_sample(0), work_ms=(0.1, 0.2))
+
+
 def test_an_emulated_rate_without_the_other_is_refused(tmp_path):
     path = dataset.write_comm(tmp_path, [over_links(EmulatedLinks(0.4, 2.0))])
     at = parts.COMM.names.index("emulated_between_gbit_s")

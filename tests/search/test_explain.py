@@ -51,7 +51,8 @@ class OwnLink(AnalyticModel):
     def comm(self, traffic, compute_ms, topology):
         backward = traffic[:-len(ID_CHANNELS)].sum(0) / 1e6
         ready = compute_ms + backward
-        return CommCost(0 * backward, backward, ready.max(-1, keepdims=True) - ready, 0 * backward)
+        nothing = 0 * backward
+        return CommCost(nothing, backward, ready.max(-1, keepdims=True) - ready, nothing, nothing)
 
 
 def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():

@@ -1,5 +1,6 @@
 """Streams have the statistics of their table's specification, and the expectations given for them hold."""
 
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -235,3 +236,14 @@ def test_rows_of_a_table_that_no_lookup_hits_serve_their_share():
     table = Table("cold", 100, 16, 0.0, Reuse((0.0,) * REUSE_BINS, BATCH), ordered=True)
     assert access.access_share(Shard(table, 0, 25, 0, 16)) == 0.25
     assert access.unique_rows(Shard(table, 0, 25, 0, 16), BATCH) == 0
+
+
+@pytest.mark.parametrize("of", [Zipf(0.8), Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)])
+@pytest.mark.parametrize("dedup", [1.5, 4.0, 100.0])
+def test_a_deduplicated_stream_has_fewer_values_of_the_same_rows(of, dedup):
+    table = Table("t", 2_000, 16, 10.0, of, features=3)
+    all_ids, _ = streams.stream(table, 256)
+    ids, offsets = streams.stream(dataclasses.replace(table, dedup=dedup), 256)
+    assert len(offsets) == round(256 * 3 / dedup) + 1 and offsets[-1] == len(ids) == round(2560 / dedup)
+    found, every = np.unique(ids), np.unique(all_ids)
+    assert set(found) <= set(every) and len(found) == min(len(every), len(ids))

@@ -19,6 +19,8 @@ from shardcore.workload import traffic_of_outputs
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
 """As in records.SearchProblem."""
+_WORK = ("busiest", "total", "once")
+"""Terms of the work that devices have with ids: "work_busiest" and so on."""
 _PROBES = 64
 """Divisions of the columns that rates are fitted to."""
 
@@ -26,12 +28,12 @@ _PROBES = 64
 def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
     """ms per byte of outputs of a kind, for both exchanges of a step.
 
-    Keys are own, busiest, host_busiest, total and once (see records.SearchProblem).
+    Keys are own, busiest, host_busiest, total and once (see records.SearchProblem), and those of work, all 0.
     They are fitted to the model's costs of some divisions of the outputs, by least squares, none below 0.
     """
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
-        return dict.fromkeys(_TERMS, 0.0)
+        return _NOTHING
     of_all = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in problem.tables
                  if (t.collection, t.sequence) == (layout.collection, layout.sequence))
     outputs = _probes(of_all / n, n)
@@ -39,7 +41,8 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
         outputs[:, group] = outputs[:, group[:1]]
     cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
-    return _fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS)
+    return {**_NOTHING, **_fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology,
+                                  _TERMS)}
 
 
 def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
@@ -49,14 +52,20 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
     """
     n = len(problem.topology)
     if n == 1 or not layout.ids:
-        return dict.fromkeys(_TERMS, 0.0)
+        return _NOTHING
     of_all = sum(received_bytes(Shard.whole(t), problem) for t in problem.tables)
     id_bytes = _probes(max(of_all, 1.0) / n, n)
     traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
     traffic[CHANNELS.index(layout.ids)] = id_bytes
-    longest = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology).input_ms.max(1, keepdims=True)
-    return {"own": 0.0, **_fitted(id_bytes, np.broadcast_to(longest, id_bytes.shape), problem.topology,
-                                  _TERMS[1:])}
+    cost = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology)
+    longest, work = (np.broadcast_to(ms.max(1, keepdims=True), id_bytes.shape)
+                     for ms in (cost.input_ms, cost.input_work_ms))
+    of_work = _fitted(id_bytes, work, problem.topology, _WORK)
+    return {**_NOTHING, **_fitted(id_bytes, longest, problem.topology, _TERMS[1:]),
+            **{f"work_{name}": rate for name, rate in of_work.items()}}
+
+
+_NOTHING = dict.fromkeys((*_TERMS, *(f"work_{name}" for name in _WORK)), 0.0)
 
 
 def _probes(mean: float, n: int) -> np.ndarray:

@@ -83,9 +83,9 @@ def load_of(fx, d, shared_ms, own_ms, ms, carried):
 
 
 @inner
-def exposed_ids(fx, ids_ms):
-    """ms that a step takes longer because ids travel."""
-    return max(0.0, ids_ms - fx.hides_ids_ms)
+def exposed_ids(fx, ids_ms, work_ms):
+    """ms that a step takes longer because ids travel. work_ms: of ids_ms, the work that nothing hides."""
+    return max(work_ms, ids_ms - fx.hides_ids_ms)
 
 
 @inner
@@ -98,17 +98,19 @@ def energy_of(fx, ref, norm, all_carried, group_size):
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)
-    ids_ms = 0.0
+    ids_ms = work_ms = 0.0
     for x in range(len(all_carried)):
         if all_carried[x] > 0:
-            ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * ref[1, x] * root(norm[1, x])
+            busiest = ref[1, x] * root(norm[1, x])
+            ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * busiest
             if fx.host_busiest[x] > 0.0:
                 ms += fx.host_busiest[x] * ref[2, x] * root(norm[2, x])
             if x < len(fx.ids_by):
                 cost += ms
             else:
                 ids_ms += ms
-    return cost + exposed_ids(fx, ids_ms)
+                work_ms += fx.work_once[x] + fx.work_total[x] * all_carried[x] + fx.work_busiest[x] * busiest
+    return cost + exposed_ids(fx, ids_ms, work_ms)
 
 
 @inner
@@ -120,12 +122,12 @@ def cost_of(fx, st):
             worst = d
     st.number[WORST] = worst
     cost = st.load[worst] + shared_exchange(fx, st.group_size)
-    ids_ms = 0.0
+    ids_ms = work_ms = 0.0
     for x in range(len(st.all_carried)):
         if st.all_carried[x] > 0:
             # Where no cost depends on the busiest device, the search for it is skipped.
             busiest = 0
-            if fx.busiest[x] > 0.0:
+            if fx.busiest[x] > 0.0 or fx.work_busiest[x] > 0.0:
                 for d in range(1, len(st.load)):
                     if st.carried[d, x] > st.carried[busiest, x]:
                         busiest = d
@@ -141,4 +143,6 @@ def cost_of(fx, st):
                 cost += ms
             else:
                 ids_ms += ms
-    return cost + exposed_ids(fx, ids_ms)
+                work_ms += (fx.work_once[x] + fx.work_total[x] * st.all_carried[x]
+                            + fx.work_busiest[x] * st.carried[busiest, x])
+    return cost + exposed_ids(fx, ids_ms, work_ms)

@@ -47,6 +47,10 @@ class SearchProblem(NamedTuple):
     host_busiest: float64[::1]  # [X] ms per load of the busiest host
     total: float64[::1]  # [X] ms per load of all devices together
     once: float64[::1]  # [X] ms if there is any load at all
+    # The same of the work that devices have with ids, which is part of these ms. 0 for outputs.
+    work_busiest: float64[::1]  # [X]
+    work_total: float64[::1]  # [X]
+    work_once: float64[::1]  # [X]
     hides_ids_ms: float64  # for which ids travel without making the step longer
     # Tables shared by groups of devices.
     group_layout: int64[::1]  # [G] number of the group's layout
