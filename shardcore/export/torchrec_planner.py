@@ -20,11 +20,18 @@ from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export import fbgemm_statistics
-from shardcore.export.torchrec import ModelTable, require_sharders, sharded, tables_of, to_torchrec
+from shardcore.export.torchrec import sharded, to_torchrec
+from shardcore.export.torchrec_modules import (
+    ModelTable,
+    require_all,
+    require_sharders,
+    tables_of,
+    unpriced_wrappers,
+)
 from shardcore.export.torchrec_settings import unpriced
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of_torchrec
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
@@ -78,7 +85,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
     constraints = constraints or Constraints()
-    constraints = replace(constraints, together=(*constraints.together, *groups))
+    constraints = replace(constraints, together=(*constraints.together, *groups),
+                          kinds=(*constraints.kinds, *_only_kinds(theirs, dict(constraints.kinds))))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
@@ -178,7 +186,9 @@ class ShardCorePlanner:
         else:
             raise ShardCoreError(refused)
         made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs))
-        self.unpriced = unpriced(made, sharders or (), self.problem.optimizer, self.problem.job)
+        require_all(made, module, sharders or ())
+        self.unpriced = [*unpriced(made, sharders or (), self.problem.optimizer, self.problem.job),
+                         *unpriced_wrappers(theirs)]
         return made
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
@@ -257,6 +267,14 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
     return Topology(tuple(
         Device(int((d.storage.hbm if cuda else d.storage.ddr) * (1 - reserved)),
                host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
+
+
+def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Tables that TorchRec runs by one kind of sharding, and that kind; without those asked for already."""
+    for name, table in theirs.items():
+        kinds = {layout_of_torchrec(of).name for of in table.sharding_types if layout_of_torchrec(of)}
+        if len(kinds) == 1 and name not in asked:
+            yield name, kinds.pop()
 
 
 def _narrower(algorithm: str) -> list[str]:

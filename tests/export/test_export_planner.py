@@ -12,22 +12,25 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+import wrapped_training  # noqa: E402
+from shapes import column  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
-from torchrec.distributed.types import ShardingPlanner  # noqa: E402
+from torchrec.distributed.types import ShardingPlan, ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
 from shardcore.constraints import Constraints  # noqa: E402
 from shardcore.cost import neural  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.export.torchrec import from_torchrec  # noqa: E402
+from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
+from shardcore.export.torchrec_json import _require_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
 from shardcore.topology import Device, Topology
-from shardcore.types import Setting
+from shardcore.types import Plan, Setting
 from shardcore.workload import lower  # noqa: E402
 
 FOUR = Topology((Device(10**9),) * 4)
@@ -252,31 +255,77 @@ def test_a_planner_takes_any_batch_that_its_model_prices():
     assert problem.global_batch == 32
 
 
-def wrapped(kind: str) -> torch.nn.Module:
+WRAPPED = wrapped_training.Model()
+
+
+def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
+    made = wrapped_training.planner(2)
+    plan = made.plan(WRAPPED)
+    assert set(plan.plan) == wrapped_training.PATHS
+    # TorchRec remaps ids only where rows are divided over all ranks.
+    types = {name: s.sharding_type for module in plan.plan.values() for name, s in module.items()}
+    assert types["e"] == types["g"] == "row_wise" and {types["c"], types["d"]} == {"table_wise"}
+    said = [line for line in made.unpriced if "is priced as the collection within" in line]
+    assert [line.split("'")[1] for line in said] == ["processed", "collided", "collided_rows"]
+    assert from_torchrec(plan, made.problem, WRAPPED).placements == made.found.placements
+    _require_of(plan, WRAPPED, "the plan")
+    inner = ShardingPlan({**plan.plan, "collided._embedding_module": plan.plan["collided"]})
+    with pytest.raises(ShardCoreError, match="shards module 'collided._embedding_module', which is no coll"):
+        _require_of(inner, WRAPPED, "the plan")
+
+
+def test_a_plan_that_managed_collision_cannot_run_is_refused():
+    with pytest.raises(ShardCoreError, match="the plan found shards table 'e' row_wise; its constraints "
+                                             "ask for column_wise"):
+        wrapped_training.planner(2, {"e": ["column_wise"]}).plan(WRAPPED)
+    problem = problem_for(WRAPPED, Topology((Device(10**9),) * 2), 16,
+                          dict.fromkeys(("f0", "f1", "f2", "f3", "r0", "r1"), 2.0))
+    whole = Plan(tuple(column(t, 0) for t in problem.tables))
+    free = dataclasses.replace(problem, constraints=Constraints())
+    with pytest.raises(ShardCoreError, match="plan shards table 'e' table_wise; TorchRec shards module "
+                       "'collided', ManagedCollisionEmbeddingBagCollection, row_wise only"):
+        to_torchrec(whole, free, WRAPPED, "cpu")
+
+
+def test_a_wrapped_collection_without_the_sharder_of_its_wrapper_is_refused_by_name():
+    plain, rows, *_ = wrapped_training.sharders()
+    with pytest.raises(ShardCoreError, match="module 'processed' is an FeatureProcessedEmbeddingBagCollection,"
+                       " which no sharder takes; .*add FeatureProcessedEmbeddingBagCollectionSharder"):
+        wrapped_training.planner(2).plan(WRAPPED, [plain, rows])
+
+
+def test_a_module_that_a_sharder_takes_and_no_plan_has_is_refused():
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    fused = FusedEmbeddingBagCollection(
+        [EmbeddingBagConfig(name="u", num_embeddings=4, embedding_dim=4, feature_names=["f"])],
+        torch.optim.SGD, {"lr": 0.1}, device=torch.device("cpu"))
+    constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
+    with pytest.raises(ShardCoreError, match=r"not present in the sharding plan: \['inner.fused'\]; "
+                                             "ShardCore plans EmbeddingBagCollection, "):
+        planner(constraints).plan(torch.nn.ModuleDict({
+            "bags": table_in(DataType.FP32), "inner": torch.nn.ModuleDict({"fused": fused})}))
+
+
+def test_a_collection_used_twice_is_planned_once():
     bags = table_in(DataType.FP32)
-    if kind == "FeatureProcessedEmbeddingBagCollection":
-        from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-        from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-
-        bags._is_weighted = True
-        return FeatureProcessedEmbeddingBagCollection(bags, PositionWeightedModuleCollection({"f0": 4}))
-    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-    from torchrec.modules.mc_modules import (
-        DistanceLFU_EvictionPolicy,
-        ManagedCollisionCollection,
-        MCHManagedCollisionModule,
-    )
-
-    remap = MCHManagedCollisionModule(4, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 10)
-    return ManagedCollisionEmbeddingBagCollection(
-        bags, ManagedCollisionCollection({"t": remap}, bags.embedding_bag_configs()))
+    twice = torch.nn.ModuleDict({"user": bags, "item": bags})
+    constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
+    assert planner(constraints).plan(twice).plan.keys() == {"user"}
 
 
-@pytest.mark.parametrize("kind", ["FeatureProcessedEmbeddingBagCollection",
-                                  "ManagedCollisionEmbeddingBagCollection"])
-def test_a_wrapped_collection_is_refused_by_name(kind):
-    with pytest.raises(ShardCoreError, match=f"module 'inner' is a {kind}, which wraps its tables"):
-        planner().plan(torch.nn.ModuleDict({"inner": wrapped(kind)}))
+class OwnCollection(EmbeddingBagCollection):
+    pass
+
+
+def test_other_modules_with_tables_are_refused_by_name():
+    from torchrec.modules.embedding_tower import EmbeddingTower
+
+    tower = EmbeddingTower(table_in(DataType.FP32), torch.nn.Identity())
+    own = OwnCollection(table_in(DataType.FP32).embedding_bag_configs(), device=torch.device("meta"))
+    for module, kind in ((tower, "EmbeddingTower"), (own, "OwnCollection")):
+        with pytest.raises(ShardCoreError, match=f"module 'inner' is a {kind}; ShardCore plans "):
+            planner().plan(torch.nn.ModuleDict({"inner": module}))
 
 
 def test_a_collection_that_no_sharder_takes_is_refused_by_name():

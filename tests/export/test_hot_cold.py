@@ -12,7 +12,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.hot_cold_rows import load_rows, save_rows
-from shardcore.export.torchrec import from_torchrec, tables_of, to_torchrec
+from shardcore.export.torchrec import from_torchrec, to_torchrec
+from shardcore.export.torchrec_modules import tables_of
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.types import Plan

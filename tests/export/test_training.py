@@ -13,6 +13,7 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+import wrapped_training  # noqa: E402
 from shapes import column  # noqa: E402
 
 from bench import torchrec as bench  # noqa: E402
@@ -70,3 +71,8 @@ def test_the_example_runs_under_torchrun_as_users_start_it():
                          timeout=150, cwd=EXAMPLE.parents[2])
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
     said_of(ran.stdout, 0.97)
+
+
+def test_wrapped_collections_train_beside_plain_ones():
+    """EBC, EC, FPEBC, MC-EBC and MC-EC, by the planner and the sharders of each."""
+    assert wrapped_training.train(2) == ["", ""]
