@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
 import wrapped_training  # noqa: E402
+from laws import by_hand  # noqa: E402
 from shapes import column  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
@@ -76,7 +77,7 @@ def test_problem_from_data():
     assert found["b"].access.bins[0] == pytest.approx((counts == 1).mean())
     assert found["a"].pooling == found["left.c"].pooling  # one feature
     with pytest.raises(ShardCoreError,
-                       match="lookups has 60 samples; it needs a global batch of the model's data, 64"):
+                       match="lookups has 60 samples of feature 'f0'; it needs a global batch of the mod"):
         problem_for(MODULE, FOUR, 64, batches[1:])
     other = EmbeddingBagCollection(device=torch.device("meta"), tables=[
         EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
@@ -214,9 +215,9 @@ def test_planner_keeps_constraints():
     assert len(plan.sharding_spec.shards) == 1
     assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching",
                                                                            asked.cache_params, DataType.FP16)
-    with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for data_parallel"):
+    with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for table_row_wise"):
         planner({**CONSTRAINTS,
-                 "a": ParameterConstraints(sharding_types=["data_parallel"], pooling_factors=[1.0])},
+                 "a": ParameterConstraints(sharding_types=["table_row_wise"], pooling_factors=[1.0])},
                 algorithm="size_greedy").plan(MODULE)
 
 
@@ -289,7 +290,7 @@ def test_a_plan_that_managed_collision_cannot_run_is_refused():
 
 def test_a_wrapped_collection_without_the_sharder_of_its_wrapper_is_refused_by_name():
     plain, rows, *_ = wrapped_training.sharders()
-    with pytest.raises(ShardCoreError, match="module 'processed' is an FeatureProcessedEmbeddingBagCollection,"
+    with pytest.raises(ShardCoreError, match="module 'processed' is an FeatureProcessedEmbeddingBagColl.*,"
                        " which no sharder takes; .*add FeatureProcessedEmbeddingBagCollectionSharder"):
         wrapped_training.planner(2).plan(WRAPPED, [plain, rows])
 
@@ -338,3 +339,83 @@ def test_a_collection_that_no_sharder_takes_is_refused_by_name():
                                              "EmbeddingBagCollectionSharder"):
         planner(constraints).plan(one, [EmbeddingCollectionSharder()])
     assert planner(constraints).plan(one).plan.keys() == {"bags"}
+
+
+def with_a(**asked) -> dict[str, ParameterConstraints]:
+    return {**CONSTRAINTS, "a": ParameterConstraints(**{"pooling_factors": [10.0], **asked})}
+
+
+@pytest.mark.parametrize(("constraints", "said"), [
+    ({**CONSTRAINTS, "absent": ParameterConstraints()}, "constraints are for table 'absent', which the mod"),
+    (with_a(compute_kernels=["bogus"]), "table 'a' have compute kernel 'bogus'; TorchRec's are .*fused"),
+    (with_a(sharding_types=["sideways"]), "table 'a' have sharding type 'sideways'; known are table_wise, "),
+    (with_a(batch_sizes=[7]), r"table 'a' have batch_sizes \[7\]; ShardCore prices one batch"),
+])
+def test_constraints_that_mean_nothing_here_are_refused_by_name(constraints, said):
+    with pytest.raises(ShardCoreError, match=said):
+        planner(constraints).plan(MODULE)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
+def test_a_table_gets_the_only_kind_that_its_sharding_types_name(kind):
+    found = planner(with_a(sharding_types=[kind])).plan(MODULE)
+    assert found.plan["left"]["a"].sharding_type == kind
+    assert found.plan["left"]["a"].ranks == [0, 1, 2, 3]
+
+
+def test_no_table_is_cut_below_its_min_partition():
+    def widths(least):
+        wide = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+            EmbeddingBagConfig(name=n, num_embeddings=1000, embedding_dim=64, feature_names=[n])
+            for n in "uv"])
+        asked = {n: ParameterConstraints(pooling_factors=[20.0], min_partition=least) for n in "uv"}
+        plan = planner(asked, algorithm="anneal_columns").plan(wide)
+        return {name: [shard.shard_sizes[1] for shard in s.sharding_spec.shards]
+                for name, s in plan.plan[""].items()}
+
+    assert min(min(cuts) for cuts in widths(None).values()) < 48
+    assert all(min(cuts) >= 48 for cuts in widths(48).values())
+
+
+def test_lookups_of_nobody_s_choice_are_told():
+    one = planner({"t": ParameterConstraints()})
+    one.plan(table_in(DataType.FP32))
+    assert any("'t' are priced with one lookup a sample" in line for line in one.unpriced)
+    given = planner({}, lookups={"f0": 1.0})
+    given.plan(table_in(DataType.FP32))
+    assert not any("one lookup a sample" in line for line in given.unpriced)
+
+
+def test_an_optimizer_that_is_set_on_parameters_is_told():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module, made = training.Model(), planner()
+    _apply_optimizer_in_backward(torch.optim.Adam, module.left.parameters(), {"lr": 0.1})
+    _apply_optimizer_in_backward(torch.optim.SGD, module.inner.parameters(), {"lr": 0.1})
+    made.plan(module)
+    assert [line for line in made.unpriced if "in backward" in line] == [
+        "tables 'a', 'b', 'c', ... are priced, and their state counted, as under exact_sgd; their optimizer "
+        "in backward is Adam"]
+
+
+def test_a_planner_tells_what_was_not_measured():
+    """Devices of another type, and what lies beyond the measured range."""
+    of = Setting("cpu-of-yesterday", 256)
+    model = neural.NeuralModel(of, by_hand().weights, {"ranges": {"shard_rows": [1, 40]}})
+    made = ShardCorePlanner(Topology((Device(10**9),)), 256, model=model, lookups=dict.fromkeys(LOOKUPS, 2.0),
+                            algorithm="size_greedy")
+    made.plan(MODULE)
+    assert made.unpriced == [
+        "devices are of type cuda; the cost model was measured on cpu-of-yesterday",
+        "extrapolated: table 'b' has 50 rows; most measured 40"]
+
+
+def test_features_may_be_in_tensors_of_their_own():
+    batches = [training._batch(seed) for seed in range(16)]
+    apart = [KeyedJaggedTensor.from_jt_dict({key: batch[key] for key in keys}) for batch in batches
+             for keys in (["f0", "f3"], ["f1", "f2", "f4"], ["f5", "f6"])]
+    assert problem_for(MODULE, FOUR, 64, apart) == problem_for(MODULE, FOUR, 64, batches)
+    with pytest.raises(ShardCoreError, match="has 60 samples of feature 'f0'; it needs a global batch"):
+        problem_for(MODULE, FOUR, 64, apart[1:])
+    with pytest.raises(ShardCoreError, match="68 samples of feature 'f2' and 64 of 'f1'; table 'b' needs as"):
+        problem_for(MODULE, FOUR, 64, [*batches, KeyedJaggedTensor.from_jt_dict({"f2": batches[0]["f2"]})])
