@@ -180,6 +180,15 @@ def test_a_shell_becomes_a_client(tmp_path):
     assert dict(zip(wanted, sourced(tmp_path, wanted), strict=True)) == wanted
 
 
+def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
+    stack.write_settings(StackConfig(), tmp_path)
+    programs = str(Path(sys.executable).parent)
+    [path] = sourced(tmp_path, ["PATH"], PATH="/usr/bin:/bin")
+    assert path == f"{programs}:/usr/bin:/bin"
+    [path] = sourced(tmp_path, ["PATH"], PATH=f"/bin:{programs}")
+    assert path == f"/bin:{programs}"
+
+
 @pytest.mark.parametrize("host, env, found", [
     ("127.0.0.1", {}, "127.0.0.1,localhost"),
     ("127.0.0.1", {"no_proxy": "example.org"}, "example.org,127.0.0.1,localhost"),
