@@ -33,7 +33,7 @@ from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.tables.hot_rows import REPLICA
+from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_cover
@@ -77,7 +77,7 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
 
     require_cover(plan, problem)
     compute_device = compute_device or _device_of(like) or "cuda"
-    theirs = ({t.name: _as_named(t, module) for t in problem.tables} if isinstance(module, str)
+    theirs = (_as_named(problem, module) if isinstance(module, str)
               else _matched(problem, tables_of(module)))
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
@@ -113,10 +113,22 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     return ShardingPlan(modules)
 
 
-def _as_named(table: Table, path: str) -> ModelTable:
-    """A table of a model that is not here. path: of its collection, if it names none."""
-    path = table.collection or path
-    return ModelTable(path, table.name.removeprefix(f"{path}."), None, not table.sequence, table.weighted)
+def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
+    """The tables of a model that is not here. path: the collection of those that name none."""
+    hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
+    divided = set(hot.values())
+    found = {}
+    for table in problem.tables:
+        own = table.collection or path
+        # Names have the path of the module that divides tables, not that of what is within.
+        named = own.removesuffix(INSIDE) if own.removesuffix(INSIDE) in divided else own
+        # Without a collection of its own, what is not hot lies in that of the hot rows.
+        if own in divided and table.sequence and table.name not in hot:
+            own += INSIDE
+        name = table.name.removeprefix(f"{named}.")
+        found[table.name] = ModelTable(own, name, None, not table.sequence, table.weighted,
+                                       replica=table.name in hot)
+    return found
 
 
 def _device_of(plan: ShardingPlan | None) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.tables.hot_rows import HOT
+from shardcore.tables.hot_rows import HOT, INSIDE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,9 @@ def tables_of(module: nn.Module) -> dict[str, ModelTable]:
     """
     found = list(_tables(module, "", set()))
     having = Counter(t.name for t in found)
-    return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
+    # Parts of a table go by one path, that of the module that divides it.
+    divided = {t.path + INSIDE: t.path for t in found if t.replica}
+    return {t.name if having[t.name] == 1 else f"{divided.get(t.path, t.path)}.{t.name}": t for t in found}
 
 
 def _tables(module: nn.Module, path: str, seen: set[int]) -> Iterator[ModelTable]:
