@@ -14,9 +14,11 @@ sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
 import wrapped_training  # noqa: E402
+from laws import SETTING, comm_samples, compute_samples, linear_law  # noqa: E402
 from shapes import column  # noqa: E402
 
 from bench import torchrec as bench  # noqa: E402
+from shardcore.cost import fit, neural  # noqa: E402
 from shardcore.errors import ShardCoreError
 from shardcore.types import Placement, Plan, Shard
 
@@ -62,6 +64,15 @@ def test_the_example_trains_as_unsharded():
     codes, output = training.run_script(2, EXAMPLE, "--check", "--steps", "10")
     assert codes == [0, 0], output
     said_of(output, 0.995)
+
+
+def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
+    """As that of `make run`, which is for another batch than the example's own."""
+    config = fit.FitConfig(epochs=1)
+    given = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, config).model
+    neural.save(given, tmp_path)
+    codes, output = training.run_script(2, EXAMPLE, "--steps", "4", "--model", str(tmp_path))
+    assert codes == [0, 0], output
 
 
 @pytest.mark.long
