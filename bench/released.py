@@ -38,7 +38,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ import torch
 from numba import float64, njit
 
 from bench.models import table_features
-from bench.search import problems
+from bench.search import problems, tightened
 from shardcore import files, report
 from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
@@ -56,15 +56,14 @@ from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import CHANNELS, WHOLE_ROWS
-from shardcore.memory import bytes_as, every_plan_bytes
+from shardcore.layouts import CHANNELS
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.shards import to_plan
-from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Problem, Setting, Shard
+from shardcore.topology import Topology
+from shardcore.types import OUTPUT_BYTES, Problem, Setting, Shard
 from shardcore.workload import lower
 
 DEVICES = 4
@@ -273,20 +272,6 @@ def exchanges(setting: Setting, topology: Topology, way: str) -> tuple[np.ndarra
 
 
 # --- the comparison -----------------------------------------------------------------------------------------
-
-
-def tightened(problem: Problem, slack: float) -> Problem:
-    """With `slack` times the memory that its tables need, over all devices, but room for the narrowest part
-    of each."""
-
-    def size(shard: Shard) -> int:
-        return bytes_as(WHOLE_ROWS, shard, problem)
-
-    needed = sum(size(Shard.whole(t)) for t in problem.tables)
-    narrowest = max(size(Shard(t, 0, t.rows, 0, MIN_WIDTH)) for t in problem.tables)
-    each = max(int(needed * slack / DEVICES), narrowest) + every_plan_bytes(problem)
-    devices = (Device(each),) * DEVICES
-    return replace(problem, topology=replace(problem.topology, devices=devices))
 
 
 def compared(theirs: SimpleNamespace, networks: Sequence[Any], model: Published,

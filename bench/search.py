@@ -2,22 +2,26 @@
 
     python -m bench.search MODEL --problems 100 --devices 4
     python -m bench.search MODEL --problems 10 --devices 64 --seconds 5 --unequal
+    python -m bench.search MODEL --problems 20 --memory 1.1
 
 MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as
 NeuroShard's benchmark draws them (10 to 60 tables for 4 devices, as many for each device on more), half of
 them with dims up to 32, half up to 128, with explicit links (1 GB/s, 0.2 ms; above 8 devices in hosts of 8,
 0.5 GB/s between them) as only two processes were measured. Without --seconds each sharder takes the time it
 takes, annealing in several spaces and lengths; with it all searches have as long (a sweep finishes its
-first). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the seconds.
+first run). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the
+seconds. Nothing is compiled or imported while a clock runs: all sharders run once before. `best greedy` is
+the cheapest of the greedy orders, with the seconds of all.
 `halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,12 +34,14 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import Infeasible
-from shardcore.search import SHARDERS, Budget, compare
+from shardcore.layouts import WHOLE_ROWS
+from shardcore.memory import bytes_as, every_plan_bytes
+from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
+from shardcore.types import MIN_WIDTH, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 200_000)
@@ -58,6 +64,37 @@ def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool 
     return found
 
 
+def tightened(problem: Problem, slack: float) -> Problem:
+    """With `slack` times the memory that its tables need, over all devices, but room for the narrowest part
+    of each."""
+
+    def size(shard: Shard) -> int:
+        return bytes_as(WHOLE_ROWS, shard, problem)
+
+    needed = sum(size(Shard.whole(t)) for t in problem.tables)
+    narrowest = max(size(Shard(t, 0, t.rows, 0, MIN_WIDTH)) for t in problem.tables)
+    now, besides = problem.topology.devices, every_plan_bytes(problem)
+    total = sum(d.memory_bytes for d in now)
+    devices = tuple(replace(d, memory_bytes=max(int(needed * slack * d.memory_bytes / total), narrowest)
+                            + besides) for d in now)
+    return replace(problem, topology=replace(problem.topology, devices=devices))
+
+
+def warm_up(problem: Problem, model: NeuralModel, arms: Mapping[str, Callable[[Problem], Plan]]) -> None:
+    """Run all arms on two tables, so that nothing compiles or imports while a clock runs."""
+    few = replace(problem, name="warm-up", tables=problem.tables[:2])
+    for arm in arms.values():
+        with contextlib.suppress(Infeasible):
+            arm(few)
+
+
+def add_best_greedy(cost: dict[str, list[float]], seconds: dict[str, list[float]]) -> None:
+    """The cheapest of the greedy orders on each problem, which takes the seconds of all."""
+    costs = np.array([cost[name] for name in greedy.ORDERS], dtype=float)
+    cost["best greedy"] = np.fmin.reduce(costs, 0).tolist()
+    seconds["best greedy"] = np.sum([seconds[name] for name in greedy.ORDERS], 0).tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,6 +106,8 @@ def main() -> None:
                         help="all searches have as long (default: each as long as it takes)")
     parser.add_argument("--unequal", action="store_true",
                         help="every second device has half the speed and half the memory")
+    parser.add_argument("--memory", type=float, metavar="TIMES",
+                        help="memory of all devices over what the tables need, such as 1.02 (default: ample)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
@@ -82,9 +121,10 @@ def main() -> None:
         for budget in (limit,) if limit else map(Budget, EVALS):
             name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
             arms[name] = lambda p, b=budget, space=space: anneal(p, model, budget=b, space=space)
-    anneal(problems(model, 1, 2, 0)[0], model, budget=Budget(evals=100))  # compiled before the clock starts
+    warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
     cost, seconds = ({name: [] for name in [*arms, "lower bound", "estimate"]} for _ in range(2))
     drawn = problems(model, args.problems, args.devices, args.seed, args.unequal)
+    drawn = [tightened(p, args.memory) for p in drawn] if args.memory else drawn
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
             began = time.perf_counter()
@@ -98,6 +138,7 @@ def main() -> None:
         cost["lower bound"].append(least.proved_ms)
         cost["estimate"].append(least.estimate_ms)
         print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
+    add_best_greedy(cost, seconds)
     if None in cost["lower bound"]:
         del cost["lower bound"]
     found = compare.standings(cost, seconds, "neuroshard")
@@ -105,7 +146,8 @@ def main() -> None:
     rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}",
              f"{s.seconds / theirs.seconds:.2f}")
             for name, s in found.items()]
-    devices = f"{args.devices} {'unequal ' if args.unequal else ''}devices"
+    devices = (f"{args.devices} {'unequal ' if args.unequal else ''}devices"
+               + (f", memory {args.memory:g} times the tables" if args.memory else ""))
     print(f"{model.setting}; {len(drawn)} problems, {devices}; {theirs.common} solved by all\n")
     print(report.text_table(("sharder", "solved", "cost", "worst", "seconds", "of neuroshard's"), rows))
 

@@ -11,6 +11,7 @@ from tasks.train_policy import train_policy as train_policy_task
 
 @flow(name="train_policy")
 def train_policy() -> None:
+    params.require_section("train_policy")
     config = params.section("train_policy", TrainPolicyConfig)
     metrics = train_policy_task(paths.MODEL, paths.POOL, config, paths.POLICY)
     if metrics:

@@ -12,6 +12,16 @@ SECTIONS = ("setting", "tables", "measure", "train", "train_policy", "evaluate",
             "stack")
 
 
+def require_section(name: str, path: str | Path = paths.PARAMS) -> None:
+    """Raise ShardCoreError unless a file has a section, if only an empty one.
+
+    DVC needs it: without it a stage runs, and DVC then fails to keep its result.
+    """
+    if name not in (read_yaml(path) or {}):
+        raise ShardCoreError(f"{path} has no section {name!r}, which is newer than the file; add the line "
+                             f"`{name}: {{}}`, for its defaults")
+
+
 def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
     """A section as its config dataclass. Raises ShardCoreError for an unknown key or section."""
     params = read_yaml(path) or {}

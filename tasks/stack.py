@@ -46,6 +46,9 @@ _RAY_SOCKET_BYTES = 70
 _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
           "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_PROGRAMS = """case ":$PATH:" in *:FOLDER:*) ;; *) PATH=FOLDER:$PATH; export PATH ;; esac
+"""
+"""Shell lines that find `prefect` and `mlflow` of this environment, whether it is active or not."""
 _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 *'*'* | *HOSTS*) ;;
 *) no_proxy="${no_proxy:+$no_proxy,}HOSTS" ;;
@@ -186,7 +189,9 @@ def write_settings(config: StackConfig, folder: Path) -> str:
     env = client_env(config, folder, token)
     exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items())
     hosts = ",".join(dict.fromkeys((*LOOPBACK, config.client_host)))
-    _write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts))
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    _write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts)
+                   + _PROGRAMS.replace("FOLDER", programs))
     _write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
                                                f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
                                                # Or each request hashes the password: 0.1 s.

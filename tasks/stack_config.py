@@ -18,6 +18,10 @@ _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
 """Bytes of a folder's path, to which file names are added, and of each name in it."""
 
+_RAY_PORTS = ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
+_WORKER_PORTS = range(10002, 20000)
+"""Of Ray's workers, unless it is told others. `ray start` ends if another of its ports is one of them."""
+
 
 @dataclass(frozen=True)
 class StackConfig:
@@ -65,6 +69,9 @@ class StackConfig:
             if not 0 < port < 65536 or list(ports.values()).count(port) > 1:
                 raise ShardCoreError(f"stack.{name} is {port}; each port is between 1 and 65535, and one of "
                                      "its own")
+            if name in _RAY_PORTS and port in _WORKER_PORTS:
+                raise ShardCoreError(f"stack.{name} is {port}; Ray's workers have {_WORKER_PORTS.start} to "
+                                     f"{_WORKER_PORTS.stop - 1}, so it needs another")
         if self.object_store_mib < 80:
             raise ShardCoreError(f"stack.object_store_mib is {self.object_store_mib}; Ray needs 80 at least")
 

@@ -36,7 +36,8 @@ from shardcore.search import Budget
 from shardcore.tables import streams
 from shardcore.tables.public import public_pool
 
-ROWS_SCALE, DIM, BATCH, LEARNING_RATE = 400, 32, 512, 1.0  # batch: samples of a rank; rate: of the tables
+ROWS_SCALE, DIM, BATCH, LEARNING_RATE = 400, 32, 512, 1.0
+"""batch: samples of a rank, without --model. rate: of the tables."""
 DENSE = 13
 TABLES = [replace(t, rows=max(3, t.rows // ROWS_SCALE), dim=DIM) for t in public_pool("mlperf-dlrm-dcnv2")]
 
@@ -50,45 +51,53 @@ def build() -> torch.nn.Module:
                     [32, 1], 2, 16)
 
 
-def batch(seed: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
+def batch(seed: int, samples: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
     """Dense features [B, 13], ids of the 26 features, clicks [B]."""
     rng = np.random.default_rng(seed)
-    dense, score = rng.normal(size=(BATCH, DENSE)), np.zeros(BATCH)
+    dense, score = rng.normal(size=(samples, DENSE)), np.zeros(samples)
     values, lengths = [], []
     for table in TABLES:
-        ids, offsets = streams.stream(table, BATCH, seed)
+        ids, offsets = streams.stream(table, samples, seed)
         sizes = np.diff(offsets)
-        np.add.at(score, np.repeat(np.arange(BATCH), sizes), np.sin(ids * 12.9898) / np.sqrt(table.pooling))
+        np.add.at(score, np.repeat(np.arange(samples), sizes), np.sin(ids * 12.9898) / np.sqrt(table.pooling))
         values.append(ids)
         lengths.append(sizes)
     score = 2 * (score - score.mean()) / score.std() + 3 * dense[:, 0]
-    clicks = rng.random(BATCH) < 1 / (1 + np.exp(-score))
+    clicks = rng.random(samples) < 1 / (1 + np.exp(-score))
     features = KeyedJaggedTensor(keys=[t.name for t in TABLES],
                                  values=torch.from_numpy(np.concatenate(values)),
                                  lengths=torch.from_numpy(np.concatenate(lengths)).int())
     return torch.from_numpy(dense).float(), features, torch.from_numpy(clicks).float()
 
 
-def plans(rank: int, world: int, args: argparse.Namespace) -> dict:
-    """TorchRec's planner as its users call it, and ours in its place."""
+def cost_model(world: int, folder: str | None):
+    """The cost model of a folder, or one with made-up rates."""
+    if folder:
+        return shardcore.load_model(folder)
+    # of the order of two CPU cores, not measured
+    return AnalyticModel(Setting("cpu", BATCH * world), launch_us=500, table_us=20, lookup_ns=20,
+                         gather_gbps=8, update_gbps=2, exchange_gbps=1)
+
+
+def plans(rank: int, world: int, model, out: str | None) -> dict:
+    """TorchRec's planner as its users call it, and ours in its place.
+
+    The batch is the one that the cost model was measured for.
+    """
+    samples = model.setting.batch // world
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling], compute_kernels=["fused"],
                                                 min_partition=8,
                                                 sharding_types=["table_wise", "column_wise", "row_wise"])
                    for t in TABLES}
     module, sharders = build(), [EmbeddingBagCollectionSharder()]
-    theirs = EmbeddingShardingPlanner(topology, BATCH, constraints=constraints)
-
-    # of the order of two CPU cores, not measured
-    model = (shardcore.load_model(args.model) if args.model else AnalyticModel(
-        Setting("cpu", BATCH * world), launch_us=500, table_us=20, lookup_ns=20, gather_gbps=8, update_gbps=2,
-        exchange_gbps=1))
-    ours = ShardCorePlanner(topology, BATCH, model=model, lookups=[batch(seed)[1] for seed in range(world)],
-                            budget=Budget(evals=100_000))
+    theirs = EmbeddingShardingPlanner(topology, samples, constraints=constraints)
+    ours = ShardCorePlanner(topology, samples, model=model, budget=Budget(evals=100_000),
+                            lookups=[batch(seed, samples)[1] for seed in range(world)])
     found = {"shardcore": ours.collective_plan(module, sharders),
              "torchrec": theirs.collective_plan(module, sharders)}
-    if rank == 0 and args.out:
-        write_torchrec(args.out, found["shardcore"])
+    if rank == 0 and out:
+        write_torchrec(out, found["shardcore"])
     return found
 
 
@@ -180,10 +189,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    trainers = {name: Trainer(plan, world) for name, plan in plans(rank, world, args).items()}
+    model = cost_model(world, args.model)
+    samples, found = model.setting.batch // world, plans(rank, world, model, args.out)
+    trainers = {name: Trainer(plan, world) for name, plan in found.items()}
     unsharded = Trainer(None, world) if args.check else None
     for step in range(args.steps):
-        batches = [batch(step * world + r) for r in range(world)]
+        batches = [batch(step * world + r, samples) for r in range(world)]
         for trainer in list(trainers.values())[:: 1 if step % 2 else -1]:
             dist.barrier()
             trainer.step([batches[rank]])

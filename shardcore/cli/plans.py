@@ -223,10 +223,8 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
 
 
 def _say_extrapolated(sentences: Sequence[str]) -> None:
-    for sentence in sentences[:5]:
+    for sentence in sentences:
         print(f"extrapolated: {sentence}", file=sys.stderr)
-    if len(sentences) > 5:
-        print(f"extrapolated: and {len(sentences) - 5} more", file=sys.stderr)
 
 
 # --- price -------------------------------------------------------------------------------------------------

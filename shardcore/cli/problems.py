@@ -22,6 +22,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("tables", help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of "
                    "FBGEMM's reports (docs/torchrec.md) or a POOL.json")
     p.add_argument("--devices", type=positive(int), default=4)
+    p.add_argument("--hosts", type=positive(int), default=1, help="of equally many of the devices")
     p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, of which 15%% is kept "
                    "for the dense part, unless drawn from a pool")
     p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
@@ -78,6 +79,17 @@ def problem(args: argparse.Namespace) -> None:
             found = public_pool(args.tables)
         reserved = Constraints(reserved_bytes=int(files.DEFAULT_RESERVE * devices[0].memory_bytes))
         made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch, constraints=reserved)
-    files.write_problem(args.out, dataclasses.replace(made, job=job))
+    made = dataclasses.replace(made, job=job, topology=_on_hosts(made.topology, args.hosts))
+    files.write_problem(args.out, made)
     gib = sum(t.bytes for t in made.tables) / 2**30
-    print(f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB, {args.devices} devices")
+    on = f" on {args.hosts} hosts" * (args.hosts > 1)
+    print(f"{args.out}: {len(made.tables)} tables, {gib:.1f} GiB, {args.devices} devices{on}")
+
+
+def _on_hosts(topology: Topology, hosts: int) -> Topology:
+    n = len(topology)
+    if n % hosts:
+        raise ShardCoreError(f"{n} devices were asked for on {hosts} hosts; it needs as many on each")
+    devices = tuple(dataclasses.replace(device, host=f"host-{d * hosts // n}")
+                    for d, device in enumerate(topology.devices))
+    return dataclasses.replace(topology, devices=devices)

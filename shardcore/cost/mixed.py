@@ -17,7 +17,7 @@ import numpy as np
 from shardcore.cost import neural, ranges
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
-from shardcore.cost.model import BoundableCostModel, CommCost, Compiled
+from shardcore.cost.model import BoundableCostModel, CommCost, Compiled, CostModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
 from shardcore.topology import Topology
@@ -118,12 +118,15 @@ def load(folders: Sequence[str | Path]) -> NeuralModel | MixedModel:
     return models[0] if len(models) == 1 else MixedModel(tuple(models))
 
 
-def out_of_range(model: NeuralModel | MixedModel | HostMemoryModel, workload: Workload) -> list[str]:
+def out_of_range(model: CostModel, workload: Workload) -> list[str]:
     """As ranges.out_of_range, of each precision's shards against its own model."""
     if isinstance(model, HostMemoryModel):
         return out_of_range(model.model, workload)
     if isinstance(model, NeuralModel):
         return ranges.out_of_range(model, workload)
+    # Laws have no measured range.
+    if not isinstance(model, MixedModel):
+        return []
     found = [ranges.out_of_range(m, _only(m.setting.precision, workload, m is model.of_exchanges))
              for m in model.models]
     return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))

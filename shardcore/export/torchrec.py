@@ -22,44 +22,25 @@ Ranks are TorchRec's numbers of devices, host by host (Topology.ranks).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.errors import ShardCoreError
+from shardcore.export.torchrec_modules import ModelTable, tables_of
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.tables.hot_rows import HOT, REPLICA
+from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_cover
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding, ShardingPlan
-
-
-@dataclass(frozen=True)
-class ModelTable:
-    """A table of a model.
-
-    path: its collection's path in the module tree.
-    name: its name in the collection.
-    config: its TorchRec config: rows, dim, features, data type.
-    pooled: whether the collection pools, as an EmbeddingBagCollection does.
-    weighted: whether lookups have weights.
-    replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
-    """
-
-    path: str
-    name: str
-    config: Any
-    pooled: bool
-    weighted: bool = False
-    replica: bool = False
+    from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -74,58 +55,6 @@ class Sharded:
     layout: Layout
     sharding_type: str
     shards: tuple[tuple[int, Shard], ...] = ()
-
-
-def tables_of(module: nn.Module) -> dict[str, ModelTable]:
-    """The tables of all EmbeddingBagCollections and EmbeddingCollections in a module, by our names.
-
-    Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
-    HotColdEmbeddingCollection are tables, named as `with_hot_rows` does.
-
-    Raises ShardCoreError for a module that wraps a collection. TorchRec shards it as a whole, by a sharder of
-    its own. A plan of the collection within would leave out what the wrapper does.
-    """
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-
-    from shardcore.export.hot_cold import HotColdEmbeddingCollection
-    found, wrappers = [], _wrappers()
-    for path, child in module.named_modules():
-        if isinstance(child, wrappers):
-            raise ShardCoreError(f"module {path!r} is a {type(child).__name__}, which wraps its tables and "
-                                 "has a sharder of its own; ShardCore plans plain EmbeddingBagCollections "
-                                 "and EmbeddingCollections, so far")
-        if type(child) is EmbeddingBagCollection:
-            found += [ModelTable(path, c.name, c, True, child.is_weighted())
-                      for c in child.embedding_bag_configs()]
-        elif type(child) is EmbeddingCollection:
-            found += [ModelTable(path, c.name, c, False) for c in child.embedding_configs()]
-        elif isinstance(child, HotColdEmbeddingCollection):
-            found += [ModelTable(path, name + HOT, c, False, replica=True)
-                      for name, c in child.hot_tables().items()]
-    having = Counter(t.name for t in found)
-    return {t.name if having[t.name] == 1 else f"{t.path}.{t.name}": t for t in found}
-
-
-def _wrappers() -> tuple[type, ...]:
-    """TorchRec's modules that have collections within, and are sharded in their place."""
-    from torchrec.modules import embedding_tower, fp_embedding_modules, mc_embedding_modules
-
-    return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
-            fp_embedding_modules.FeatureProcessedEmbeddingBagCollection,
-            mc_embedding_modules.ManagedCollisionEmbeddingBagCollection,
-            mc_embedding_modules.ManagedCollisionEmbeddingCollection)
-
-
-def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-    """Raise ShardCoreError for a collection of the module that none of the sharders takes."""
-    taken = {sharder.module_type for sharder in sharders}
-    children = dict(module.named_modules())
-    for table in (t for t in tables_of(module).values() if not t.replica):
-        kind = type(children[table.path])
-        if kind not in taken:
-            raise ShardCoreError(f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
-                                 f"there are {sorted(type(s).__name__ for s in sharders)}: add "
-                                 f"{kind.__name__}Sharder()")
 
 
 # --- to TorchRec --------------------------------------------------------------------------------------------
@@ -148,7 +77,7 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
 
     require_cover(plan, problem)
     compute_device = compute_device or _device_of(like) or "cuda"
-    theirs = ({t.name: _as_named(t, module) for t in problem.tables} if isinstance(module, str)
+    theirs = (_as_named(problem, module) if isinstance(module, str)
               else _matched(problem, tables_of(module)))
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
@@ -172,6 +101,10 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             found = replace(found, sharding_type=if_cut)
+        if table.sharding_types and found.sharding_type not in table.sharding_types:
+            raise ShardCoreError(f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module "
+                                 f"{table.path!r}, {table.within}, {' or '.join(table.sharding_types)} only: "
+                                 "plan it so (constraints.kinds)")
         old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
         _require_replicable(found, old, name)
         modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = _sharding(
@@ -180,10 +113,22 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
     return ShardingPlan(modules)
 
 
-def _as_named(table: Table, path: str) -> ModelTable:
-    """A table of a model that is not here. path: of its collection, if it names none."""
-    path = table.collection or path
-    return ModelTable(path, table.name.removeprefix(f"{path}."), None, not table.sequence, table.weighted)
+def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
+    """The tables of a model that is not here. path: the collection of those that name none."""
+    hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
+    divided = set(hot.values())
+    found = {}
+    for table in problem.tables:
+        own = table.collection or path
+        # Names have the path of the module that divides tables, not that of what is within.
+        named = own.removesuffix(INSIDE) if own.removesuffix(INSIDE) in divided else own
+        # Without a collection of its own, what is not hot lies in that of the hot rows.
+        if own in divided and table.sequence and table.name not in hot:
+            own += INSIDE
+        name = table.name.removeprefix(f"{named}.")
+        found[table.name] = ModelTable(own, name, None, not table.sequence, table.weighted,
+                                       replica=table.name in hot)
+    return found
 
 
 def _device_of(plan: ShardingPlan | None) -> str | None:

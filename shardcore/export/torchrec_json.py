@@ -53,7 +53,7 @@ def read_torchrec(path: str | Path, module: nn.Module | None = None) -> Sharding
 
 
 def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
-    from shardcore.export.torchrec import tables_of
+    from shardcore.export.torchrec_modules import tables_of
 
     of_path: dict[str, set[str]] = {}
     for table in tables_of(module).values():

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import ShardCoreError
-from shardcore.export.torchrec import from_torchrec, tables_of
+from shardcore.export.torchrec import from_torchrec
+from shardcore.export.torchrec_modules import tables_of
 from shardcore.types import Problem
 from shardcore.workload import lower
 

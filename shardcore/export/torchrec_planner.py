@@ -17,14 +17,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore.constraints import Constraints
+from shardcore.cost.mixed import out_of_range
 from shardcore.cost.model import CostModel
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export import fbgemm_statistics
-from shardcore.export.torchrec import ModelTable, require_sharders, sharded, tables_of, to_torchrec
-from shardcore.export.torchrec_settings import unpriced
+from shardcore.export import torchrec_constraints as constrained
+from shardcore.export.torchrec import to_torchrec
+from shardcore.export.torchrec_modules import (
+    ModelTable,
+    require_all,
+    require_sharders,
+    tables_of,
+    unpriced_wrappers,
+)
+from shardcore.export.torchrec_settings import unpriced, unpriced_hardware, unpriced_optimizers
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS
+from shardcore.layouts import layout_of_torchrec
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
@@ -32,6 +41,7 @@ from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Reuse, Table, Zipf
+from shardcore.workload import lower
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,8 +53,6 @@ if TYPE_CHECKING:
 
     Lookups = Mapping[str, float] | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
 
-WHOLE_TYPES = {layout.torchrec_whole for layout in LAYOUTS.values() if not layout.divides_rows}
-"""TorchRec's sharding types that do not cut a table."""
 BATCH_SIZE = 512
 """Samples per rank, if none are given. The default of TorchRec's planner."""
 RESERVED = 0.15
@@ -60,7 +68,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
     global_batch: samples per step over all devices.
     lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
-      model's data, a global batch or more in all: pooling and reuse are read from them. A path of FBGEMM's
+      model's data, a global batch or more of each feature, in one KeyedJaggedTensor or several: pooling and
+      reuse are read from them. A path of FBGEMM's
       reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
@@ -78,7 +87,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
     constraints = constraints or Constraints()
-    constraints = replace(constraints, together=(*constraints.together, *groups))
+    constraints = replace(constraints, together=(*constraints.together, *groups),
+                          kinds=(*constraints.kinds, *_only_kinds(theirs, dict(constraints.kinds))))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
@@ -123,11 +133,13 @@ class ShardCorePlanner:
     reserved: share of HBM kept free of embeddings.
     job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default.
 
-    A table whose sharding_types never cut it stays whole. A plan that breaks other sharding_types is searched
-    again with columns only, then refused. The first compute kernel that is not dense is used.
+    A table whose sharding_types never cut it stays whole. One whose types are of one kind on all devices gets
+    that kind. A plan that breaks other sharding_types is searched again with columns only, then refused. A
+    table that was cut below its min_partition is kept whole in another search. The first compute kernel that
+    is not dense is used.
 
     After a plan, `problem` and `found` are the problem and our plan. `unpriced` has a line for each setting
-    that the price leaves out.
+    that the price leaves out, and for what lies beyond the measured range.
     """
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
@@ -154,31 +166,35 @@ class ShardCorePlanner:
 
         sharders: those of DistributedModelParallel. None or empty: its defaults.
 
-        Raises as `plan_for` and `to_torchrec` do, and for a collection that no sharder takes.
+        Raises as `plan_for` and `to_torchrec` do, for a collection that no sharder takes, and for constraints
+        that no plan can keep.
         """
         theirs = tables_of(module)
         if sharders:
             require_sharders(module, sharders)
-        lookups = self.lookups if self.lookups is not None else self._pooling(theirs)
-        whole = tuple(name for name, t in theirs.items() if (asked := self._asked(t))
-                      and set(asked) <= WHOLE_TYPES)
+        constrained.require_possible(self.constraints, theirs)
+        lookups = (self.lookups if self.lookups is not None
+                   else constrained.pooling_of(self.constraints, theirs))
+        kinds = dict(constrained.kinds(self.constraints, theirs, self.topology))
+        whole = tuple(n for n in constrained.whole(self.constraints, theirs) if n not in kinds)
         batch = self.batch_size * len(self.topology)
         self.problem = problem_for(module, self.topology, batch, lookups, self.model.setting.optimizer,
-                                   Constraints(unsplit=whole), job=self.job)
+                                   Constraints(unsplit=whole, kinds=tuple(kinds.items())), job=self.job)
         try:
             model = self.model.for_problem(self.problem)
         except SettingMismatch as error:
             raise SettingMismatch(f"batch_size {self.batch_size} on {len(self.topology)} devices: "
                                   f"{error}") from None
-        # The search does not know sharding_types. So check its plan, and retry with columns only.
-        for algorithm in (self.algorithm, *_narrower(self.algorithm)):
-            self.found = sharder(algorithm)(self.problem, model, seed=self.seed, budget=self.budget)
-            if not (refused := self._refused(theirs)):
-                break
-        else:
-            raise ShardCoreError(refused)
-        made = to_torchrec(self.found, self.problem, module, self.compute_device, self._settings(theirs))
-        self.unpriced = unpriced(made, sharders or (), self.problem.optimizer, self.problem.job)
+        self.found = self._search(theirs)
+        made = to_torchrec(self.found, self.problem, module, self.compute_device,
+                           constrained.settings_of(self.constraints, theirs))
+        require_all(made, module, sharders or ())
+        self.unpriced = [
+            *unpriced(made, sharders or (), self.problem.optimizer, self.problem.job),
+            *unpriced_optimizers(module, self.problem.optimizer), *unpriced_wrappers(theirs),
+            *(constrained.default_pooling(self.constraints, theirs) if self.lookups is None else ()),
+            *unpriced_hardware(self.model.setting, self.compute_device),
+            *(f"extrapolated: {line}" for line in out_of_range(model, lower(self.found, self.problem)))]
         return made
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
@@ -199,56 +215,23 @@ class ShardCorePlanner:
             raise result
         return result
 
-    def _asked(self, table: ModelTable) -> list[str] | None:
-        found = self.constraints.get(table.name)
-        return found.sharding_types if found else None
+    def _search(self, theirs: Mapping[str, ModelTable]) -> Plan:
+        """A plan that keeps the constraints. The search knows neither sharding_types nor min_partition.
 
-    def _pooling(self, theirs: Mapping[str, ModelTable]) -> dict[str, float]:
-        """Lookups by feature. A single factor holds for every feature of its table."""
-        pooling: dict[str, float] = {}
-        for table in theirs.values():
-            found, features = self.constraints.get(table.name), table.config.feature_names
-            if found is None:
-                raise ShardCoreError(f"table {table.name!r} has no constraints; it needs "
-                                     f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
-                                     f"{', '.join(features)}]), or give the planner `lookups`")
-            factors = (found.pooling_factors * len(features) if len(found.pooling_factors) == 1
-                       else found.pooling_factors)
-            if len(factors) != len(features):
-                raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its "
-                                     f"{len(features)} features")
-            pooling |= dict(zip(features, factors, strict=True))
-        return pooling
-
-    def _refused(self, theirs: Mapping[str, ModelTable]) -> str:
-        """Why the plan breaks a sharding_types constraint. "": it breaks none."""
-        placed = defaultdict(list)
-        for p in self.found.placements:
-            placed[p.shard.table.name].append(p)
-        for name, table in theirs.items():
-            asked, kind = self._asked(table), sharded(placed[name], self.topology).sharding_type
-            # Whoever allows cuts by columns takes a whole table too.
-            taken = kind == WHOLE_ROWS.torchrec_whole and WHOLE_ROWS.torchrec_cut
-            if asked and kind not in asked and taken not in asked:
-                return (f"the plan found shards table {name!r} {kind}; its constraints ask for "
-                        f"{', '.join(asked)}: allow it, or only {WHOLE_ROWS.torchrec_whole} to keep it whole")
-        return ""
-
-    def _settings(self, theirs: Mapping[str, ModelTable]) -> ShardingPlan:
-        """The constraints' kernel settings, in the form of a plan."""
-        from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
-
-        modules: dict[str, Any] = {}
-        for table in theirs.values():
-            if c := self.constraints.get(table.name):
-                # Dense kernels are for replicas, which to_torchrec chooses itself.
-                kernel = next((k for k in c.compute_kernels or () if k != "dense"), "fused")
-                modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
-                    "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
-                    stochastic_rounding=c.stochastic_rounding,
-                    bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype,
-                    key_value_params=c.key_value_params)
-        return ShardingPlan(modules)
+        So its plan is checked. It is searched again with tables whole that were cut too narrow, and with
+        columns only if it has a sharding type that was not asked for.
+        """
+        for algorithm in (self.algorithm, *_narrower(self.algorithm)):
+            search, problem = sharder(algorithm), self.problem
+            found = search(problem, self.model.for_problem(problem), seed=self.seed, budget=self.budget)
+            while narrow := constrained.too_narrow(found, self.constraints, theirs):
+                unsplit = (*problem.constraints.unsplit, *narrow)
+                problem = replace(problem, constraints=replace(problem.constraints, unsplit=unsplit))
+                found = search(problem, self.model.for_problem(problem), seed=self.seed, budget=self.budget)
+            refused = constrained.broken(found, self.constraints, theirs, self.topology)
+            if not refused:
+                return found
+        raise ShardCoreError(refused)
 
 
 def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
@@ -257,6 +240,14 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
     return Topology(tuple(
         Device(int((d.storage.hbm if cuda else d.storage.ddr) * (1 - reserved)),
                host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
+
+
+def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Tables that TorchRec runs by one kind of sharding, and that kind; without those asked for already."""
+    for name, table in theirs.items():
+        kinds = {layout_of_torchrec(of).name for of in table.sharding_types if layout_of_torchrec(of)}
+        if len(kinds) == 1 and name not in asked:
+            yield name, kinds.pop()
 
 
 def _narrower(algorithm: str) -> list[str]:
@@ -306,27 +297,35 @@ def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTen
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     ids: dict[str, list[np.ndarray]] = defaultdict(list)
-    samples = 0
+    samples: dict[str, int] = defaultdict(int)
     for batch in batches:
         if not isinstance(batch, KeyedJaggedTensor):
             raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups "
                                  "by feature, or the path of FBGEMM's reports")
-        samples += batch.stride()
-        by_feature = batch.to_dict()
-        for name, table in theirs.items():
-            for feature in table.config.feature_names:
-                if feature not in by_feature:
-                    raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there "
-                                         f"are {list(by_feature)[:5]}")
-                values = by_feature[feature].values().cpu().numpy()
+        # Weighted, plain and sequence features may come in tensors of their own.
+        for feature, values in batch.to_dict().items():
+            samples[feature] += batch.stride()
+            ids[feature].append(values.values().cpu().numpy())
+    found = {}
+    for name, table in theirs.items():
+        features = table.config.feature_names
+        for feature in features:
+            if feature not in ids:
+                raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there are "
+                                     f"{list(ids)[:5]}")
+            # Fewer samples would show too little reuse of ids in a batch.
+            if samples[feature] < global_batch:
+                raise ShardCoreError(f"lookups has {samples[feature]} samples of feature {feature!r}; it "
+                                     f"needs a global batch of the model's data, {global_batch}, or more")
+            if samples[feature] != samples[features[0]]:
+                raise ShardCoreError(f"lookups has {samples[feature]} samples of feature {feature!r} and "
+                                     f"{samples[features[0]]} of {features[0]!r}; table {name!r} needs as "
+                                     "many of each")
+            for values in ids[feature]:
                 _require_rows(values, feature, name, table.config.num_embeddings)
-                ids[name].append(values)
-    # Fewer samples would show too little reuse of ids in a batch.
-    if samples < global_batch:
-        raise ShardCoreError(f"lookups has {samples} samples; it needs a global batch of the model's data, "
-                             f"{global_batch}, or more")
-    found = {name: np.concatenate(parts) for name, parts in ids.items()}
-    return {name: (len(values) / samples, access.reuse_of(values, samples)) for name, values in found.items()}
+        all_ids, n = np.concatenate([of for f in features for of in ids[f]]), samples[features[0]]
+        found[name] = len(all_ids) / n, access.reuse_of(all_ids, n)
+    return found
 
 
 def _deduplicated(theirs: Mapping[str, ModelTable], lookups: Lookups, groups: Sequence[Sequence[str]],

@@ -15,8 +15,10 @@ from shardcore.export import torchrec_json
 from shardcore.fused import OPTIMIZERS, named
 from shardcore.job import Job
 from shardcore.layouts import layout_of_torchrec
+from shardcore.types import Setting
 
 if TYPE_CHECKING:
+    from torch import nn
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
@@ -63,8 +65,8 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
     """What the price of a plan leaves out, a line each.
 
     Tables are priced as fused ops in device memory, collectives with the job's payloads (None: FP32).
-    Sharders are checked for other payloads, and for another optimizer in fused_params. An optimizer that is
-    set elsewhere goes unnoticed. Of replicas no model has the time of the dense optimizer.
+    Sharders are checked for other payloads, and for another optimizer in fused_params. (For one that is set
+    on parameters see unpriced_optimizers.) Of replicas no model has the time of the dense optimizer.
     """
     job = job or Job()
     said = _unpriced_replicas(plan, optimizer, job)
@@ -92,6 +94,35 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
                  f"backward; it sends {own[0]} forward, {own[1]} backward"
                  for op, own in sent.items() if own != priced]
     return said
+
+
+def unpriced_optimizers(module: nn.Module, optimizer: str) -> list[str]:
+    """A line for each other optimizer that apply_optimizer_in_backward set on weights of tables.
+
+    optimizer: what tables are priced and counted with.
+    """
+    from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+    other: dict[str, list[str]] = {}
+    for path, parameter in module.named_parameters():
+        *_, collection, table, _ = ("", "", *path.split("."))
+        if collection not in ("embedding_bags", "embeddings"):
+            continue
+        for kind in getattr(parameter, "_optimizer_classes", ()):
+            theirs = optimizer_type_to_emb_opt_type(kind)
+            if theirs is None or named(theirs.name, OPTIMIZERS) != optimizer:
+                other.setdefault(kind.__name__, []).append(table)
+    return [f"tables {', '.join(map(repr, tables[:3]))}{', ...' * (len(tables) > 3)} are priced, and their "
+            f"state counted, as under {optimizer}; their optimizer in backward is {kind}"
+            for kind, tables in other.items()]
+
+
+def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
+    """A line if a cost model was measured on another type of device than a plan is for."""
+    measured_on_cpu = setting.hardware.startswith("cpu")
+    if measured_on_cpu == (compute_device == "cpu"):
+        return []
+    return [f"devices are of type {compute_device}; the cost model was measured on {setting.hardware}"]
 
 
 def _unpriced_replicas(plan: ShardingPlan, optimizer: str | None, job: Job) -> list[str]:

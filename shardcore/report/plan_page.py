@@ -97,8 +97,8 @@ def _opened(title: str) -> str:
 
 
 def _warning(extrapolated: Sequence[str]) -> str:
-    more = f"; and {len(extrapolated) - 3} more" if len(extrapolated) > 3 else ""
-    return f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated[:3]))}{more}.</p>'
+    # A sentence a quantity, so there are a dozen at most.
+    return f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated))}.</p>'
 
 
 # --- figures ---------------------------------------------------------------------------------------------

@@ -202,7 +202,8 @@ def _by_mix(shards: BoundShards, price: Price, alike: bool) -> dict[tuple[int, .
         above = price(mix, shards.within(shard_ms <= low))
         if above > low:
             dearest = shards.problem.tables[int(np.argmax(shard_ms[shards.whole]))]
-            limit = f"table {dearest.name!r}, too dear for one device, and to cut it costs more"
+            limit = (f"table {dearest.name!r}: whole it is too much for one device, and its parts together "
+                     "cost more")
             high = min(above, float(shard_ms.max()))
             low = _crossing(lambda ms, m=mix, p=shard_ms: price(m, shards.within(p <= ms)), low, high)
         by_mix[tuple(mix)] = float(low), limit

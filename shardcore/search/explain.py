@@ -19,6 +19,7 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
 from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
+from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import BASELINES, SHARDERS
@@ -31,6 +32,7 @@ MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4
 """The largest factor by which devices are added."""
 DEFAULT_EVALS = 20_000
+AGAIN = "searched again, same memory"
 OTHERWISE = "anneal"
 
 
@@ -109,7 +111,8 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     """What limits a plan, how close it is to a bound, and what alternatives cost.
 
     Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, OTHERWISE
-    searches, and what it finds for the problem itself is an alternative, too.
+    searches. What that finds for the problem itself is an alternative, too. TorchRec's planner is none, for
+    it takes minutes on large problems.
 
     budget: of each search. None: as many evaluations as the plan's own algorithm took, or 20,000.
     known: outcomes of other algorithms. If given, no baseline is run.
@@ -130,13 +133,15 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
     sent = workload.traffic.sum(0) - ids
     if known is None:
-        baselines = tuple(_searched(name, problem, name, model, seed, budget)
-                          for name in (*BASELINES, "neuroshard") if name != algorithm)
+        others = [n for n in (*BASELINES, "neuroshard", *SPACE_OF) if n not in (algorithm, searcher)]
+        baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in others)
     else:
         baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error)
                           for name, x in known.items() if name != algorithm)
-    if searcher not in (algorithm, *(known or ())):
-        baselines += (_searched(searcher, problem, searcher, model, seed, budget),)
+    # Else the gain of another search would look like that of more memory.
+    again = AGAIN if searcher == algorithm else searcher
+    if again not in (known or ()):
+        baselines += (_searched(again, problem, searcher, model, seed, budget),)
     may_hold = tuple(held_bytes(problem))
     # A device may have nothing that is not reserved.
     shares = [used / free if free > 0 else 0.0

@@ -4,10 +4,10 @@ TorchRec depends on the CUDA build of FBGEMM by name. So no extra of ours can as
 (INSTALL says how to install it).
 
 By default the planner never cuts tables up to 128 columns wide. A careful user would sweep its options.
-So it runs with min_partition (the narrowest column cut) as it is, 16, 32 and 64. Each runs with table- and
-column-wise sharding only, and with all sharding types. Each run keeps the plan that TorchRec's own cost ranks
-first. The cheapest of these stays, under the model that all sharders are compared with. It plans for CUDA,
-but needs no GPU.
+So it runs with min_partition (the narrowest column cut) as it is, 4, 8, 16, 32 and 64. Each runs with
+table- and column-wise sharding only, and with all sharding types. Each run keeps the plan that TorchRec's own
+cost ranks first. The cheapest of these stays, under the model that all sharders are compared with. It plans
+for CUDA, but needs no GPU.
 
 It learns this through its extension points:
 
@@ -75,7 +75,7 @@ class TorchRecConfig:
     grid: combinations that its exhaustive proposer may try. Not swept.
     """
 
-    min_partition: tuple[int | None, ...] = (None, 16, 32, 64)
+    min_partition: tuple[int | None, ...] = (None, 4, 8, 16, 32, 64)
     all_types: tuple[bool, ...] = (False, True)
     grid: int = 1000
 

@@ -27,6 +27,8 @@ from shardcore.types import Problem, Reuse, Table, Zipf
 
 HOT, COLD = "_hot", "_cold"
 """What is appended to a table's name for its parts."""
+INSIDE = ".cold"
+"""What is appended to a collection's path for that of what is not hot (HotColdEmbeddingCollection.cold)."""
 REPLICA = next(kind for kind in LAYOUTS.values() if kind.dense_gradient)
 """The kind of hot rows."""
 
@@ -120,7 +122,14 @@ def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
 def _within(table: Table, collections: set[str]) -> Table:
     """In the collection of what is not hot, if its own has hot rows (see HotColdEmbeddingCollection)."""
     inside = table.sequence and table.collection in collections
-    return replace(table, collection=f"{table.collection}.cold") if inside else table
+    return replace(table, collection=table.collection + INSIDE) if inside else table
+
+
+def is_hot(table: Table, problem: Problem) -> bool:
+    """Whether a table is hot rows of `with_hot_rows`."""
+    kinds = dict(problem.constraints.kinds)
+    return table.name.endswith(HOT) and kinds.get(table.name) == REPLICA.name and any(
+        other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
 
 
 def _require_divisible(table: Table, rows: int) -> None:

@@ -68,6 +68,17 @@ def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, 
     assert capsys.readouterr().err == f"error: problem has devices {devices}; it needs 1 to 65,536\n"
 
 
+def test_a_problem_may_be_of_several_hosts(tmp_path, capsys):
+    path = tmp_path / "p.json"
+    made = ["problem", "mlperf-dlrm-dcnv2", "--devices", "8", "--hosts", "2", "--out", str(path)]
+    assert main(made) == 0
+    assert files.read_problem(path).topology.on_hosts == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert capsys.readouterr().out.endswith(" 8 devices on 2 hosts\n")
+    made[5] = "3"
+    assert main(made) == 1
+    assert capsys.readouterr().err == "error: 8 devices were asked for on 3 hosts; it needs as many on each\n"
+
+
 def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_path, capsys):
     path = tmp_path / "p.json"
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", "8", "--memory-gib", "10", "--out", str(path)]

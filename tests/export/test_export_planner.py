@@ -12,22 +12,26 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+import wrapped_training  # noqa: E402
+from laws import by_hand  # noqa: E402
+from shapes import column  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
-from torchrec.distributed.types import ShardingPlanner  # noqa: E402
+from torchrec.distributed.types import ShardingPlan, ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
 from shardcore.constraints import Constraints  # noqa: E402
 from shardcore.cost import neural  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.export.torchrec import from_torchrec  # noqa: E402
+from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
+from shardcore.export.torchrec_json import _require_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
 from shardcore.topology import Device, Topology
-from shardcore.types import Setting
+from shardcore.types import Plan, Setting
 from shardcore.workload import lower  # noqa: E402
 
 FOUR = Topology((Device(10**9),) * 4)
@@ -73,7 +77,7 @@ def test_problem_from_data():
     assert found["b"].access.bins[0] == pytest.approx((counts == 1).mean())
     assert found["a"].pooling == found["left.c"].pooling  # one feature
     with pytest.raises(ShardCoreError,
-                       match="lookups has 60 samples; it needs a global batch of the model's data, 64"):
+                       match="lookups has 60 samples of feature 'f0'; it needs a global batch of the mod"):
         problem_for(MODULE, FOUR, 64, batches[1:])
     other = EmbeddingBagCollection(device=torch.device("meta"), tables=[
         EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
@@ -211,9 +215,9 @@ def test_planner_keeps_constraints():
     assert len(plan.sharding_spec.shards) == 1
     assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching",
                                                                            asked.cache_params, DataType.FP16)
-    with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for data_parallel"):
+    with pytest.raises(ShardCoreError, match="shards table 'a' .*; its constraints ask for table_row_wise"):
         planner({**CONSTRAINTS,
-                 "a": ParameterConstraints(sharding_types=["data_parallel"], pooling_factors=[1.0])},
+                 "a": ParameterConstraints(sharding_types=["table_row_wise"], pooling_factors=[1.0])},
                 algorithm="size_greedy").plan(MODULE)
 
 
@@ -252,31 +256,77 @@ def test_a_planner_takes_any_batch_that_its_model_prices():
     assert problem.global_batch == 32
 
 
-def wrapped(kind: str) -> torch.nn.Module:
+WRAPPED = wrapped_training.Model()
+
+
+def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
+    made = wrapped_training.planner(2)
+    plan = made.plan(WRAPPED)
+    assert set(plan.plan) == wrapped_training.PATHS
+    # TorchRec remaps ids only where rows are divided over all ranks.
+    types = {name: s.sharding_type for module in plan.plan.values() for name, s in module.items()}
+    assert types["e"] == types["g"] == "row_wise" and {types["c"], types["d"]} == {"table_wise"}
+    said = [line for line in made.unpriced if "is priced as the collection within" in line]
+    assert [line.split("'")[1] for line in said] == ["processed", "collided", "collided_rows"]
+    assert from_torchrec(plan, made.problem, WRAPPED).placements == made.found.placements
+    _require_of(plan, WRAPPED, "the plan")
+    inner = ShardingPlan({**plan.plan, "collided._embedding_module": plan.plan["collided"]})
+    with pytest.raises(ShardCoreError, match="shards module 'collided._embedding_module', which is no coll"):
+        _require_of(inner, WRAPPED, "the plan")
+
+
+def test_a_plan_that_managed_collision_cannot_run_is_refused():
+    with pytest.raises(ShardCoreError, match="the plan found shards table 'e' row_wise; its constraints "
+                                             "ask for column_wise"):
+        wrapped_training.planner(2, {"e": ["column_wise"]}).plan(WRAPPED)
+    problem = problem_for(WRAPPED, Topology((Device(10**9),) * 2), 16,
+                          dict.fromkeys(("f0", "f1", "f2", "f3", "r0", "r1"), 2.0))
+    whole = Plan(tuple(column(t, 0) for t in problem.tables))
+    free = dataclasses.replace(problem, constraints=Constraints())
+    with pytest.raises(ShardCoreError, match="plan shards table 'e' table_wise; TorchRec shards module "
+                       "'collided', ManagedCollisionEmbeddingBagCollection, row_wise only"):
+        to_torchrec(whole, free, WRAPPED, "cpu")
+
+
+def test_a_wrapped_collection_without_the_sharder_of_its_wrapper_is_refused_by_name():
+    plain, rows, *_ = wrapped_training.sharders()
+    with pytest.raises(ShardCoreError, match="module 'processed' is an FeatureProcessedEmbeddingBagColl.*,"
+                       " which no sharder takes; .*add FeatureProcessedEmbeddingBagCollectionSharder"):
+        wrapped_training.planner(2).plan(WRAPPED, [plain, rows])
+
+
+def test_a_module_that_a_sharder_takes_and_no_plan_has_is_refused():
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    fused = FusedEmbeddingBagCollection(
+        [EmbeddingBagConfig(name="u", num_embeddings=4, embedding_dim=4, feature_names=["f"])],
+        torch.optim.SGD, {"lr": 0.1}, device=torch.device("cpu"))
+    constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
+    with pytest.raises(ShardCoreError, match=r"not present in the sharding plan: \['inner.fused'\]; "
+                                             "ShardCore plans EmbeddingBagCollection, "):
+        planner(constraints).plan(torch.nn.ModuleDict({
+            "bags": table_in(DataType.FP32), "inner": torch.nn.ModuleDict({"fused": fused})}))
+
+
+def test_a_collection_used_twice_is_planned_once():
     bags = table_in(DataType.FP32)
-    if kind == "FeatureProcessedEmbeddingBagCollection":
-        from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-        from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-
-        bags._is_weighted = True
-        return FeatureProcessedEmbeddingBagCollection(bags, PositionWeightedModuleCollection({"f0": 4}))
-    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-    from torchrec.modules.mc_modules import (
-        DistanceLFU_EvictionPolicy,
-        ManagedCollisionCollection,
-        MCHManagedCollisionModule,
-    )
-
-    remap = MCHManagedCollisionModule(4, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 10)
-    return ManagedCollisionEmbeddingBagCollection(
-        bags, ManagedCollisionCollection({"t": remap}, bags.embedding_bag_configs()))
+    twice = torch.nn.ModuleDict({"user": bags, "item": bags})
+    constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
+    assert planner(constraints).plan(twice).plan.keys() == {"user"}
 
 
-@pytest.mark.parametrize("kind", ["FeatureProcessedEmbeddingBagCollection",
-                                  "ManagedCollisionEmbeddingBagCollection"])
-def test_a_wrapped_collection_is_refused_by_name(kind):
-    with pytest.raises(ShardCoreError, match=f"module 'inner' is a {kind}, which wraps its tables"):
-        planner().plan(torch.nn.ModuleDict({"inner": wrapped(kind)}))
+class OwnCollection(EmbeddingBagCollection):
+    pass
+
+
+def test_other_modules_with_tables_are_refused_by_name():
+    from torchrec.modules.embedding_tower import EmbeddingTower
+
+    tower = EmbeddingTower(table_in(DataType.FP32), torch.nn.Identity())
+    own = OwnCollection(table_in(DataType.FP32).embedding_bag_configs(), device=torch.device("meta"))
+    for module, kind in ((tower, "EmbeddingTower"), (own, "OwnCollection")):
+        with pytest.raises(ShardCoreError, match=f"module 'inner' is a {kind}; ShardCore plans "):
+            planner().plan(torch.nn.ModuleDict({"inner": module}))
 
 
 def test_a_collection_that_no_sharder_takes_is_refused_by_name():
@@ -289,3 +339,83 @@ def test_a_collection_that_no_sharder_takes_is_refused_by_name():
                                              "EmbeddingBagCollectionSharder"):
         planner(constraints).plan(one, [EmbeddingCollectionSharder()])
     assert planner(constraints).plan(one).plan.keys() == {"bags"}
+
+
+def with_a(**asked) -> dict[str, ParameterConstraints]:
+    return {**CONSTRAINTS, "a": ParameterConstraints(**{"pooling_factors": [10.0], **asked})}
+
+
+@pytest.mark.parametrize(("constraints", "said"), [
+    ({**CONSTRAINTS, "absent": ParameterConstraints()}, "constraints are for table 'absent', which the mod"),
+    (with_a(compute_kernels=["bogus"]), "table 'a' have compute kernel 'bogus'; TorchRec's are .*fused"),
+    (with_a(sharding_types=["sideways"]), "table 'a' have sharding type 'sideways'; known are table_wise, "),
+    (with_a(batch_sizes=[7]), r"table 'a' have batch_sizes \[7\]; ShardCore prices one batch"),
+])
+def test_constraints_that_mean_nothing_here_are_refused_by_name(constraints, said):
+    with pytest.raises(ShardCoreError, match=said):
+        planner(constraints).plan(MODULE)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
+def test_a_table_gets_the_only_kind_that_its_sharding_types_name(kind):
+    found = planner(with_a(sharding_types=[kind])).plan(MODULE)
+    assert found.plan["left"]["a"].sharding_type == kind
+    assert found.plan["left"]["a"].ranks == [0, 1, 2, 3]
+
+
+def test_no_table_is_cut_below_its_min_partition():
+    def widths(least):
+        wide = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+            EmbeddingBagConfig(name=n, num_embeddings=1000, embedding_dim=64, feature_names=[n])
+            for n in "uv"])
+        asked = {n: ParameterConstraints(pooling_factors=[20.0], min_partition=least) for n in "uv"}
+        plan = planner(asked, algorithm="anneal_columns").plan(wide)
+        return {name: [shard.shard_sizes[1] for shard in s.sharding_spec.shards]
+                for name, s in plan.plan[""].items()}
+
+    assert min(min(cuts) for cuts in widths(None).values()) < 48
+    assert all(min(cuts) >= 48 for cuts in widths(48).values())
+
+
+def test_lookups_of_nobody_s_choice_are_told():
+    one = planner({"t": ParameterConstraints()})
+    one.plan(table_in(DataType.FP32))
+    assert any("'t' are priced with one lookup a sample" in line for line in one.unpriced)
+    given = planner({}, lookups={"f0": 1.0})
+    given.plan(table_in(DataType.FP32))
+    assert not any("one lookup a sample" in line for line in given.unpriced)
+
+
+def test_an_optimizer_that_is_set_on_parameters_is_told():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module, made = training.Model(), planner()
+    _apply_optimizer_in_backward(torch.optim.Adam, module.left.parameters(), {"lr": 0.1})
+    _apply_optimizer_in_backward(torch.optim.SGD, module.inner.parameters(), {"lr": 0.1})
+    made.plan(module)
+    assert [line for line in made.unpriced if "in backward" in line] == [
+        "tables 'a', 'b', 'c', ... are priced, and their state counted, as under exact_sgd; their optimizer "
+        "in backward is Adam"]
+
+
+def test_a_planner_tells_what_was_not_measured():
+    """Devices of another type, and what lies beyond the measured range."""
+    of = Setting("cpu-of-yesterday", 256)
+    model = neural.NeuralModel(of, by_hand().weights, {"ranges": {"shard_rows": [1, 40]}})
+    made = ShardCorePlanner(Topology((Device(10**9),)), 256, model=model, lookups=dict.fromkeys(LOOKUPS, 2.0),
+                            algorithm="size_greedy")
+    made.plan(MODULE)
+    assert made.unpriced == [
+        "devices are of type cuda; the cost model was measured on cpu-of-yesterday",
+        "extrapolated: table 'b' has 50 rows; most measured 40"]
+
+
+def test_features_may_be_in_tensors_of_their_own():
+    batches = [training._batch(seed) for seed in range(16)]
+    apart = [KeyedJaggedTensor.from_jt_dict({key: batch[key] for key in keys}) for batch in batches
+             for keys in (["f0", "f3"], ["f1", "f2", "f4"], ["f5", "f6"])]
+    assert problem_for(MODULE, FOUR, 64, apart) == problem_for(MODULE, FOUR, 64, batches)
+    with pytest.raises(ShardCoreError, match="has 60 samples of feature 'f0'; it needs a global batch"):
+        problem_for(MODULE, FOUR, 64, apart[1:])
+    with pytest.raises(ShardCoreError, match="68 samples of feature 'f2' and 64 of 'f1'; table 'b' needs as"):
+        problem_for(MODULE, FOUR, 64, [*batches, KeyedJaggedTensor.from_jt_dict({"f2": batches[0]["f2"]})])

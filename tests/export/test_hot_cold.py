@@ -9,13 +9,17 @@ import torch
 from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
+from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.hot_cold_rows import load_rows, save_rows
-from shardcore.export.torchrec import from_torchrec, tables_of, to_torchrec
+from shardcore.export.torchrec import from_torchrec, to_torchrec
+from shardcore.export.torchrec_modules import tables_of
+from shardcore.export.torchrec_planner import problem_for
+from shardcore.search import SHARDERS
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.types import Plan
+from shardcore.types import Plan, Setting, Table, Zipf
 
 CONFIGS = [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
            EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])]
@@ -86,6 +90,34 @@ def test_a_plan_goes_to_torchrec_without_hot_rows_and_comes_back():
         exported, given, model).placements)
     assert {(p.shard.table.name, p.kind) for p in from_torchrec(exported, given, model).placements} == {
         (p.shard.table.name, p.kind) for p in plan.placements}
+
+
+def test_each_of_several_collections_goes_under_its_own_path():
+    """By the model, and by paths only; two collections have tables of one name."""
+    def collections(hot):
+        def one():
+            ids = {"a": HotIds("a", 50, np.array([1, 2]))} if hot else {}
+            configs = [replace(CONFIGS[0], name="a"), replace(CONFIGS[1], name="b")]
+            return (HotColdEmbeddingCollection(configs, ids, "meta") if hot
+                    else EmbeddingCollection(configs, device=torch.device("meta")))
+        return torch.nn.ModuleDict({"user": one(), "item": torch.nn.ModuleDict({"cold": one()})})
+
+    whole = problem_for(collections(hot=False), training.problem(1, 2).topology, 16,
+                        dict.fromkeys("fgq", 2.0))
+    given = with_hot_rows(whole, {"user.a": 2, "item.cold.a": 2})
+    plan = SHARDERS["size_greedy"](given, AnalyticModel(Setting("cpu", 16)))
+    exported = to_torchrec(plan, given, collections(hot=True), "cpu")
+    assert {path: sorted(of) for path, of in exported.plan.items()} == {
+        "user.cold": ["a_cold", "b"], "item.cold.cold": ["a_cold", "b"]}
+    assert to_torchrec(plan, given, "of.none", "cpu") == exported
+
+
+def test_tables_without_a_collection_go_under_the_path_that_is_given():
+    tables = tuple(Table(name, 60, 16, 2.0, Zipf(1.1), sequence=True) for name in "ab")
+    given = with_hot_rows(replace(training.problem(1, 2), tables=tables), {"a": 5})
+    plan = SHARDERS["size_greedy"](given, AnalyticModel(Setting("cpu", 16)))
+    exported = to_torchrec(plan, given, "model.ec", "cpu")
+    assert {path: sorted(of) for path, of in exported.plan.items()} == {"model.ec.cold": ["a_cold", "b"]}
 
 
 def test_a_plan_that_divides_hot_rows_is_refused():

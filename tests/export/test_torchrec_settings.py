@@ -190,4 +190,5 @@ def test_the_planner_says_it_too():
                                lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
     planner.plan(MODULE, [sharder])
     assert [line.split()[0] for line in planner.unpriced] == [
-        "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter", "sequence_embeddings_all_to_all"]
+        "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter", "sequence_embeddings_all_to_all",
+        "devices"]

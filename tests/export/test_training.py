@@ -13,9 +13,12 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
+import wrapped_training  # noqa: E402
+from laws import SETTING, comm_samples, compute_samples, linear_law  # noqa: E402
 from shapes import column  # noqa: E402
 
 from bench import torchrec as bench  # noqa: E402
+from shardcore.cost import fit, neural  # noqa: E402
 from shardcore.errors import ShardCoreError
 from shardcore.types import Placement, Plan, Shard
 
@@ -63,6 +66,15 @@ def test_the_example_trains_as_unsharded():
     said_of(output, 0.995)
 
 
+def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
+    """As that of `make run`, which is for another batch than the example's own."""
+    config = fit.FitConfig(epochs=1)
+    given = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, config).model
+    neural.save(given, tmp_path)
+    codes, output = training.run_script(2, EXAMPLE, "--steps", "4", "--model", str(tmp_path))
+    assert codes == [0, 0], output
+
+
 @pytest.mark.long
 def test_the_example_runs_under_torchrun_as_users_start_it():
     ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -70,3 +82,8 @@ def test_the_example_runs_under_torchrun_as_users_start_it():
                          timeout=150, cwd=EXAMPLE.parents[2])
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
     said_of(ran.stdout, 0.97)
+
+
+def test_wrapped_collections_train_beside_plain_ones():
+    """EBC, EC, FPEBC, MC-EBC and MC-EC, by the planner and the sharders of each."""
+    assert wrapped_training.train(2) == ["", ""]

@@ -41,7 +41,7 @@ def made(problem, **fields) -> str:
                      candidate_ms=new.provenance["predicted_ms"], **fields,
                      provenance={"model_version": "7", "git_commit": "abc"})
     return plan_page.page(new, problem, explain(new, problem, MODEL, BUDGET, {}), [second, first],
-                          diff(old, new), ["a table is <huge>"])
+                          diff(old, new), ["a table is <huge>", "2 is much", "3 is more", "4 is most"])
 
 
 class Text(HTMLParser):
@@ -68,7 +68,7 @@ def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
     for expected in ("small", "6 tables on 4 devices", "cheaper <b>by far</b>", "is ready last",
                      "No plan takes less than", "10% more memory", "to move", "no plan was published",
                      "model_version 7", "git_commit abc", "forward compute", "memory, MiB",
-                     "a table is <huge>", "2023-11-14 23:13:20 UTC"):
+                     "a table is <huge>; 2 is much; 3 is more; 4 is most.", "2023-11-14 23:13:20 UTC"):
         assert expected in words, expected
     assert words.count("cheaper <b>by far</b>") == 2  # above, and among the decisions
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{own_script()}'"

@@ -142,7 +142,8 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     whole = replace(free, tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
                     constraints=Constraints(unsplit=names))
     limit = bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
-    assert limit == f"table {largest.name!r}, too dear for one device, and to cut it costs more"
+    assert limit == (f"table {largest.name!r}: whole it is too much for one device, and its parts together "
+                     "cost more")
     together = replace(free, constraints=Constraints(together=(names,)))
     found = bound.bound(together, model, shared=[LAYOUTS["row"]])
     assert "kept together on one device" in found.limit

@@ -58,3 +58,14 @@ def test_parameters_name_an_unknown_key(tmp_path):
     path.write_text("measure: [\n")
     with pytest.raises(ShardCoreError, match="not YAML"):
         params.section("measure", MeasureConfig, path)
+
+
+def test_a_section_that_an_older_file_lacks_is_named_with_the_line_to_write(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("tables: {}\n")
+    with pytest.raises(ShardCoreError, match="has no section 'train_policy', .* add the line "
+                                             "`train_policy: {}`"):
+        params.require_section("train_policy", path)
+    path.write_text("tables: {}\ntrain_policy: {}\n")
+    params.require_section("train_policy", path)
+    assert params.section("train_policy", TrainConfig, path) == TrainConfig()

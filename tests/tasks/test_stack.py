@@ -180,6 +180,15 @@ def test_a_shell_becomes_a_client(tmp_path):
     assert dict(zip(wanted, sourced(tmp_path, wanted), strict=True)) == wanted
 
 
+def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
+    stack.write_settings(StackConfig(), tmp_path)
+    programs = str(Path(sys.executable).parent)
+    [path] = sourced(tmp_path, ["PATH"], PATH="/usr/bin:/bin")
+    assert path == f"{programs}:/usr/bin:/bin"
+    [path] = sourced(tmp_path, ["PATH"], PATH=f"/bin:{programs}")
+    assert path == f"/bin:{programs}"
+
+
 @pytest.mark.parametrize("host, env, found", [
     ("127.0.0.1", {}, "127.0.0.1,localhost"),
     ("127.0.0.1", {"no_proxy": "example.org"}, "example.org,127.0.0.1,localhost"),
@@ -197,6 +206,8 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
 
 @pytest.mark.parametrize("wrong, said", [
     ({"mlflow_port": 4200}, "prefect_port is 4200; each port"), ({"ray_port": 65536}, "ray_port is 65536"),
+    ({"ray_port": 12000}, "stack.ray_port is 12000; Ray's workers have 10002 to 19999"),
+    ({"metrics_port": 19999}, "stack.metrics_port is 19999; Ray's workers"),
     ({"metrics_port": 0}, "metrics_port is 0"), ({"object_store_mib": 79}, "needs 80"),
     ({"folder": ""}, "stack.folder is empty; it needs a value such as .stack"),
     ({"folder": " "}, "stack.folder is empty"),

@@ -1,0 +1,170 @@
+"""The tables of a TorchRec model, by the modules that sharders take.
+
+A module that wraps a collection (feature processors, managed collision) is sharded in its place. Plans name
+the wrapper, and its sharder hands the tables on to the collection within. A plan of what is within would
+leave out the wrapper: each rank would then map ids to rows by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardcore.errors import ShardCoreError
+from shardcore.tables.hot_rows import HOT, INSIDE
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A table of a model.
+
+    path: the path in the module tree of what is sharded: its collection, or what wraps that.
+    name: its name in the collection.
+    config: its TorchRec config: rows, dim, features, data type.
+    pooled: whether the collection pools, as an EmbeddingBagCollection does.
+    weighted: whether lookups have weights.
+    replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
+    within: the type of what wraps its collection. "": nothing does.
+    sharding_types: those that TorchRec has for what wraps its collection. (): all.
+    """
+
+    path: str
+    name: str
+    config: Any
+    pooled: bool
+    weighted: bool = False
+    replica: bool = False
+    within: str = ""
+    sharding_types: tuple[str, ...] = ()
+
+
+def tables_of(module: nn.Module) -> dict[str, ModelTable]:
+    """The tables of all collections in a module, wrapped ones too, by our names.
+
+    Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
+    HotColdEmbeddingCollection are tables, named as `with_hot_rows` does.
+
+    Raises ShardCoreError for modules with tables that ShardCore cannot plan: embedding towers, those that
+    prune or evict rows, and collections of a class of the user's own.
+    """
+    found = list(_tables(module, "", set()))
+    having = Counter(t.name for t in found)
+    # Parts of a table go by one path, that of the module that divides it.
+    divided = {t.path + INSIDE: t.path for t in found if t.replica}
+    return {t.name if having[t.name] == 1 else f"{divided.get(t.path, t.path)}.{t.name}": t for t in found}
+
+
+def _tables(module: nn.Module, path: str, seen: set[int]) -> Iterator[ModelTable]:
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    from shardcore.export.hot_cold import HotColdEmbeddingCollection
+
+    # A module that is used twice has one set of tables.
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if inner := _inner().get(type(module)):
+        yield from _of_collection(getattr(module, inner), path, module)
+        return
+    if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
+        yield from _of_collection(module, path)
+        return
+    if isinstance(module, (*_refused(), EmbeddingBagCollection, EmbeddingCollection)):
+        raise ShardCoreError(f"module {path!r} is a {type(module).__name__}; ShardCore plans "
+                             f"{', '.join(_planned())}, and no subclasses of these")
+    if isinstance(module, HotColdEmbeddingCollection):
+        yield from (ModelTable(path, name + HOT, c, False, replica=True)
+                    for name, c in module.hot_tables().items())
+    for name, child in module.named_children():
+        yield from _tables(child, f"{path}.{name}" if path else name, seen)
+
+
+def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
+    pooled = hasattr(collection, "embedding_bag_configs")
+    configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+    weighted = pooled and collection.is_weighted()
+    within, types = "", ()
+    if wrapper is not None:
+        within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
+    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types)
+            for c in configs]
+
+
+def _inner() -> dict[type, str]:
+    """TorchRec's modules that wrap a collection, and their attribute that has it."""
+    from torchrec.modules import fp_embedding_modules, mc_embedding_modules
+
+    return {fp_embedding_modules.FeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
+            mc_embedding_modules.ManagedCollisionEmbeddingBagCollection: "_embedding_module",
+            mc_embedding_modules.ManagedCollisionEmbeddingCollection: "_embedding_module"}
+
+
+def _refused() -> tuple[type, ...]:
+    """TorchRec's modules with tables that are sharded by rules of their own."""
+    from torchrec.modules import embedding_tower, itep_embedding_modules, pec_embedding_modules
+
+    return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
+            itep_embedding_modules.ITEPEmbeddingBagCollection,
+            itep_embedding_modules.ITEPEmbeddingCollection, pec_embedding_modules.PECEmbeddingCollection,
+            *_inner())
+
+
+def _planned() -> list[str]:
+    return ["EmbeddingBagCollection", "EmbeddingCollection", *(t.__name__ for t in _inner())]
+
+
+def _sharder_of(module: nn.Module) -> ModuleSharder[Any]:
+    from torchrec.distributed.sharding_plan import get_module_to_default_sharders
+
+    return get_module_to_default_sharders()[type(module)]
+
+
+def without_inner(path: str) -> str:
+    """The path of what is sharded, from that of a collection which it wraps."""
+    return ".".join(part for part in path.split(".") if part not in _inner().values())
+
+
+def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+    """Raise ShardCoreError for a module with tables that none of the sharders takes."""
+    taken = {sharder.module_type for sharder in sharders}
+    children = dict(module.named_modules())
+    for table in (t for t in tables_of(module).values() if not t.replica):
+        kind = type(children[table.path])
+        if kind not in taken:
+            raise ShardCoreError(f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
+                                 f"there are {sorted(type(s).__name__ for s in sharders)}: add "
+                                 f"{kind.__name__}Sharder()")
+
+
+def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+    """TorchRec's own check: raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+
+    sharders: those of DistributedModelParallel. Empty: its defaults.
+    """
+    from torchrec.distributed.planner.planners import validate_modules_inclusion_in_sharding_plan
+    from torchrec.distributed.planner.types import PlannerError
+    from torchrec.distributed.sharding_plan import get_default_sharders
+    from torchrec.distributed.types import ShardingPlan
+
+    # The check looks for a module that is used twice at both of its paths. A plan has the first.
+    first: dict[int, str] = {}
+    everywhere = {path: plan.plan[of] for path, child in module.named_modules(remove_duplicate=False)
+                  if (of := first.setdefault(id(child), path)) in plan.plan}
+    try:
+        validate_modules_inclusion_in_sharding_plan(
+            ShardingPlan(everywhere), module, list(sharders) or get_default_sharders())
+    except PlannerError as error:
+        raise ShardCoreError(f"{str(error).rstrip('.')}; ShardCore plans {', '.join(_planned())}") from None
+
+
+def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
+    """What the price of a plan leaves out of modules that wrap collections, a line each."""
+    wrappers = {t.path: t.within for t in tables.values() if t.within}
+    return [f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights "
+            "besides is not" for path, kind in wrappers.items()]
