@@ -284,7 +284,10 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
     to_learn, testing = halves()
     cells = [(2, dim) for dim in args.dims]
     all_arms = arms(model, DEVICES[0], to_learn, args.policies)
+    end = time.monotonic() + 60 * args.minutes
     for i, cell in ((i, cell) for i in range(args.tasks) for cell in cells):
+        if time.monotonic() > end:
+            break
         problem, began = task(testing, model.setting, i, cell, args.seed), time.monotonic()
         plans = {name: tried(arm, problem) for name, arm in all_arms.items()}
         seconds |= {(problem.name, name): took for name, (_, took) in plans.items()}
@@ -293,12 +296,17 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
             replay_all(w, model.setting, config, "cpu", reference))))
         print(f"{problem.name}: {len(problem.tables)} tables, {len(made)} plans, "
               f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    n = len(kept) // len(cells)
+    if not n:
+        raise ShardCoreError(f"{len(kept)} of {len(cells)} cells were replayed in --minutes {args.minutes:g}; "
+                             "a table needs them all: the same command goes on")
+    kept = kept[:n * len(cells)]
     records = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in records])
-    head = (f"{model.setting}; 2 processes, {args.tasks} tasks a cell, seed {args.seed}, {args.repeats} "
+    head = (f"{model.setting}; 2 processes, {n} tasks a cell, seed {args.seed}, {args.repeats} "
             f"steps of each plan in alternation; a replay is known to ±{noise:.1%} (median, 95%).")
     one_host.write(args.out, kept, model, head)
-    names = [(f"paper-2x{dim}-{i:03d}", dim, i) for _, dim in cells for i in range(args.tasks)]
+    names = [(f"paper-2x{dim}-{i:03d}", dim, i) for _, dim in cells for i in range(n)]
     rows = [{"devices": 2, "max_dim": dim, "task": i, "arms": of_replays(records, name, all_arms, seconds)}
             for name, dim, i in names]
     return f"{head}\n\n{tables(rows, 'Replayed')}\n"

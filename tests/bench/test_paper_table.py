@@ -7,6 +7,7 @@ import pytest
 
 from bench import paper_table
 from bench.paper_table import DEVICE_BYTES, OURS, SPARE_BYTES
+from shardcore.cost.replay_metrics import ReplayRecord
 from shardcore.errors import ShardCoreError
 from shardcore.memory import free_bytes
 from shardcore.types import Placement, Plan, Setting, Shard, Table, Zipf
@@ -74,6 +75,15 @@ def test_the_table_has_a_row_an_arm_and_a_column_a_cell():
     said = paper_table.tables(rows, "Predicted")
     assert "| arm | 4 devices, 4 | 4 devices, 128 | 8 devices, 4 | 8 devices, 128 |" in said
     assert "| random | 4.00 | 4.00 | 4.00 | 4.00 |" in said and "## 8 devices: Predicted ms over" in said
+
+
+def test_replays_become_rows_like_predictions():
+    records = [ReplayRecord(problem=problem, algorithm="random", plan="x", predicted_ms=1.0, replayed_ms=ms,
+                            noise_ms=0.1) for problem, ms in (("p", 3.0), ("q", 4.0))]
+    seconds = {("p", "random"): 0.5, ("p", "milp"): 0.7}
+    assert paper_table.of_replays(records, "p", ["random", "milp"], seconds) == {
+        "random": {"ms": 3.0, "seconds": 0.5, "solved": True},
+        "milp": {"ms": None, "seconds": 0.7, "solved": False}}
 
 
 def test_tasks_are_kept_and_read_again(tmp_path: Path):
