@@ -298,7 +298,7 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
               f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     n = len(kept) // len(cells)
     if not n:
-        raise ShardCoreError(f"{len(kept)} of {len(cells)} cells were replayed in --minutes {args.minutes:g}; "
+        raise ShardCoreError(f"{len(kept)} of {len(cells)} cells were replayed in --minutes {args.minutes}; "
                              "a table needs them all: the same command goes on")
     kept = kept[:n * len(cells)]
     records = replay_records.judge(kept, model)
