@@ -1,0 +1,348 @@
+"""Table 1 of NeuroShard's paper (MLSys 2023, arXiv 2305.01868) on our kernels: its baselines, itself, ours.
+
+    python -m bench.paper_table MODEL --out OUT                           100 tasks a cell, predicted
+    python -m bench.paper_table MODEL --out OUT --tasks 20 --minutes 40   what of 20 is done in 40 minutes
+    python -m bench.paper_table MODEL --out OUT --replay --tasks 3 --measurements DIR    2 devices, replayed
+
+MODEL is a folder as `python -m shardcore train` writes it. A cell is a number of devices (4, 8) and a largest
+dim (4 to 128). Tasks are drawn as the released tools/gen_tasks.py draws them: 10 to 59 tables for 4 devices,
+drawn again and again from the pool until they fit 15 GiB, each dim of 4 to the largest as likely; a device
+has 4 GiB. For other numbers of devices tables and memory are in proportion: that is not public. If none of
+20,000 draws fits, as for many tables of large dims, the number of tables is drawn anew.
+
+Ours to choose: the pool is ours (tables/generate.py), calibrated to theirs, without its empty tables. Batch
+and kernels are the model's. Links are given (1 GB/s, 0.2 ms), as only two processes were measured. Half of
+the pool is for training AutoShard and DreamShard, once for each number of devices; tasks are of the other.
+
+Memory holds outputs and ids, too. An arm has solved a task if its own algorithm found the plan. Where no
+device holds a table, or a placing finds no memory, ours cut the table or pack; the published ones fail. So
+that counts as not solved: in all rows but ours for packing, and for cuts where tables stay whole. Means are
+over the tasks that an arm solved. Ratios are over anneal_columns, our default, on the tasks that both
+solved, with a 95% interval (bootstrap over tasks). Seconds are of the processor.
+
+OUT keeps tasks.jsonl (a line a task), policies, and table.md. Killed, the same command goes on.
+
+--replay: all arms' plans of tasks for 2 devices run on two real processes, in alternation, as in
+bench/replays.py; OUT gets its report too. MODEL must be of this machine. Nothing about links is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import replays as one_host
+from bench.learned import LINKS, halves, policy
+from bench.peers import PEERS
+from shardcore import files
+from shardcore.cost import neural, replay_records
+from shardcore.cost.neural import NeuralModel
+from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
+from shardcore.draws.problems import DIMS
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.memory import every_plan_bytes
+from shardcore.report.text import markdown_table
+from shardcore.samples import dataset, replays
+from shardcore.search import SHARDERS, sharder
+from shardcore.search.greedy import ORDERS
+from shardcore.topology import Device, Topology
+from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
+
+DEVICE_BYTES, SPARE_BYTES = 4 << 30, 1 << 30
+"""Of a device; and what the tables of a task leave free of all devices' memory."""
+FEWEST, MOST = 10, 60
+"""Tables of a task for 4 devices; fewer than MOST."""
+DRAWS, AT_ONCE = 20, 1000
+"""Draws of one number of tables: so often so many."""
+DEVICES = (4, 8)
+POLICIES = ("autoshard", "dreamshard")
+WHOLE = ("random", *ORDERS, *POLICIES)
+"""Arms that keep tables whole, as published."""
+BASELINES = (*WHOLE, "torchrec")
+"""Those of the paper's table."""
+_SEED = 2026
+
+Arm = Callable[[Problem], Plan]
+Row = Mapping[str, Any]
+"""A task: devices, max_dim, task, tables, model, seed; arms: by name, {ms, seconds, solved}."""
+
+
+# --- tasks and arms -----------------------------------------------------------------------------------------
+
+
+def task(pool: Sequence[Table], setting: Setting, index: int, cell: tuple[int, int], seed: int) -> Problem:
+    """Task `index` of a cell, which is (devices, largest dim)."""
+    devices, max_dim = cell
+    rng = np.random.default_rng([seed, devices, max_dim, index])
+    live, dims = [t for t in pool if t.pooling > 0], np.array([d for d in DIMS if d <= max_dim])
+    a_column = np.array([t.rows * PRECISION_BYTES[setting.precision] for t in live])
+    chosen, widths = drawn(a_column, dims, devices, rng)
+    tables = tuple(replace(live[i], name=f"{live[i].name}-{k}", dim=int(dim), precision=setting.precision)
+                   for k, (i, dim) in enumerate(zip(chosen, widths, strict=True)))
+    problem = Problem(f"paper-{devices}x{max_dim}-{index:03d}", tables, Topology((Device(1),) * devices),
+                      setting.batch, setting.optimizer)
+    device = Device(DEVICE_BYTES + every_plan_bytes(problem))
+    return replace(problem, topology=Topology((device,) * devices))
+
+
+def drawn(a_column: np.ndarray, dims: np.ndarray, devices: int,
+          rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """[N] tables and [N] their dims, which leave SPARE_BYTES free. a_column: bytes of one column of each."""
+    while True:
+        n = int(rng.integers(FEWEST * devices // 4, MOST * devices // 4))
+        for _ in range(DRAWS):
+            chosen, widths = rng.integers(len(a_column), size=(AT_ONCE, n)), rng.choice(dims, (AT_ONCE, n))
+            fits = (a_column[chosen] * widths).sum(1) <= devices * DEVICE_BYTES - SPARE_BYTES
+            if fits.any():
+                return chosen[fits.argmax()], widths[fits.argmax()]
+
+
+def linked(problem: Problem) -> Problem:
+    """The problem with the links that all benches give where only two processes were measured."""
+    return replace(problem, topology=replace(problem.topology, **LINKS))
+
+
+def solved(name: str, plan: Plan) -> bool:
+    """Whether the arm's own algorithm found the plan, with tables whole if it is published so."""
+    packed = plan.provenance.get("packed", False)
+    return not packed and (name not in WHOLE or all(p.shard == Shard.whole(p.shard.table)
+                                                    for p in plan.placements))
+
+
+def arms(model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path) -> dict[str, Arm]:
+    """All arms by name. pool: to train policies on; they are kept in `folder`."""
+    def to_learn(n: int, seed: int) -> list[Problem]:
+        cells = [(devices, DIMS[i % len(DIMS)]) for i in range(n)]
+        return [linked(task(pool, model.setting, i, cell, seed)) for i, cell in enumerate(cells)]
+
+    found = {name: sharder(name) for name in ("random", *ORDERS)}
+    found |= {name: sharder(name, policy(name, f"{devices} devices", folder, to_learn, model))
+              for name in POLICIES}
+    found |= {name: SHARDERS[name] for name in ("torchrec", "neuroshard") if name in SHARDERS}
+    found |= {**PEERS, OURS: SHARDERS[OURS], "anneal": SHARDERS["anneal"]}
+    return {name: lambda problem, of=of: of(problem, model) for name, of in found.items()}
+
+
+def tried(arm: Arm, problem: Problem) -> tuple[Plan | None, float]:
+    """An arm's plan, None if it finds none, and seconds of the processor."""
+    began = time.process_time()
+    try:
+        plan = arm(problem)
+    except Infeasible:
+        plan = None
+    return plan, time.process_time() - began
+
+
+def outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
+    return {"ms": plan and plan.provenance["predicted_ms"], "seconds": seconds,
+            "solved": plan is not None and solved(name, plan)}
+
+
+# --- tables of figures --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm's figures.
+
+    ms: [N] of the tasks, nan where it is not solved.
+    ours_ms: [N] of ours.
+    """
+
+    ms: np.ndarray
+    ours_ms: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], name: str) -> Cell:
+        ms, ours_ms = (np.array([one["ms"] if (one := row["arms"].get(arm, {})).get("solved") else np.nan
+                                 for row in rows], dtype=float) for arm in (name, OURS))
+        return cls(ms, ours_ms)
+
+    @property
+    def solved(self) -> int:
+        return int(np.isfinite(self.ms).sum())
+
+    @property
+    def mean_ms(self) -> float:
+        """nan unless all are solved: the mean of some, often the smaller ones, is no match for others'."""
+        return float(np.mean(self.ms)) if len(self.ms) else np.nan
+
+    def spoken_ms(self) -> str:
+        """A dash with how many, as in the paper, where none is solved; a mean of fewer says of how many."""
+        of = "" if self.solved == len(self.ms) else f" ({self.solved} of {len(self.ms)})"
+        return (f"{np.nanmean(self.ms):.2f}" if self.solved else "-") + of
+
+    def spoken_ratio(self) -> str:
+        both = np.isfinite(self.ms) & np.isfinite(self.ours_ms)
+        if not both.any():
+            return "-"
+        found = bootstrap(self.ms[both] / self.ours_ms[both])
+        return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def gain(rows: Sequence[Row], name: str) -> str:
+    """What the paper quotes: 1 - the arm's mean over the best baseline's that solved all tasks."""
+    best = np.array([Cell.of(rows, baseline).mean_ms for baseline in BASELINES])
+    own = Cell.of(rows, name).mean_ms
+    return f"{1 - own / np.nanmin(best):+.1%}" if np.isfinite(own) and np.isfinite(best).any() else "-"
+
+
+def tables(rows: Sequence[Row], what: str) -> str:
+    """Markdown: ms as in the paper's table; and over ours, by number of devices, with seconds."""
+    names = list(dict.fromkeys(name for row in rows for name in row["arms"]))
+    by_cell: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        by_cell.setdefault((row["devices"], row["max_dim"]), []).append(row)
+    of_devices = sorted({devices for devices, _ in by_cell})
+    found = [f"## {what} ms, mean over tasks", markdown_table(
+        ("arm", *(f"{d} devices, {dim}" for d, dim in by_cell)),
+        [*((name, *(Cell.of(own, name).spoken_ms() for own in by_cell.values())) for name in names),
+         *((f"{name} below the best baseline", *(gain(own, name) for own in by_cell.values()))
+           for name in ("neuroshard", OURS, "anneal"))])]
+    for devices in of_devices:
+        cells = {dim: own for (d, dim), own in by_cell.items() if d == devices}
+        every = [row for own in cells.values() for row in own]
+        seconds = {name: np.mean([row["arms"][name]["seconds"] for row in every if name in row["arms"]])
+                   for name in names}
+        found += [f"## {devices} devices: {what} ms over {OURS}'s", markdown_table(
+            ("arm", *(f"up to {dim}" for dim in cells), "all", "solved", "seconds"),
+            [(name, *(Cell.of(own, name).spoken_ratio() for own in cells.values()),
+              Cell.of(every, name).spoken_ratio(), f"{Cell.of(every, name).solved} of {len(every)}",
+              f"{seconds[name]:.3f}") for name in names])]
+    return "\n\n".join(found)
+
+
+# --- the file of tasks --------------------------------------------------------------------------------------
+
+
+def read(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int], Row]:
+    """The rows of a file by devices, dim and task. Raises ShardCoreError if others made them."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for row in rows:
+        if (found := {name: row.get(name) for name in made_with}) != made_with:
+            raise ShardCoreError(f"{path} has tasks of {found}; this run is with {dict(made_with)}: "
+                                 "give another --out")
+    return {(row["devices"], row["max_dim"], row["task"]): row for row in rows}
+
+
+def write(path: Path, rows: Mapping[tuple[int, int, int], Row]) -> None:
+    files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
+
+
+def complete(rows: Mapping[tuple[int, int, int], Row], cells: Sequence[tuple[int, int]],
+             most: int) -> list[Row]:
+    """The first tasks, as many of each of these cells, cell by cell."""
+    n = next((i for i in range(most) if any((*cell, i) not in rows for cell in cells)), most)
+    return [rows[*cell, i] for cell in cells for i in range(n)]
+
+
+# --- both parts ---------------------------------------------------------------------------------------------
+
+
+def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
+    path, end = args.out / "tasks.jsonl", time.monotonic() + 60 * args.minutes
+    made_with = {"model": files.model_digest(args.model), "seed": args.seed}
+    rows = read(path, made_with)
+    cells = [(devices, dim) for devices in args.devices for dim in args.dims]
+    to_learn, testing = halves()
+    all_arms: dict[int, dict[str, Arm]] = {}
+    # A task of every cell before the next: cut off, all cells have about as many.
+    for i, cell in ((i, cell) for i in range(args.tasks) for cell in cells):
+        if (*cell, i) in rows or time.monotonic() > end:
+            continue
+        if cell[0] not in all_arms:
+            all_arms[cell[0]] = arms(model, cell[0], to_learn, args.policies)
+            for arm in all_arms[cell[0]].values():  # compiled and imported before the clock starts
+                tried(arm, linked(task(testing, model.setting, 0, (2, DIMS[0]), args.seed + 1)))
+        problem = linked(task(testing, model.setting, i, cell, args.seed))
+        found = {name: outcome(name, *tried(arm, problem)) for name, arm in all_arms[cell[0]].items()}
+        rows[*cell, i] = {"devices": cell[0], "max_dim": cell[1], "task": i, **made_with,
+                          "tables": len(problem.tables), "arms": found}
+        write(path, rows)
+        print(f"task {i + 1}: {cell[0]} devices, dims up to {cell[1]}, {len(problem.tables)} tables, "
+              f"{sum(one['seconds'] for one in found.values()):.1f} s", file=sys.stderr, flush=True)
+    done = {devices: complete(rows, [(devices, dim) for dim in args.dims], args.tasks)
+            for devices in args.devices}
+    each = ", ".join(f"{len(own) // len(args.dims)} tasks a cell of {d} devices" for d, own in done.items())
+    return (f"{model.setting}; {each}, seed {args.seed}; predicted, links given.\n\n"
+            f"{tables([row for own in done.values() for row in own], 'Predicted')}\n")
+
+
+def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
+    config, kept, seconds = ReplayConfig(args.repeats, 2, arena_bytes=DEVICE_BYTES), [], {}
+    reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
+    to_learn, testing = halves()
+    cells = [(2, dim) for dim in args.dims]
+    all_arms = arms(model, DEVICES[0], to_learn, args.policies)
+    end = time.monotonic() + 60 * args.minutes
+    for i, cell in ((i, cell) for i in range(args.tasks) for cell in cells):
+        if time.monotonic() > end:
+            break
+        problem, began = task(testing, model.setting, i, cell, args.seed), time.monotonic()
+        plans = {name: tried(arm, problem) for name, arm in all_arms.items()}
+        seconds |= {(problem.name, name): took for name, (_, took) in plans.items()}
+        made = [(name, plan) for name, (plan, _) in plans.items() if plan and solved(name, plan)]
+        kept.append(replays.keep(args.out / problem.name, problem, made, model.setting, config, lambda w: (
+            replay_all(w, model.setting, config, "cpu", reference))))
+        print(f"{problem.name}: {len(problem.tables)} tables, {len(made)} plans, "
+              f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    n = len(kept) // len(cells)
+    if not n:
+        raise ShardCoreError(f"{len(kept)} of {len(cells)} cells were replayed in --minutes {args.minutes}; "
+                             "a table needs them all: the same command goes on")
+    kept = kept[:n * len(cells)]
+    records = replay_records.judge(kept, model)
+    noise = np.median([r.noise_ms / r.replayed_ms for r in records])
+    head = (f"{model.setting}; 2 processes, {n} tasks a cell, seed {args.seed}, {args.repeats} "
+            f"steps of each plan in alternation; a replay is known to ±{noise:.1%} (median, 95%).")
+    one_host.write(args.out, kept, model, head)
+    names = [(f"paper-2x{dim}-{i:03d}", dim, i) for _, dim in cells for i in range(n)]
+    rows = [{"devices": 2, "max_dim": dim, "task": i, "arms": of_replays(records, name, all_arms, seconds)}
+            for name, dim, i in names]
+    return f"{head}\n\n{tables(rows, 'Replayed')}\n"
+
+
+def of_replays(records: Sequence[ReplayRecord], problem: str, names: Sequence[str],
+               seconds: Mapping[tuple[str, str], float]) -> dict[str, dict[str, Any]]:
+    """The arms of a row, from a problem's replays. An arm without one has not solved it."""
+    ms = {r.algorithm: r.replayed_ms for r in records if r.problem == problem}
+    return {name: {"ms": ms.get(name), "seconds": seconds[problem, name], "solved": name in ms}
+            for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.paper_table", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a trained model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policies", type=Path, help="folder that keeps trained policies (OUT)")
+    parser.add_argument("--tasks", type=int, default=100, help="of a cell (100)")
+    parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="(4 8)")
+    parser.add_argument("--dims", type=int, nargs="+", default=DIMS, choices=DIMS, metavar="DIM",
+                        help="largest of a cell (4 8 16 32 64 128)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no task after (no limit)")
+    parser.add_argument("--seed", type=int, default=_SEED, help="of the tasks (2026)")
+    parser.add_argument("--replay", action="store_true", help="on 2 devices, by real processes")
+    parser.add_argument("--repeats", type=int, default=15, help="replayed steps of each plan (15)")
+    parser.add_argument("--measurements", type=Path, help="the dataset of MODEL, whose reference op tells "
+                        "the machine's slowdown while it replays")
+    args = parser.parse_args()
+    args.policies = args.policies or args.out
+    torch.set_num_threads(1)
+    page = (replayed if args.replay else predicted)(args, neural.load(args.model))
+    files.write_atomic(args.out / "table.md", page.encode())
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
