@@ -30,9 +30,9 @@ from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
 from shardcore.outputs import output_bytes, table_output_rows
-from shardcore.phases import EXCHANGED, PHASES, TIMES
+from shardcore.phases import RUNS, phases_of, run_key, times_of
 from shardcore.tables.access import access_share
-from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
+from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
 
 PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
          "output gradients", "dense gradients")
@@ -67,7 +67,7 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 class DeviceMemory:
     """What one device needs.
 
-    phase: the one of PHASES that takes most.
+    phase: the one of `phases_of` that takes most.
     parts: bytes of each of PARTS then, 0 included.
     """
 
@@ -108,71 +108,84 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
 
 
 def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in phases.PHASES."""
+    """Bytes of each amount of a shard. The names are those in phases.RUNS."""
     if layout.local_batch:
         return {"dense": shard.bytes * layout.dense_gradient}
     lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
     outputs = output_bytes(shard, problem.global_batch)
     found: dict[str, float] = {}
     for channel, entering in layout.channels.items():
-        found |= _travelling(f"{channel.collective} {channel.group}",
-                             entering(shard.bytes, outputs, problem), problem.job)
+        found |= _travelling(channel.name, entering(shard.bytes, outputs, problem), problem.job)
     return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
 
 
-def _travelling(name: str, n_bytes: float, job: Job, cast: str = "forward_payload") -> dict[str, float]:
-    """An amount, as it travels, and its casts. cast: the payload for which they are made."""
-    there, back, share = (PAYLOADS[payload] / OUTPUT_BYTES for payload in (
-        job.forward_payload, job.backward_payload, getattr(job, cast)))
+def _travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
+    """An amount, as it travels, and its casts. received: whether it arrives, and gradients leave."""
+    there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
+    leaves, arrives = (back, there) if received else (there, back)
     return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
-            f"{name} cast": n_bytes * share * (share < 1), f"{name} clamped": n_bytes * (share < 1)}
+            f"{name} cast": n_bytes * leaves * (leaves < 1), f"{name} clamped": n_bytes * (leaves < 1),
+            f"{name} decoded": n_bytes * (arrives < 1), f"{name} recast": n_bytes * back * (back < 1)}
 
 
-@lru_cache(maxsize=4)
-def batch_amounts(problem: Problem) -> Mapping[str, float]:
-    """Bytes of each amount of a local batch, if no table is cut or divided."""
-    local = problem.local_batch
-    ids = local * sum(sample_bytes(t, problem.job) for t in problem.tables)
-    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, local) for t in problem.tables)
-    there = PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
-    return {"batch": ids, "permuted": ids, "received": outputs, "joined": outputs, "cut": outputs,
-            "arriving": outputs * there, "replicated": outputs,
-            **_travelling("ordered", outputs, problem.job, "backward_payload")}
+def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]]:
+    """Bytes of each amount of a local batch, run by run, in the order in which TorchRec runs them.
+
+    That is of the first table of each. Of several collections, the one of the first table is first.
+    """
+    local, of_collection, numbers = problem.local_batch, {}, {}
+    for number, table in enumerate(problem.tables):
+        numbers[table.name] = of_collection.setdefault((table.collection, table.sequence), number), number
+    runs: dict[Layout, list[Placement]] = {}
+    for placement in sorted(plan.placements, key=lambda p: numbers[p.shard.table.name]):
+        runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
+    outputs = {run: sum(OUTPUT_BYTES * p.shard.width * table_output_rows(p.shard.table, local)
+                        for p in placements) for run, placements in runs.items()}
+    collections: dict[tuple[str, bool], list[int]] = {}
+    for run, n_bytes in outputs.items():
+        collections.setdefault((run.collection, run.sequence), []).append(n_bytes)
+    found, last = {}, _last_to_need_gradients(runs)
+    for run, placements in runs.items():
+        joined = collections[run.collection, run.sequence]
+        cut = any(p.shard.width < p.shard.table.dim for p in placements)
+        # Several columns of a table on a device are one shard in TorchRec.
+        tables = [p.shard.table for p in {(p.shard.table, p.devices): p for p in placements}.values()]
+        found[run] = _local(outputs[run], problem, cut, cut if run.sequence else len(joined) > 1)
+        if run.sequence or run in last:
+            found[run]["gradient"] = outputs[run] if run.sequence else sum(joined)
+        found[run]["uncut"] = found[run].get("gradient", 0) * (not cut)
+        found[run]["permuted"] = local * sum(sample_bytes(t, problem.job) for t in tables)
+        if run.divides_rows:
+            ranges = len(placements[0].devices)
+            found[run]["bucketized"] = local * sum(
+                sample_bytes(t, problem.job, ranges=ranges) for t in tables)
+    first = next(iter(found.values()))
+    first["batch"] = batch_bytes(problem)
+    first["stepped"] = max(_stepped(layout_of(p.kind), p.shard, problem) for p in plan.placements)
+    return found
 
 
-def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a local batch under a plan."""
-    local, of_all = problem.local_batch, batch_amounts(problem)
-    found = Counter({name: of_all[name] for name in ("batch", "received")})
-    received: dict[Layout, float] = Counter()
-    # Several columns of a table on a device are one shard in TorchRec.
-    places = {(p.kind, p.shard.table, p.devices): p for p in plan.placements}
-    for placement in places.values():
-        layout, table = layout_of(placement.kind), placement.shard.table
-        found["permuted"] += local * sample_bytes(table, problem.job)
-        if layout.divides_rows:
-            ranges = len(placement.devices)
-            found["bucketized"] += local * sample_bytes(table, problem.job, ranges=ranges)
-    for placement in plan.placements:
-        shard = placement.shard
-        received[run_of(placement.kind, shard.table)] += (
-            OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local))
-    ordered = arriving = scattered = 0.0
-    for layout, n_bytes in received.items():
-        collectives = {channel.collective for channel in layout.channels}
-        if layout.local_batch:
-            found["replicated"] += n_bytes
-        # Kinds run one after another.
-        elif "all_to_all" in collectives:
-            ordered, arriving = max(ordered, n_bytes), arriving + n_bytes
-        elif "reduce_scatter" in collectives:
-            scattered += n_bytes
-    found["stepped"] = max(_stepped(layout_of(p.kind), p.shard, problem) for p in plan.placements)
-    cut = any(p.shard.width < p.shard.table.dim for p in plan.placements)
-    found["arriving"] = arriving * PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
-    found["joined"], found["cut"] = ordered * (cut or len(received) > 1), ordered * cut
-    return (found | _travelling("scattered", scattered, problem.job, "backward_payload")
-            | _travelling("ordered", ordered, problem.job, "backward_payload"))
+def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
+    """Of each collection the run that is last in backward. Replicas' are after all that is exchanged."""
+    last: dict[tuple[str, bool], Layout] = {}
+    for run in runs:
+        key = run.collection, run.sequence
+        if key not in last or run.local_batch:
+            last[key] = run
+    return set(last.values())
+
+
+def _local(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
+    """Amounts of a local batch's outputs of a run."""
+    found = _travelling("local", outputs, problem.job, received=True)
+    copied = found["local back"] * (together or found["local back"] < outputs)
+    return found | {"local copied": copied, "cut": outputs * cut, "together": outputs * together,
+                    "joined": outputs * (cut or together)}
+
+
+def batch_bytes(problem: Problem) -> float:
+    """Bytes of a local batch's ids."""
+    return problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
 
 
 def _sorting_bytes(problem: Problem) -> int:
@@ -182,16 +195,23 @@ def _sorting_bytes(problem: Problem) -> int:
 
 @lru_cache(maxsize=16)
 def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
-    """The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
-    outputs = _travelling(EXCHANGED, 1, job)
-    return tuple({(times["arrived"], sum(n * times[name] for name, n in outputs.items()), times["sorting"])
-                  for times in TIMES.values()})
+    """How often ids that arrive, outputs, and what is sorted are there. In each phase, for all rows."""
+    key = _key(WHOLE_ROWS)
+    [name] = (channel.name for channel in WHOLE_ROWS.channels)
+    amounts, times = times_of((key,))
+    parts = ({"arrived": 1.0}, _travelling(name, 1, job), {"sorting": 1.0})
+    return tuple(set(zip(*(np.array([part.get(a, 0) for _, a in amounts]) @ times for part in parts),
+                         strict=True)))
 
 
-def _most(amounts: Mapping[str, float]) -> int:
-    """Bytes of these amounts in the phase that takes most of them."""
-    return math.ceil(max(sum(n * amounts.get(name, 0) for name, n in times.items())
-                         for times in TIMES.values()))
+def _key(run: Layout) -> tuple[str, ...]:
+    return run_key([channel.name for channel in run.channels], run.sequence)
+
+
+def _most(key: tuple[str, ...], amounts: Mapping[str, float]) -> int:
+    """Bytes of these amounts of a run in the phase that takes most of them."""
+    of_run, times = times_of((key,))
+    return math.ceil((np.array([amounts.get(amount, 0) for _, amount in of_run]) @ times).max())
 
 
 # --- what searches add up ---------------------------------------------------------------------------------
@@ -201,8 +221,8 @@ def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
     """Bytes of one device's part of a shard, run as this kind, in its own largest phase."""
     if layout.name == WHOLE_ROWS.name and shard.full_rows:
         return table_bytes(shard.table, problem, shard.width)
-    return (sum(resident_bytes(layout, shard, problem))
-            + _most(shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)))
+    amounts = shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)
+    return sum(resident_bytes(layout, shard, problem)) + _most(_key(layout), amounts)
 
 
 def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
@@ -290,7 +310,11 @@ def free_bytes(problem: Problem) -> list[int]:
 
 def every_plan_bytes(problem: Problem) -> int:
     """Bytes that searches count on each device whatever the plan is: a local batch and its outputs."""
-    return _most(batch_amounts(problem))
+    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, problem.local_batch) for t in problem.tables)
+    ids = batch_bytes(problem)
+    amounts = _local(outputs, problem, True, True) | {"gradient": outputs, "uncut": outputs, "batch": ids,
+                                                       "permuted": ids}
+    return max(_most(key, amounts) for key in RUNS)
 
 
 def held_bytes(problem: Problem) -> list[int]:
@@ -303,18 +327,23 @@ def held_bytes(problem: Problem) -> list[int]:
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
-    of_all, found = placed_amounts(plan, problem), []
+    local, found = local_amounts(plan, problem), []
+    keys = tuple(_key(run) for run in local)
+    phases, (names, times) = phases_of(keys), times_of(keys)
+    numbers = {run: number for number, run in enumerate(local)}
+    of_all = Counter({(numbers[run], name): n for run in local for name, n in local[run].items()})
     for held in _held(plan, problem):
         resident = [resident_bytes(layout, shard, problem) for layout, shard in held]
-        amounts = Counter(of_all)
+        amounts = of_all.copy()
         for layout, shard in held:
-            amounts.update(shard_amounts(layout, shard, problem))
-        phase = max(PHASES, key=lambda p: sum(n * amounts[name] for name, n in TIMES[p].items()))
-        parts = dict.fromkeys(PARTS, 0)
+            for name, n in shard_amounts(layout, shard, problem).items():
+                amounts[numbers[layout], name] += n
+        phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
+        parts = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
-        parts |= {part: int(sum(n * amounts[name] for name, n in counts.items()))
-                  for part, counts in PHASES[phase].items()}
-        found.append(DeviceMemory(phase, parts))
+        for (part, run, name), n in phase.alive.items():
+            parts[part] += n * amounts[run, name]
+        found.append(DeviceMemory(phase.name, {part: int(n) for part, n in parts.items()}))
     return found
 
 

@@ -53,11 +53,11 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     back = replace(plain, job=Job(backward_payload=payload))
     given = Plan((column(TABLE, 0), column(OTHER, 1)))
     ordered = 32 * (8 + 16) * 4
-    found = memory.placed_amounts(given, back)
-    assert (found["ordered"], found["ordered back"], found["ordered cast"], found["ordered clamped"]) == (
-        ordered, ordered / 2, ordered / 2, ordered)
-    assert memory.placed_amounts(given, short)["arriving"] == ordered / 2
-    assert memory.placed_amounts(given, plain)["ordered cast"] == 0
+    [found] = memory.local_amounts(given, back).values()
+    assert [found[f"local{what}"] for what in ("", " there", " back", " recast", " clamped")] == [
+        ordered, ordered, ordered / 2, ordered / 2, ordered]
+    [found] = memory.local_amounts(given, short).values()
+    assert (found["local there"], found["local decoded"], found["local recast"]) == (ordered / 2, ordered, 0)
 
 
 def test_parts_say_what_payloads_of_16_bits_take():
@@ -134,10 +134,35 @@ def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
     problem = problem_of(replace(OTHER, dim=512), hardware="cpu-some")
     [table] = problem.tables
-    amounts = [memory.placed_amounts(plan, problem)["received"] for plan in (
+    each = [memory.local_amounts(plan, problem).values() for plan in (
         Plan((column(table, 0),)), Plan((row(table, problem.topology),)),
         Plan((replica(table, problem.topology),)))]
-    assert amounts == [32 * 512 * 4] * 3
+    assert [found["local"] for [found] in each] == [32 * 512 * 4] * 3
+
+
+def test_runs_are_in_the_order_of_their_first_tables():
+    """As TorchRec makes them, collection by collection."""
+    tables = [Table(name, 1000, 8, 3.0, collection=name[0]) for name in ("b0", "b1", "a0", "a1", "b2")]
+    problem = problem_of(*tables)
+    b0, b1, a0, a1, b2 = tables
+    plan = Plan((column(a1, 0), replica(b2, problem.topology), row(a0, problem.topology),
+                 row(b1, problem.topology), column(b0, 1)))
+    assert [(run.collection, run.name) for run in memory.local_amounts(plan, problem)] == [
+        ("b", "column"), ("b", "row"), ("b", "data_parallel"), ("a", "row"), ("a", "column")]
+
+
+def test_the_order_of_kinds_decides_what_is_there_at_once():
+    """Gradients go back from the last kind to the first. What was gathered waits for what is exchanged."""
+    divided, whole = Table("divided", 1000, 64, 1.0), Table("whole", 1000, 256, 1.0)
+    phases = {}
+    for tables in ((divided, whole), (whole, divided)):
+        problem = problem_of(*tables, hardware="cpu-some")
+        plan = Plan((row(divided, problem.topology), column(whole, 0)))
+        phases[tables[0]] = memory.by_part(plan, problem)[0]
+    gathered = 64 * 64 * 4
+    assert phases[divided].phase == "backward exchange"
+    assert phases[whole].bytes - phases[divided].bytes == 2 * gathered + gathered // 2 - gathered // 2
+    assert phases[whole].parts["payloads"] == phases[divided].parts["payloads"] + 2 * gathered + gathered // 2
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -223,8 +248,8 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
 
 def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
-    with pytest.raises(Infeasible, match=r"device 0 .* would hold 103680 bytes \(weights .*\); it may hold "
-                                         r"40000 bytes, 63680 bytes too little. It would fit with"):
+    with pytest.raises(Infeasible, match=r"device 0 .* would hold 100608 bytes \(weights .*\); it may hold "
+                                         r"40000 bytes, 60608 bytes too little. It would fit with"):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 
