@@ -152,17 +152,29 @@ def test_runs_are_in_the_order_of_their_first_tables():
 
 
 def test_the_order_of_kinds_decides_what_is_there_at_once():
-    """Gradients go back from the last kind to the first. What was gathered waits for what is exchanged."""
+    """Gradients go back from the last kind to the first. What rows gather first waits for what follows."""
     divided, whole = Table("divided", 1000, 64, 1.0), Table("whole", 1000, 256, 1.0)
-    phases = {}
+    found = []
     for tables in ((divided, whole), (whole, divided)):
         problem = problem_of(*tables, hardware="cpu-some")
         plan = Plan((row(divided, problem.topology), column(whole, 0)))
-        phases[tables[0]] = memory.by_part(plan, problem)[0]
+        found.append(memory.by_part(plan, problem)[1])
+    assert [device.phase for device in found] == ["gradients in order"] * 2
     gathered = 64 * 64 * 4
-    assert phases[divided].phase == "backward exchange"
-    assert phases[whole].bytes - phases[divided].bytes == 2 * gathered + gathered // 2 - gathered // 2
-    assert phases[whole].parts["payloads"] == phases[divided].parts["payloads"] + 2 * gathered + gathered // 2
+    assert found[1].parts["payloads"] - found[0].parts["payloads"] == 2 * gathered + gathered // 2
+    assert found[1].bytes - found[0].bytes == 2 * gathered + gathered // 2
+
+
+def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
+    """That is the first kind. But replicas come after all exchanges. Columns that are cut have a copy."""
+    a, b = Table("a", 100, 64, 1.0), Table("b", 100, 64, 1.0)
+    problem = problem_of(a, b)
+    on, outputs = problem.topology, 32 * 2 * 64 * 4
+    for plan, needs in (((row(a, on), column(b, 0)), [(outputs, outputs), (0, 0)]),
+                        ((column(a, 0), replica(b, on)), [(0, 0), (outputs, outputs)]),
+                        ((column(a, 0, 0, 32), column(a, 1, 32), row(b, on)), [(outputs, 0), (0, 0)])):
+        each = memory.local_amounts(Plan(plan), problem).values()
+        assert [(n.get("gradient", 0), n["uncut"]) for n in each] == needs
 
 
 @pytest.mark.parametrize("seed", range(40))
