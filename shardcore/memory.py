@@ -6,9 +6,9 @@ The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scra
 counted.
 
 Searches add up bytes of shards. So they count of each shard its own largest phase (`bytes_as`), and of the
-tables' own share the largest too (`free_bytes`). On two devices that is never less than a plan takes
-(`used_bytes`): the largest of sums is at most the sum of the largest. On more, ids of cut and divided tables
-are on every device, but count on some: so it may be less where ids dominate.
+tables' own share what it adds to that (`free_bytes`). That is more than a plan takes (`used_bytes`) on most
+devices. It may be less on a device with many shards and small outputs, or where ids of tables that are cut or
+divided dominate: those are on every device, but count on some.
 
 Shapes: D devices.
 """
@@ -24,15 +24,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardcore.amounts import (
+    batch_bytes,
+    local_amounts,
+    outputs_amounts,
+    shard_amounts,
+    sorting_bytes,
+    stepped_bytes,
+    travelling,
+)
 from shardcore.errors import Infeasible
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.inputs import received_bytes, sample_bytes
-from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
-from shardcore.outputs import output_bytes, table_output_rows
-from shardcore.phases import RUNS, phases_of, run_key, times_of
-from shardcore.tables.access import access_share
-from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.inputs import sample_bytes
+from shardcore.job import Job
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.outputs import table_output_rows
+from shardcore.phases import phases_of, run_key, times_of
+from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
 PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
          "output gradients", "dense gradients")
@@ -53,14 +61,11 @@ Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_t
 CACHED_ROW_BYTES = 16
 """Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
+_SHARE = 0.5
+"""Of an even share of tables, for `every_plan_bytes`. With less, searches count more. With more, they count
+too little more often (docs/benchmarks, memory)."""
 MAPPED_ROW_BYTES = 4
 """Bytes a row of a table with a cache, cached or not, in device memory: FBGEMM's map of rows to tables."""
-SORTING_BYTES = 52
-"""Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
-
-8 each for linear indices, sorted ones and unique ones. 4 each for infos, sorted infos, run lengths and their
-sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
-"""
 
 
 @dataclass(frozen=True)
@@ -107,99 +112,13 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     return shard.bytes + shard.rows * shard.width * a_cell
 
 
-def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in phases.RUNS."""
-    if layout.local_batch:
-        return {"dense": shard.bytes * layout.dense_gradient}
-    lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
-    outputs = output_bytes(shard, problem.global_batch)
-    found: dict[str, float] = {}
-    for channel, entering in layout.channels.items():
-        found |= _travelling(channel.name, entering(shard.bytes, outputs, problem), problem.job)
-    return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
-
-
-def _travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
-    """An amount, as it travels, and its casts. received: whether it arrives, and gradients leave."""
-    there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
-    leaves, arrives = (back, there) if received else (there, back)
-    return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
-            f"{name} cast": n_bytes * leaves * (leaves < 1), f"{name} clamped": n_bytes * (leaves < 1),
-            f"{name} decoded": n_bytes * (arrives < 1), f"{name} recast": n_bytes * back * (back < 1)}
-
-
-def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]]:
-    """Bytes of each amount of a local batch, run by run, in the order in which TorchRec runs them.
-
-    That is of the first table of each. Of several collections, the one of the first table is first.
-    """
-    local, of_collection, numbers = problem.local_batch, {}, {}
-    for number, table in enumerate(problem.tables):
-        numbers[table.name] = of_collection.setdefault((table.collection, table.sequence), number), number
-    runs: dict[Layout, list[Placement]] = {}
-    for placement in sorted(plan.placements, key=lambda p: numbers[p.shard.table.name]):
-        runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
-    outputs = {run: sum(OUTPUT_BYTES * p.shard.width * table_output_rows(p.shard.table, local)
-                        for p in placements) for run, placements in runs.items()}
-    collections: dict[tuple[str, bool], list[int]] = {}
-    for run, n_bytes in outputs.items():
-        collections.setdefault((run.collection, run.sequence), []).append(n_bytes)
-    found, last = {}, _last_to_need_gradients(runs)
-    for run, placements in runs.items():
-        joined = collections[run.collection, run.sequence]
-        cut = any(p.shard.width < p.shard.table.dim for p in placements)
-        # Several columns of a table on a device are one shard in TorchRec.
-        tables = [p.shard.table for p in {(p.shard.table, p.devices): p for p in placements}.values()]
-        found[run] = _local(outputs[run], problem, cut, cut if run.sequence else len(joined) > 1)
-        if run.sequence or run in last:
-            found[run]["gradient"] = outputs[run] if run.sequence else sum(joined)
-        found[run]["uncut"] = found[run].get("gradient", 0) * (not cut)
-        found[run]["permuted"] = local * sum(sample_bytes(t, problem.job) for t in tables)
-        if run.divides_rows:
-            ranges = len(placements[0].devices)
-            found[run]["bucketized"] = local * sum(
-                sample_bytes(t, problem.job, ranges=ranges) for t in tables)
-    first = next(iter(found.values()))
-    first["batch"] = batch_bytes(problem)
-    first["stepped"] = max(_stepped(layout_of(p.kind), p.shard, problem) for p in plan.placements)
-    return found
-
-
-def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
-    """Of each collection the run that is last in backward. Replicas' are after all that is exchanged."""
-    last: dict[tuple[str, bool], Layout] = {}
-    for run in runs:
-        key = run.collection, run.sequence
-        if key not in last or run.local_batch:
-            last[key] = run
-    return set(last.values())
-
-
-def _local(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
-    """Amounts of a local batch's outputs of a run."""
-    found = _travelling("local", outputs, problem.job, received=True)
-    copied = found["local back"] * (together or found["local back"] < outputs)
-    return found | {"local copied": copied, "cut": outputs * cut, "together": outputs * together,
-                    "joined": outputs * (cut or together)}
-
-
-def batch_bytes(problem: Problem) -> float:
-    """Bytes of a local batch's ids."""
-    return problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
-
-
-def _sorting_bytes(problem: Problem) -> int:
-    """Bytes a lookup. Hardware that is not named counts as a GPU."""
-    return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
-
-
 @lru_cache(maxsize=16)
 def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
     """How often ids that arrive, outputs, and what is sorted are there. In each phase, for all rows."""
     key = _key(WHOLE_ROWS)
     [name] = (channel.name for channel in WHOLE_ROWS.channels)
     amounts, times = times_of((key,))
-    parts = ({"arrived": 1.0}, _travelling(name, 1, job), {"sorting": 1.0})
+    parts = ({"arrived": 1.0}, travelling(name, 1, job), {"sorting": 1.0})
     return tuple(set(zip(*(np.array([part.get(a, 0) for _, a in amounts]) @ times for part in parts),
                          strict=True)))
 
@@ -231,11 +150,7 @@ def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, flo
     ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
     again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
     return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
-            "bucketized": again * (ranges > 1), "stepped": _stepped(layout, shard, problem)}
-
-
-def _stepped(layout: Layout, shard: Shard, problem: Problem) -> int:
-    return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
+            "bucketized": again * (ranges > 1), "stepped": stepped_bytes(layout, shard, problem)}
 
 
 def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
@@ -287,7 +202,7 @@ def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Pr
     arrived = problem.global_batch * lookups.sample_bytes
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
-    sorting = problem.global_batch * lookups.pooling * _sorting_bytes(problem)
+    sorting = problem.global_batch * lookups.pooling * sorting_bytes(problem)
     phases = [a * arrived + o * outputs + s * sorting for a, o, s in _of_columns(problem.job)]
     if isinstance(resident, np.ndarray):
         return resident + np.ceil(np.maximum.reduce(phases) + permuted)
@@ -308,13 +223,25 @@ def free_bytes(problem: Problem) -> list[int]:
     return [may_hold - own for may_hold in held_bytes(problem)]
 
 
+@lru_cache(maxsize=16)
 def every_plan_bytes(problem: Problem) -> int:
-    """Bytes that searches count on each device whatever the plan is: a local batch and its outputs."""
-    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, problem.local_batch) for t in problem.tables)
+    """Bytes that searches count on each device besides its shards: for a local batch and its outputs.
+
+    These take most where shards take little, and of shards the largest phase counts. So the more shards a
+    device has, the less these add. This is exact for a device with _SHARE of an even share of all tables.
+    """
+    of_run, times = times_of((_key(WHOLE_ROWS),))
     ids = batch_bytes(problem)
-    amounts = _local(outputs, problem, True, True) | {"gradient": outputs, "uncut": outputs, "batch": ids,
-                                                       "permuted": ids}
-    return max(_most(key, amounts) for key in RUNS)
+    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, problem.local_batch) for t in problem.tables)
+    local = outputs_amounts(outputs, problem, cut=False, together=False) | {
+        "batch": ids, "permuted": ids, "gradient": outputs, "uncut": outputs}
+    of_all: Counter[str] = Counter()
+    for table in problem.tables:
+        of_all.update(shard_amounts(WHOLE_ROWS, Shard.whole(table), problem))
+    of_batch, of_shards = (np.array([amounts.get(name, 0) for _, name in of_run]) @ times
+                           for amounts in (local, of_all))
+    of_shards *= _SHARE / len(problem.topology)
+    return math.ceil((of_batch + of_shards).max() - of_shards.max())
 
 
 def held_bytes(problem: Problem) -> list[int]:
