@@ -1,12 +1,16 @@
 """Does a plan take as much memory as is counted? Peaks of a training step in TorchRec's real processes.
 
     python -m bench.memory --plans 20 --out memory.jsonl
+    python -m bench.memory --searches 100
 
 Each plan is drawn, of all kinds of sharding: weights take most of its memory, or ids, or outputs, or none
 does. Some tables have two features. A third of the plans have a collection of sequences too.
 DistributedModelParallel trains it under TrainPipelineSparseDist on 2 gloo processes, or on 4 as two hosts.
 `torch.profiler` records what every tensor takes, weights and optimizer state included. The peak of warm steps
 is compared with what `memory` counts, and with what TorchRec's own storage estimator does.
+
+With --searches, no process runs: of that many plans, what searches count is compared with what the plans
+take, for some values of `memory.SHARE`.
 
 A line of --out is a plan. Run again, it goes on from there. Exits 1 if a count is off by more than is
 promised (ABOVE, BELOW).
@@ -23,6 +27,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -38,8 +43,9 @@ from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.job import PAYLOADS, Job
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 
@@ -92,6 +98,10 @@ def sequences(seed: int) -> tuple[Table, ...]:
               sequence=True) for i in range(rng.integers(2, 4))), seed)
 
 
+def features_of(table: Table) -> list[str]:
+    return [f"{table.name}.{i}" for i in range(table.features)]
+
+
 def drawn_job(seed: int) -> Job:
     """Half of them with payloads of 16 bits, one way or both. Half with an optimizer of replicas by name."""
     rng = np.random.default_rng([seed, 20])
@@ -129,10 +139,6 @@ class Model(nn.Module):
         values, rows = pooled.values(), [sequences[f].values() for f in self.features]
         summed = self.top(values)
         return summed.mean() + sum(self.of_rows(x).mean() for x in rows), summed.detach()
-
-
-def features_of(table: Table) -> list[str]:
-    return [f"{table.name}.{i}" for i in range(table.features)]
 
 
 def batch_of(problem: Problem, rank: int):
@@ -276,9 +282,8 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
         # By this it knows the optimizer's state.
         parameter._optimizer_classes = [_optimizer_class(problem)]
         options.append(ShardingOption(
-            name=table.name, tensor=parameter, module=(path, module),
-            input_lengths=pooling[table.name], batch_size=problem.local_batch,
-            sharding_type=sharding.sharding_type, partition_by="device",
+            name=table.name, tensor=parameter, module=(path, module), input_lengths=pooling[table.name],
+            batch_size=problem.local_batch, sharding_type=sharding.sharding_type, partition_by="device",
             compute_kernel=sharding.compute_kernel, shards=shards))
     theirs = TheirTopology(world_size=n, compute_device="cuda",
                            local_world_size=n // len(problem.topology.hosts))
@@ -324,6 +329,24 @@ def off(row: dict[str, Any], count: str) -> list[float]:
     return [n / peak - 1 for n, peak in zip(row[count], row["peak_bytes"], strict=True)]
 
 
+def searched(seeds: Sequence[int], shares: Sequence[float] = (0, memory.SHARE, 1)) -> list[tuple[str, ...]]:
+    """What searches count of drawn plans, and of whole tables in turn, by what devices of them take."""
+    found: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+    for seed in seeds:
+        problem, plan = drawn(seed)
+        n = len(problem.topology)
+        whole = Plan(tuple(Placement(WHOLE_ROWS.name, Shard.whole(t), (i % n,))
+                           for i, t in enumerate(problem.tables)))
+        for name, each in (("whole tables", whole), ("all kinds", plan)):
+            used, counted = memory.used_bytes(each, problem), memory.counted_bytes(each, problem)
+            for share in shares:
+                found[name, problem.name.split("-")[0], share] += [
+                    (taken + memory.every_plan_bytes(problem, share)) / most
+                    for taken, most in zip(counted, used, strict=True)]
+    return [(name, mostly, f"{share:g}", *(f"{np.quantile(x, q):.2f}" for q in (0, 0.1, 0.5, 1)),
+             f"{np.mean(np.array(x) < 1):.0%}") for (name, mostly, share), x in sorted(found.items())]
+
+
 COUNTS = {"counted": "used_bytes", "searches": "searched_bytes", "TorchRec": "torchrec_bytes"}
 
 
@@ -332,8 +355,13 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=20, help="to draw (20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first plan (0)")
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each plan")
+    parser.add_argument("--out", type=Path, default=Path("memory.jsonl"), help="a line of JSON for each plan")
+    parser.add_argument("--searches", type=int, help="of so many plans, compare counts only")
     args = parser.parse_args()
+    if args.searches:
+        print(report.text_table(("plans", "mostly", "share", "least", "10%", "median", "most", "below 1"),
+                                searched(range(args.first, args.first + args.searches))))
+        return
     seeds = range(args.first, args.first + args.plans)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {row["seed"]: row for row in map(json.loads, lines)}
@@ -359,8 +387,7 @@ def main() -> None:
         print(f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
               f"{within} of {len(each)} devices within limits")
     apart = [max(each) / min(each) - 1 for row in rows for each in row["steps_bytes"]]
-    print(f"steps of a device differ by {np.median(apart):.1%} in the median, "
-          f"{max(apart):.1%} at most")
+    print(f"steps of a device differ by {np.median(apart):.1%} in the median, {max(apart):.1%} at most")
     for name, of in (("least", min), ("median", np.median)):
         each = [n / of(steps) - 1 for row in rows
                 for n, steps in zip(row["used_bytes"], row["steps_bytes"], strict=True)]

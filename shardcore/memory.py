@@ -61,7 +61,7 @@ Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_t
 CACHED_ROW_BYTES = 16
 """Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
-_SHARE = 0.5
+SHARE = 0.5
 """Of an even share of tables, for `every_plan_bytes`. With less, searches count more. With more, they count
 too little more often (docs/benchmarks, memory)."""
 MAPPED_ROW_BYTES = 4
@@ -224,11 +224,11 @@ def free_bytes(problem: Problem) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def every_plan_bytes(problem: Problem) -> int:
+def every_plan_bytes(problem: Problem, share: float = SHARE) -> int:
     """Bytes that searches count on each device besides its shards: for a local batch and its outputs.
 
     These take most where shards take little, and of shards the largest phase counts. So the more shards a
-    device has, the less these add. This is exact for a device with _SHARE of an even share of all tables.
+    device has, the less these add. This is exact for a device with `share` of an even share of all tables.
     """
     of_run, times = times_of((_key(WHOLE_ROWS),))
     ids = batch_bytes(problem)
@@ -240,7 +240,7 @@ def every_plan_bytes(problem: Problem) -> int:
         of_all.update(shard_amounts(WHOLE_ROWS, Shard.whole(table), problem))
     of_batch, of_shards = (np.array([amounts.get(name, 0) for _, name in of_run]) @ times
                            for amounts in (local, of_all))
-    of_shards *= _SHARE / len(problem.topology)
+    of_shards *= share / len(problem.topology)
     return math.ceil((of_batch + of_shards).max() - of_shards.max())
 
 
