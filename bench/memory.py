@@ -266,7 +266,7 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
     from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
     from torchrec.distributed.types import PipelineType
 
-    n = len(problem.topology)
+    n, fused = len(problem.topology), replace(problem, job=replace(problem.job, replica_optimizer=None))
     model, sharders = Model(problem), (EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder())
     sharded = to_torchrec(plan, problem, model, "cpu").plan
     pooling = {t.name: [t.pooling / t.features] * t.features for t in problem.tables}
@@ -279,8 +279,8 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
                    for s in spec]
                   if spec else [TheirShard([table.rows, table.dim], [0, 0], rank=r) for r in range(n)])
         [parameter] = (x for name, x in module.named_parameters() if name.split(".")[-2] == table.name)
-        # By this it knows the optimizer's state.
-        parameter._optimizer_classes = [_optimizer_class(problem)]
+        # By this it knows the optimizer's state. Only replicas have one by name.
+        parameter._optimizer_classes = [_optimizer_class(problem if not spec else fused)]
         options.append(ShardingOption(
             name=table.name, tensor=parameter, module=(path, module), input_lengths=pooling[table.name],
             batch_size=problem.local_batch, sharding_type=sharding.sharding_type, partition_by="device",
