@@ -1,11 +1,16 @@
 """Does a plan take as much memory as is counted? Peaks of a training step in TorchRec's real processes.
 
     python -m bench.memory --plans 20 --out memory.jsonl
+    python -m bench.memory --searches 100
 
 Each plan is drawn, of all kinds of sharding: weights take most of its memory, or ids, or outputs, or none
-does. DistributedModelParallel trains it under TrainPipelineSparseDist on 2 gloo processes, or on 4 as two
-hosts. `torch.profiler` records what every tensor takes, weights and optimizer state included. The peak of a
-warm step is compared with what `memory` counts, and with what TorchRec's own storage estimator does.
+does. Some tables have two features. A third of the plans have a collection of sequences too.
+DistributedModelParallel trains it under TrainPipelineSparseDist on 2 gloo processes, or on 4 as two hosts.
+`torch.profiler` records what every tensor takes, weights and optimizer state included. The peak of warm steps
+is compared with what `memory` counts, and with what TorchRec's own storage estimator does.
+
+With --searches, no process runs: of that many plans, what searches count is compared with what the plans
+take, for some values of `memory.SHARE`.
 
 A line of --out is a plan. Run again, it goes on from there. Exits 1 if a count is off by more than is
 promised (ABOVE, BELOW).
@@ -22,6 +27,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -37,8 +43,9 @@ from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.job import PAYLOADS, Job
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 
@@ -53,7 +60,7 @@ MOSTLY = {"weights": ((20_000, 100_000), (16, 64), (1, 3), 2048),
 """What takes most memory: least and most rows, dim and pooling of tables, and the batch of two devices."""
 SHAPES = ((1, 2), (1, 2), (1, 2), (1, 2), (2, 2))
 """Hosts, and devices on each. A fifth of the plans have two hosts."""
-WARM, STEPS = 3, 5
+WARM, STEPS = 3, 30
 """Steps before those that are measured, and these. DDP makes its buckets anew in the third."""
 
 
@@ -66,9 +73,33 @@ def drawn(seed: int) -> tuple[Problem, Plan]:
                          4 * int(rng.integers(dims[0] // 4, dims[1] // 4, endpoint=True)),
                          float(rng.integers(*pooling, endpoint=True))) for i in range(rng.integers(6, 12)))
     devices = tuple(Device(2**34, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
+    tables = (*with_features(tables, seed), *sequences(seed))
     given = Problem(f"{mostly}-{seed}", tables, Topology(devices, "cpu"), batch,
                     str(rng.choice(["exact_sgd", "rowwise_adagrad"])))
     return replace(given, job=drawn_job(seed)), training.draw(given, rng)
+
+
+def with_features(tables: tuple[Table, ...], seed: int) -> tuple[Table, ...]:
+    """The tables, of which about a third have two features."""
+    rng = np.random.default_rng([seed, 21])
+    return tuple(replace(t, features=1 + int(rng.random() < 1 / 3),
+                         collection="sequences" if t.sequence else "tables") for t in tables)
+
+
+def sequences(seed: int) -> tuple[Table, ...]:
+    """Tables of an EmbeddingCollection, of one dim: every third plan has two or three."""
+    if seed % 3:
+        return ()
+    rng = np.random.default_rng([seed, 22])
+    rows, dims, pooling, _ = MOSTLY[list(MOSTLY)[seed % len(MOSTLY)]]
+    dim = 8 * int(rng.integers(1, max(1, dims[1] // 16), endpoint=True))
+    return with_features(tuple(
+        Table(f"s{i}", int(rng.integers(*rows)), dim, float(rng.integers(1, pooling[1] // 2, endpoint=True)),
+              sequence=True) for i in range(rng.integers(2, 4))), seed)
+
+
+def features_of(table: Table) -> list[str]:
+    return [f"{table.name}.{i}" for i in range(table.features)]
 
 
 def drawn_job(seed: int) -> Job:
@@ -83,20 +114,31 @@ def drawn_job(seed: int) -> Job:
 
 
 class Model(nn.Module):
-    """The tables, and as dense part one layer that only sums their outputs."""
+    """The tables, and as dense part layers that only sum their outputs."""
 
     def __init__(self, problem: Problem) -> None:
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+
+        def configs(kind: type, tables: list[Table]) -> list[Any]:
+            return [kind(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
+                         feature_names=features_of(t)) for t in tables]
 
         super().__init__()
-        self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-            EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                               feature_names=[t.name]) for t in problem.tables])
-        self.top = nn.Linear(sum(t.dim for t in problem.tables), 1, bias=False)
+        pooled, others = ([t for t in problem.tables if t.sequence == s] for s in (False, True))
+        meta = torch.device("meta")
+        self.tables = EmbeddingBagCollection(device=meta, tables=configs(EmbeddingBagConfig, pooled))
+        self.top = nn.Linear(sum(t.dim * t.features for t in pooled), 1, bias=False)
+        self.features = [f for t in others for f in features_of(t)]
+        self.sequences = self.of_rows = None
+        if others:
+            self.sequences = EmbeddingCollection(device=meta, tables=configs(EmbeddingConfig, others))
+            self.of_rows = nn.Linear(others[0].dim, 1, bias=False)
 
     def forward(self, features):
-        summed = self.top(self.tables(features).values())
-        return summed.mean(), summed.detach()
+        pooled, sequences = self.tables(features), self.sequences(features) if self.sequences else {}
+        values, rows = pooled.values(), [sequences[f].values() for f in self.features]
+        summed = self.top(values)
+        return summed.mean() + sum(self.of_rows(x).mean() for x in rows), summed.detach()
 
 
 def batch_of(problem: Problem, rank: int):
@@ -104,22 +146,25 @@ def batch_of(problem: Problem, rank: int):
     from torchrec import KeyedJaggedTensor
 
     rng = np.random.default_rng([rank, 5])
-    lengths = [rng.poisson(t.pooling, problem.local_batch) for t in problem.tables]
-    ids = [rng.integers(0, t.rows, n.sum()) for t, n in zip(problem.tables, lengths, strict=True)]
+    keys = {f: t for t in problem.tables for f in features_of(t)}
+    lengths = [rng.poisson(t.pooling / t.features, problem.local_batch) for t in keys.values()]
+    ids = [rng.integers(0, t.rows, n.sum()) for t, n in zip(keys.values(), lengths, strict=True)]
     given, counts = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(lengths))
 
     def batches() -> Iterator[KeyedJaggedTensor]:
         while True:  # by torch's allocator, which the profiler sees
-            yield KeyedJaggedTensor(keys=[t.name for t in problem.tables], values=given.clone(),
-                                    lengths=counts.to(torch.int32))
+            yield KeyedJaggedTensor(keys=list(keys), values=given.clone(), lengths=counts.to(torch.int32))
     return batches()
 
 
-def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 300) -> list[list[list[int]]]:
-    """For each plan, [D, STEPS] the peak bytes of each step. All have the same hosts and devices."""
+def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 180) -> list[list[list[int]]]:
+    """For each plan, [D, STEPS] the peak bytes of each step. All have the same hosts and devices.
+
+    limit_s: for a plan, in the mean.
+    """
     n = len(given[0][0].topology)
     with tempfile.TemporaryDirectory() as folder:
-        codes = training.in_processes(n, _train, (given, folder), limit_s)
+        codes = training.in_processes(n, _train, (given, folder), limit_s * len(given))
         if any(codes):
             raise SystemExit(f"processes of {given[0][0].name} ended with {codes}")
         return [[json.loads(Path(f"{folder}/{i}-{rank}.json").read_text()) for rank in range(n)]
@@ -152,6 +197,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
 def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -165,9 +211,9 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
                                        device=torch.device("cpu"))
     model = DistributedModelParallel(
         Model(problem), device=torch.device("cpu"), plan=to_torchrec(plan, problem, Model(problem), "cpu"),
-        sharders=[EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
-            qcomm_codecs_registry=codecs)])
+        sharders=[sharder(fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
+                          qcomm_codecs_registry=codecs)
+                  for sharder in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)])
     dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())),
                                   lambda parameters: of_replicas(parameters, lr=0.01))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]),
@@ -211,6 +257,7 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
 
     It counts outputs too, and nothing of what a TorchRec planner reserves.
     """
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import Topology as TheirTopology
     from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
@@ -219,32 +266,31 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
     from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
     from torchrec.distributed.types import PipelineType
 
-    n = len(problem.topology)
-    model, sharder = Model(problem), EmbeddingBagCollectionSharder()
-    [sharded] = to_torchrec(plan, problem, model, "cpu").plan.values()
-    parameters = dict(model.tables.named_parameters())
-    pooling = {t.name: [t.pooling] for t in problem.tables}
+    n, fused = len(problem.topology), replace(problem, job=replace(problem.job, replica_optimizer=None))
+    model, sharders = Model(problem), (EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder())
+    sharded = to_torchrec(plan, problem, model, "cpu").plan
+    pooling = {t.name: [t.pooling / t.features] * t.features for t in problem.tables}
     options = []
     for table in problem.tables:
-        sharding = sharded[table.name]
+        path = "sequences" if table.sequence else "tables"
+        module, sharding = getattr(model, path), sharded[path][table.name]
         spec = getattr(sharding.sharding_spec, "shards", None)
         shards = ([TheirShard(list(s.shard_sizes), list(s.shard_offsets), rank=s.placement.rank())
                    for s in spec]
                   if spec else [TheirShard([table.rows, table.dim], [0, 0], rank=r) for r in range(n)])
-        parameter = parameters[f"embedding_bags.{table.name}.weight"]
-        # By this it knows the optimizer's state.
-        parameter._optimizer_classes = [_optimizer_class(problem)]
+        [parameter] = (x for name, x in module.named_parameters() if name.split(".")[-2] == table.name)
+        # By this it knows the optimizer's state. Only replicas have one by name.
+        parameter._optimizer_classes = [_optimizer_class(problem if not spec else fused)]
         options.append(ShardingOption(
-            name=table.name, tensor=parameter, module=("tables", model.tables),
-            input_lengths=pooling[table.name], batch_size=problem.local_batch,
-            sharding_type=sharding.sharding_type, partition_by="device",
+            name=table.name, tensor=parameter, module=(path, module), input_lengths=pooling[table.name],
+            batch_size=problem.local_batch, sharding_type=sharding.sharding_type, partition_by="device",
             compute_kernel=sharding.compute_kernel, shards=shards))
     theirs = TheirTopology(world_size=n, compute_device="cuda",
                            local_world_size=n // len(problem.topology.hosts))
     EmbeddingStorageEstimator(
         theirs, {name: ParameterConstraints(pooling_factors=p) for name, p in pooling.items()},
         pipeline_type=PipelineType.TRAIN_SPARSE_DIST, run_embedding_at_peak_memory=True,
-    ).estimate(options, build_sharder_data_map({sharder_name(type(model.tables)): sharder}))
+    ).estimate(options, build_sharder_data_map({sharder_name(x.module_type): x for x in sharders}))
     found = [0] * n
     for option in options:
         for shard in option.shards:
@@ -256,25 +302,49 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
 
 
 def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """For each plan the peak, and the counts, of every device. All of the same shape.
+    """For each plan the peak, and the counts, of every device. All of the same shape."""
+    given = [drawn(seed) for seed in seeds]
+    return [{"seed": seed, "steps_bytes": found, **counted(seed, found)}
+            for seed, found in zip(seeds, measured(given), strict=True)]
+
+
+def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What is counted of a plan, and the peak that it is compared with, of every device.
 
     The peak is that of the largest step: a job has to fit it. Steps of the same batch differ: gloo's threads
     free their buffers sooner or later.
     """
-    given = [drawn(seed) for seed in seeds]
-    return [{"seed": seed, "problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
-             "steps_bytes": found, "peak_bytes": [max(each) for each in found],
-             "used_bytes": memory.used_bytes(plan, problem),
-             "phases": [device.phase for device in memory.by_part(plan, problem)],
-             "searched_bytes": [taken + memory.every_plan_bytes(problem)
-                                for taken in memory.counted_bytes(plan, problem)],
-             "torchrec_bytes": estimated(problem, plan)}
-            for seed, (problem, plan), found in zip(seeds, given, measured(given), strict=True)]
+    problem, plan = drawn(seed)
+    return {"problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
+            "sequences": any(t.sequence for t in problem.tables),
+            "peak_bytes": [max(each) for each in steps_bytes], "used_bytes": memory.used_bytes(plan, problem),
+            "phases": [device.phase for device in memory.by_part(plan, problem)],
+            "searched_bytes": [taken + memory.every_plan_bytes(problem)
+                               for taken in memory.counted_bytes(plan, problem)],
+            "torchrec_bytes": estimated(problem, plan)}
 
 
 def off(row: dict[str, Any], count: str) -> list[float]:
     """[D] by how much a count differs from the peak, as shares of it."""
     return [n / peak - 1 for n, peak in zip(row[count], row["peak_bytes"], strict=True)]
+
+
+def searched(seeds: Sequence[int], shares: Sequence[float] = (0, memory.SHARE, 1)) -> list[tuple[str, ...]]:
+    """What searches count of drawn plans, and of whole tables in turn, by what devices of them take."""
+    found: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+    for seed in seeds:
+        problem, plan = drawn(seed)
+        n = len(problem.topology)
+        whole = Plan(tuple(Placement(WHOLE_ROWS.name, Shard.whole(t), (i % n,))
+                           for i, t in enumerate(problem.tables)))
+        for name, each in (("whole tables", whole), ("all kinds", plan)):
+            used, counted = memory.used_bytes(each, problem), memory.counted_bytes(each, problem)
+            for share in shares:
+                found[name, problem.name.split("-")[0], share] += [
+                    (taken + memory.every_plan_bytes(problem, share)) / most
+                    for taken, most in zip(counted, used, strict=True)]
+    return [(name, mostly, f"{share:g}", *(f"{np.quantile(x, q):.2f}" for q in (0, 0.1, 0.5, 1)),
+             f"{np.mean(np.array(x) < 1):.0%}") for (name, mostly, share), x in sorted(found.items())]
 
 
 COUNTS = {"counted": "used_bytes", "searches": "searched_bytes", "TorchRec": "torchrec_bytes"}
@@ -285,8 +355,13 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=20, help="to draw (20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first plan (0)")
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each plan")
+    parser.add_argument("--out", type=Path, default=Path("memory.jsonl"), help="a line of JSON for each plan")
+    parser.add_argument("--searches", type=int, help="of so many plans, compare counts only")
     args = parser.parse_args()
+    if args.searches:
+        print(report.text_table(("plans", "mostly", "share", "least", "10%", "median", "most", "below 1"),
+                                searched(range(args.first, args.first + args.searches))))
+        return
     seeds = range(args.first, args.first + args.plans)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {row["seed"]: row for row in map(json.loads, lines)}
@@ -296,11 +371,13 @@ def main() -> None:
             done[row["seed"]] = row
             with args.out.open("a") as f:
                 f.write(json.dumps(row) + "\n")
-    rows = [done[seed] for seed in seeds]
+    # Counted again: the code may have changed since it was measured.
+    rows = [done[seed] | counted(seed, done[seed]["steps_bytes"]) for seed in seeds]
     shown = []
     for row in rows:
         fullest = int(np.argmax(row["peak_bytes"]))
-        shown.append((row["problem"], ", ".join(row["kinds"]), row["phases"][fullest],
+        kinds = ", ".join(row["kinds"]) + ("; sequences" if row["sequences"] else "")
+        shown.append((row["problem"], kinds, row["phases"][fullest],
                       memory.gib(row["peak_bytes"][fullest]),
                       *(f"{off(row, count)[fullest]:+.1%}" for count in COUNTS.values())))
     print(report.text_table(("plan", "kinds", "phase", "peak of the fullest", *COUNTS), shown))
@@ -310,8 +387,7 @@ def main() -> None:
         print(f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
               f"{within} of {len(each)} devices within limits")
     apart = [max(each) / min(each) - 1 for row in rows for each in row["steps_bytes"]]
-    print(f"steps of a device differ by {np.median(apart):.1%} in the median, "
-          f"{max(apart):.1%} at most")
+    print(f"steps of a device differ by {np.median(apart):.1%} in the median, {max(apart):.1%} at most")
     for name, of in (("least", min), ("median", np.median)):
         each = [n / of(steps) - 1 for row in rows
                 for n, steps in zip(row["used_bytes"], row["steps_bytes"], strict=True)]

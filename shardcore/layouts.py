@@ -57,6 +57,10 @@ class Channel:
     group: str = WORLD
 
     @property
+    def name(self) -> str:
+        return f"{self.collective} {self.group}"
+
+    @property
     def words(self) -> str:
         """The collective in words, for people."""
         return (self.collective.replace("_ids_", " of ids, ").replace("_ids", " of ids").replace("_", "-")

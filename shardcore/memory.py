@@ -6,10 +6,10 @@ The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scra
 counted.
 
 A plan fits if what it takes (`used_bytes`) is there (`require_fits`). Searches add up bytes of shards. So of
-each shard they count its own largest phase (`bytes_as`), and of the tables' own share the largest too
-(`free_bytes`). On two devices that is never less than a plan takes: the largest of sums is at most the sum of
-the largest. On more, ids of cut and divided tables are on every device, but count on some: so it may be less
-where ids dominate. Then a sharder searches again (search/true_memory.py).
+each shard they count its own largest phase (`bytes_as`), and of the tables' own share what it adds to that
+(`free_bytes`). That is more than a plan takes on most devices. It may be less on a device with many shards
+and small outputs. It may be where ids of tables that are cut or divided dominate: those are on every device,
+but count on some. Then a sharder searches again (search/true_memory.py).
 
 Shapes: D devices.
 """
@@ -25,14 +25,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardcore.amounts import (
+    batch_bytes,
+    local_amounts,
+    outputs_amounts,
+    shard_amounts,
+    sorting_bytes,
+    stepped_bytes,
+    travelling,
+)
 from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.inputs import received_bytes, sample_bytes
-from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import WHOLE_ROWS, Layout, layout_of, run_of, shards_on
-from shardcore.outputs import output_bytes, table_output_rows
-from shardcore.phases import EXCHANGED, PHASES, TIMES
-from shardcore.tables.access import access_share
+from shardcore.inputs import sample_bytes
+from shardcore.job import Job
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.outputs import table_output_rows
+from shardcore.phases import phases_of, run_key, times_of
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
 PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
@@ -54,21 +62,18 @@ Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_t
 CACHED_ROW_BYTES = 16
 """Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
+SHARE = 0.5
+"""Of an even share of tables, for `every_plan_bytes`. With less, searches count more. With more, they count
+too little more often (docs/benchmarks, memory)."""
 MAPPED_ROW_BYTES = 4
 """Bytes a row of a table with a cache, cached or not, in device memory: FBGEMM's map of rows to tables."""
-SORTING_BYTES = 52
-"""Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
-
-8 each for linear indices, sorted ones and unique ones. 4 each for infos, sorted infos, run lengths and their
-sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
-"""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
     """What one device needs.
 
-    phase: the one of PHASES that takes most.
+    phase: the one of `phases_of` that takes most.
     parts: bytes of each of PARTS then, 0 included.
     """
 
@@ -108,91 +113,25 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     return shard.bytes + shard.rows * shard.width * a_cell
 
 
-def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in phases.PHASES."""
-    if layout.local_batch:
-        return {"dense": shard.bytes * layout.dense_gradient}
-    lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
-    outputs = output_bytes(shard, problem.global_batch)
-    found: dict[str, float] = {}
-    for channel, entering in layout.channels.items():
-        found |= _travelling(f"{channel.collective} {channel.group}",
-                             entering(shard.bytes, outputs, problem), problem.job)
-    return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * _sorting_bytes(problem)}
-
-
-def _travelling(name: str, n_bytes: float, job: Job, cast: str = "forward_payload") -> dict[str, float]:
-    """An amount, as it travels, and its casts. cast: the payload for which they are made."""
-    there, back, share = (PAYLOADS[payload] / OUTPUT_BYTES for payload in (
-        job.forward_payload, job.backward_payload, getattr(job, cast)))
-    return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
-            f"{name} cast": n_bytes * share * (share < 1), f"{name} clamped": n_bytes * (share < 1)}
-
-
-@lru_cache(maxsize=4)
-def batch_amounts(problem: Problem) -> Mapping[str, float]:
-    """Bytes of each amount of a local batch, if no table is cut or divided."""
-    local = problem.local_batch
-    ids = local * sum(sample_bytes(t, problem.job) for t in problem.tables)
-    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, local) for t in problem.tables)
-    there = PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
-    return {"batch": ids, "permuted": ids, "received": outputs, "joined": outputs, "cut": outputs,
-            "arriving": outputs * there, "replicated": outputs,
-            **_travelling("ordered", outputs, problem.job, "backward_payload")}
-
-
-def placed_amounts(plan: Plan, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a local batch under a plan."""
-    local, of_all = problem.local_batch, batch_amounts(problem)
-    found = Counter({name: of_all[name] for name in ("batch", "received")})
-    received: dict[Layout, float] = Counter()
-    # Several columns of a table on a device are one shard in TorchRec.
-    places = {(p.kind, p.shard.table, p.devices): p for p in plan.placements}
-    for placement in places.values():
-        layout, table = layout_of(placement.kind), placement.shard.table
-        found["permuted"] += local * sample_bytes(table, problem.job)
-        if layout.divides_rows:
-            ranges = len(placement.devices)
-            found["bucketized"] += local * sample_bytes(table, problem.job, ranges=ranges)
-    for placement in plan.placements:
-        shard = placement.shard
-        received[run_of(placement.kind, shard.table)] += (
-            OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local))
-    ordered = arriving = scattered = 0.0
-    for layout, n_bytes in received.items():
-        collectives = {channel.collective for channel in layout.channels}
-        if layout.local_batch:
-            found["replicated"] += n_bytes
-        # Kinds run one after another.
-        elif "all_to_all" in collectives:
-            ordered, arriving = max(ordered, n_bytes), arriving + n_bytes
-        elif "reduce_scatter" in collectives:
-            scattered += n_bytes
-    found["stepped"] = max(_stepped(layout_of(p.kind), p.shard, problem) for p in plan.placements)
-    cut = any(p.shard.width < p.shard.table.dim for p in plan.placements)
-    found["arriving"] = arriving * PAYLOADS[problem.job.forward_payload] / OUTPUT_BYTES
-    found["joined"], found["cut"] = ordered * (cut or len(received) > 1), ordered * cut
-    return (found | _travelling("scattered", scattered, problem.job, "backward_payload")
-            | _travelling("ordered", ordered, problem.job, "backward_payload"))
-
-
-def _sorting_bytes(problem: Problem) -> int:
-    """Bytes a lookup. Hardware that is not named counts as a GPU."""
-    return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
-
-
 @lru_cache(maxsize=16)
 def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
-    """The same for shards with all rows: of ids that arrive, of outputs, and of sorting."""
-    outputs = _travelling(EXCHANGED, 1, job)
-    return tuple({(times["arrived"], sum(n * times[name] for name, n in outputs.items()), times["sorting"])
-                  for times in TIMES.values()})
+    """How often ids that arrive, outputs, and what is sorted are there. In each phase, for all rows."""
+    key = _key(WHOLE_ROWS)
+    [name] = (channel.name for channel in WHOLE_ROWS.channels)
+    amounts, times = times_of((key,))
+    parts = ({"arrived": 1.0}, travelling(name, 1, job), {"sorting": 1.0})
+    return tuple(set(zip(*(np.array([part.get(a, 0) for _, a in amounts]) @ times for part in parts),
+                         strict=True)))
 
 
-def _most(amounts: Mapping[str, float]) -> int:
-    """Bytes of these amounts in the phase that takes most of them."""
-    return math.ceil(max(sum(n * amounts.get(name, 0) for name, n in times.items())
-                         for times in TIMES.values()))
+def _key(run: Layout) -> tuple[str, ...]:
+    return run_key([channel.name for channel in run.channels], run.sequence)
+
+
+def _most(key: tuple[str, ...], amounts: Mapping[str, float]) -> int:
+    """Bytes of these amounts of a run in the phase that takes most of them."""
+    of_run, times = times_of((key,))
+    return math.ceil((np.array([amounts.get(amount, 0) for _, amount in of_run]) @ times).max())
 
 
 # --- what searches add up ---------------------------------------------------------------------------------
@@ -202,8 +141,8 @@ def bytes_as(layout: Layout, shard: Shard, problem: Problem) -> int:
     """Bytes of one device's part of a shard, run as this kind, in its own largest phase."""
     if layout.name == WHOLE_ROWS.name and shard.full_rows:
         return table_bytes(shard.table, problem, shard.width)
-    return (sum(resident_bytes(layout, shard, problem))
-            + _most(shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)))
+    amounts = shard_amounts(layout, shard, problem) | _sent_again(layout, shard, problem)
+    return sum(resident_bytes(layout, shard, problem)) + _most(_key(layout), amounts)
 
 
 def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
@@ -212,11 +151,7 @@ def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, flo
     ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
     again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
     return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
-            "bucketized": again * (ranges > 1), "stepped": _stepped(layout, shard, problem)}
-
-
-def _stepped(layout: Layout, shard: Shard, problem: Problem) -> int:
-    return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
+            "bucketized": again * (ranges > 1), "stepped": stepped_bytes(layout, shard, problem)}
 
 
 def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
@@ -268,7 +203,7 @@ def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Pr
     arrived = problem.global_batch * lookups.sample_bytes
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
-    sorting = problem.global_batch * lookups.pooling * _sorting_bytes(problem)
+    sorting = problem.global_batch * lookups.pooling * sorting_bytes(problem)
     phases = [a * arrived + o * outputs + s * sorting for a, o, s in _of_columns(problem.job)]
     if isinstance(resident, np.ndarray):
         return resident + np.ceil(np.maximum.reduce(phases) + permuted)
@@ -289,9 +224,25 @@ def free_bytes(problem: Problem) -> list[int]:
     return [may_hold - own for may_hold in held_bytes(problem)]
 
 
-def every_plan_bytes(problem: Problem) -> int:
-    """Bytes that searches count on each device whatever the plan is: a local batch and its outputs."""
-    return _most(batch_amounts(problem))
+@lru_cache(maxsize=16)
+def every_plan_bytes(problem: Problem, share: float = SHARE) -> int:
+    """Bytes that searches count on each device besides its shards: for a local batch and its outputs.
+
+    These take most where shards take little, and of shards the largest phase counts. So the more shards a
+    device has, the less these add. This is exact for a device with `share` of an even share of all tables.
+    """
+    of_run, times = times_of((_key(WHOLE_ROWS),))
+    ids = batch_bytes(problem)
+    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, problem.local_batch) for t in problem.tables)
+    local = outputs_amounts(outputs, problem, cut=False, together=False) | {
+        "batch": ids, "permuted": ids, "gradient": outputs, "uncut": outputs}
+    of_all: Counter[str] = Counter()
+    for table in problem.tables:
+        of_all.update(shard_amounts(WHOLE_ROWS, Shard.whole(table), problem))
+    of_batch, of_shards = (np.array([amounts.get(name, 0) for _, name in of_run]) @ times
+                           for amounts in (local, of_all))
+    of_shards *= share / len(problem.topology)
+    return math.ceil((of_batch + of_shards).max() - of_shards.max())
 
 
 def held_bytes(problem: Problem) -> list[int]:
@@ -304,18 +255,23 @@ def held_bytes(problem: Problem) -> list[int]:
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
-    of_all, found = placed_amounts(plan, problem), []
+    local, found = local_amounts(plan, problem), []
+    keys = tuple(_key(run) for run in local)
+    phases, (names, times) = phases_of(keys), times_of(keys)
+    numbers = {run: number for number, run in enumerate(local)}
+    of_all = Counter({(numbers[run], name): n for run in local for name, n in local[run].items()})
     for held in _held(plan, problem):
         resident = [resident_bytes(layout, shard, problem) for layout, shard in held]
-        amounts = Counter(of_all)
+        amounts = of_all.copy()
         for layout, shard in held:
-            amounts.update(shard_amounts(layout, shard, problem))
-        phase = max(PHASES, key=lambda p: sum(n * amounts[name] for name, n in TIMES[p].items()))
-        parts = dict.fromkeys(PARTS, 0)
+            for name, n in shard_amounts(layout, shard, problem).items():
+                amounts[numbers[layout], name] += n
+        phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
+        parts = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
-        parts |= {part: int(sum(n * amounts[name] for name, n in counts.items()))
-                  for part, counts in PHASES[phase].items()}
-        found.append(DeviceMemory(phase, parts))
+        for (part, run, name), n in phase.alive.items():
+            parts[part] += n * amounts[run, name]
+        found.append(DeviceMemory(phase.name, {part: int(n) for part, n in parts.items()}))
     return found
 
 

@@ -1,103 +1,262 @@
 """What of a device's memory is alive in each phase of a training step, as TorchRec runs it.
 
-Read from the live tensors of TorchRec's CPU processes (bench/memory.py), and from its comm_ops.py. Gloo has
-buffers of its own, which its threads free sooner or later. They count for as long as they may be there.
+Read from the live tensors of TorchRec's CPU processes (bench/memory.py), and from its comm_ops.py. Gloo
+gathers in a buffer of its own, which its thread frees when it is done. It counts until it is waited for.
+
+A run is a kind's op and exchange (`layouts.run_of`). TorchRec runs them in the order of the first table of
+each, in four stages. Each run has a turn in each stage:
+
+1. It looks up, and sends outputs.
+2. It waits for outputs.
+3. Autograd goes back from the last run to the first: each sends gradients.
+4. Again so: each waits for gradients, and updates its rows.
+
+So in a turn, some runs had theirs and others did not. What they hold then is in RUNS.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 
 BATCHES = 3
 """Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
 
-_Alive = Mapping[str, Mapping[str, int]]
+Alive = Mapping[str, Mapping[str, int]]
 """part -> amount -> how many of it are alive."""
-EXCHANGED, _SUMMED = "all_to_all world", "reduce_scatter world"
-_CROSSED, _SUMMED_ON_HOST = "all_to_all cross", "reduce_scatter host"
-_IDS = {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2}
-_DENSE = {"dense": 1}
 
 
-def _of(what: str, *collectives: str) -> dict[str, int]:
-    return {f"{collective} {what}": 1 for collective in collectives}
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A run's turn in a stage.
+
+    before: what of the run is alive until its turn, from the start of the stage.
+    phases: what is in each phase of its turn.
+    lingers: what is, besides what follows, in the first phase of the next run's turn.
+    after: what is until the end of the stage.
+    """
+
+    before: Alive
+    phases: Mapping[str, Alive]
+    lingers: Alive
+    after: Alive
 
 
-_SENT = {**_of("there", EXCHANGED, _CROSSED), "arriving": 1}
-"""All-to-alls that are under way."""
-_BEING_SUMMED = {**_of("there", _SUMMED), "scattered there": 1}
-"""Reduce-scatters that are under way. Gloo sums in a buffer of its own."""
-_GATHERED = {f"{_SUMMED} back": 2, "scattered back": 1}
-"""All-gathers of gradients that are under way. Gloo gathers in a buffer of its own."""
-_SENT_BACK = {**_of("back", EXCHANGED, _CROSSED), "ordered back": 1}
-"""All-to-alls of gradients that are under way."""
+def _turn(before: Alive | None = None, after: Alive | None = None, lingers: Alive | None = None,
+          **phases: Alive) -> Turn:
+    return Turn(before or {}, {name.replace("_", " "): alive for name, alive in phases.items()},
+                lingers or {}, after or {})
 
 
-def _backward(payloads: Mapping[str, int], **gradients: int) -> _Alive:
-    return {"ids": _IDS, "output gradients": {"received": 1, **gradients}, "payloads": payloads,
-            "dense gradients": _DENSE}
+def _outputs(*amounts: str) -> Alive:
+    return {"outputs": Counter(amounts)}
 
 
-def _forward(outputs: Mapping[str, int], payloads: Mapping[str, int]) -> _Alive:
-    return {"ids": _IDS, "outputs": {"replicated": 1, **outputs}, "payloads": payloads,
-            "dense gradients": _DENSE}
+def _payloads(*amounts: str) -> dict[str, Counter[str]]:
+    return {"payloads": Counter(amounts)}
 
 
-PHASES: Mapping[str, _Alive] = {
-    # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
-    "ids arrive": {"ids": {**_IDS, "arrived": 3}, "dense gradients": _DENSE},
-    # Kinds run one after another: each looks up, casts to what travels, and sends. Any may be the last.
-    "outputs sent": _forward({EXCHANGED: 1}, {**_SENT, **_BEING_SUMMED, **_of("cast", EXCHANGED)}),
-    "outputs cast": _forward({EXCHANGED: 1}, {**_BEING_SUMMED, **_of("cast", EXCHANGED),
-                                              **_of("clamped", EXCHANGED)}),
-    "sums sent": _forward({_SUMMED: 1}, {**_SENT, **_BEING_SUMMED, **_of("cast", _SUMMED)}),
-    "sums cast": _forward({_SUMMED: 1}, {**_SENT, **_of("cast", _SUMMED), **_of("clamped", _SUMMED)}),
-    "sums of hosts sent": _forward({_SUMMED_ON_HOST: 1, _CROSSED: 1},
-                                   {**_SENT, **_BEING_SUMMED, **_of("there", _SUMMED_ON_HOST),
-                                    **_of("cast", _CROSSED)}),
-    "sums of hosts cast": _forward({_SUMMED_ON_HOST: 1}, {**_of("there", EXCHANGED), **_BEING_SUMMED,
-                                                          **_of("cast", _SUMMED_ON_HOST),
-                                                          **_of("clamped", _SUMMED_ON_HOST)}),
-    "outputs joined": {"ids": _IDS, "outputs": {"replicated": 1, "ordered": 1, "scattered": 1},
-                       "received outputs": {"received": 1}, "dense gradients": _DENSE},
-    # Before an all-to-all, gradients are put in the order of devices, and of columns if some are cut.
-    "gradients in order": _backward({"ordered": 2, "joined": 1, **_GATHERED}),
-    "gradients cast": _backward({"ordered": 1, "cut": 1, "ordered clamped": 1, "ordered cast": 1,
-                                 **_GATHERED}),
-    "backward exchange": _backward({"cut": 1, **_SENT_BACK, **_GATHERED}),
-    "gradients gathered": _backward({**_GATHERED, f"{_SUMMED_ON_HOST} back": 2}, **{_CROSSED: 1}),
-    # The dense kernel makes gradients of its own, beside DDP's buckets. Exchanges are still under way.
-    "gradients of replicas": {**_backward({**_SENT_BACK, **_GATHERED}), "dense gradients": {"dense": 2}},
-    "update": {"ids": _IDS, "sorting": {"sorting": 1},
-               "output gradients": {"received": 1, EXCHANGED: 1, _SUMMED: 1, _SUMMED_ON_HOST: 1},
-               "dense gradients": {"dense": 2}},
-    # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
-    "dense update": {"ids": _IDS, "dense gradients": {"dense": 1, "stepped": 1}},
-}
-"""What of which amount is alive in each phase of a step.
+def _gradients(*amounts: str) -> dict[str, Counter[str]]:
+    return {"output gradients": Counter(amounts)}
 
-Amounts of a shard:
+
+_EXCHANGED, _CROSSED = "all_to_all world", "all_to_all cross"
+_SUMMED, _SUMMED_ON_HOST = "reduce_scatter world", "reduce_scatter host"
+_IDLE: Alive = {"ids": {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2},
+                "dense gradients": {"dense": 1}}
+"""Of a run whenever it is nothing else: ids, and DDP's buckets."""
+
+
+def _looked_up(entering: str, sent: Alive, **phases: Alive) -> Turn:
+    """Outputs are there until the next run looked up."""
+    return _turn(after=sent, lingers=_outputs(entering), looked_up=_outputs(entering), **phases)
+
+
+def _awaited(sent: Alive) -> Turn:
+    """Outputs arrive, and are put together, in the order of columns."""
+    received = {"received outputs": {"local": 1}}
+    return _turn(sent, received, outputs_arrive={**received, **_payloads("local there", "local decoded")})
+
+
+def _sent_back(payloads: Alive, **phases: Alive) -> Turn:
+    return _turn(_gradients("gradient"), payloads, **phases)
+
+
+def _exchanged_back(channel: str) -> Turn:
+    """Gradients are put in the order of devices, and of columns if some are cut, cast, and exchanged."""
+    sent = _payloads("local back", f"{channel} back")
+    return _sent_back(sent, gradients_of_columns=_gradients("gradient", "cut"),
+                      gradients_in_order={**_gradients("uncut", "joined"), **_payloads("local", "local")},
+                      gradients_cast={**_gradients("uncut", "cut"),
+                                      **_payloads("local", "local clamped", "local recast")},
+                      backward_exchange={**_gradients("uncut", "cut"), **sent})
+
+
+def _updated(sent: Alive, channel: str, **phases: Alive) -> Turn:
+    return _turn(sent, **phases,
+                 gradients_arrive={**_gradients(f"{channel} decoded"), **_payloads(f"{channel} back")},
+                 update={**_gradients(channel), "sorting": {"sorting": 1}})
+
+
+def _exchanged() -> tuple[Turn, ...]:
+    sent = _payloads(f"{_EXCHANGED} there", "local there")
+    outputs, cast = _outputs(_EXCHANGED), f"{_EXCHANGED} cast"
+    return (_looked_up(_EXCHANGED, sent,
+                       outputs_cast={**outputs, **_payloads(cast, f"{_EXCHANGED} clamped")},
+                       outputs_sent={**outputs, **_payloads(cast, f"{_EXCHANGED} there", "local there")}),
+            _awaited(sent), _exchanged_back(_EXCHANGED),
+            _updated(_payloads("local back", f"{_EXCHANGED} back"), _EXCHANGED))
+
+
+def _sequences() -> tuple[Turn, ...]:
+    """Lookups of all devices are put in order, and are not copied once more to be sent."""
+    sent, outputs = _payloads(f"{_EXCHANGED} there", "local there"), _outputs(_EXCHANGED)
+    sent_back = _payloads("local back", f"{_EXCHANGED} back")
+    return (_looked_up(_EXCHANGED, sent,
+                       outputs_in_order=_outputs(_EXCHANGED, _EXCHANGED),
+                       outputs_cast={**outputs, **_payloads(f"{_EXCHANGED} clamped", f"{_EXCHANGED} clamped",
+                                                            f"{_EXCHANGED} cast")},
+                       outputs_sent={**outputs, **sent}),
+            _awaited(sent),
+            # Those of features are joined, and sent as they are.
+            _sent_back(sent_back, gradients_joined=_gradients("gradient", "local"),
+                       gradients_cast={**_gradients("local"), **_payloads("local clamped", "local recast")},
+                       backward_exchange={**_gradients("local"),
+                                          **_payloads("local recast", f"{_EXCHANGED} back")}),
+            _updated(sent_back, _EXCHANGED, gradients_in_order=_gradients(_EXCHANGED, _EXCHANGED)))
+
+
+def _summed() -> tuple[Turn, ...]:
+    """Gloo sums in a buffer of its own, and gathers in one."""
+    sent, outputs = _payloads(f"{_SUMMED} there", "local there"), _outputs(_SUMMED)
+    gathered = _payloads("local copied", f"{_SUMMED} back", f"{_SUMMED} back")
+    return (_looked_up(_SUMMED, sent,
+                       sums_cast={**outputs, **_payloads(f"{_SUMMED} cast", f"{_SUMMED} clamped")},
+                       sums_sent={**outputs, **_payloads(f"{_SUMMED} cast", f"{_SUMMED} there",
+                                                         "local there")}),
+            _awaited(sent), _sent_back(gathered, gradients_gathered={**_gradients("gradient"), **gathered}),
+            _updated(gathered, _SUMMED))
+
+
+def _summed_on_hosts() -> tuple[Turn, ...]:
+    """Summed within hosts, and waited for. Then exchanged across them."""
+    sent, outputs = _payloads(f"{_CROSSED} there", "local there"), _outputs(_SUMMED_ON_HOST)
+    cast, gathered = f"{_SUMMED_ON_HOST} cast", f"{_SUMMED_ON_HOST} back"
+    return (_looked_up(_SUMMED_ON_HOST, sent,
+                       sums_of_hosts_cast={**outputs, **_payloads(cast, f"{_SUMMED_ON_HOST} clamped")},
+                       sums_of_hosts_sent={**outputs, **_payloads(cast, f"{_SUMMED_ON_HOST} there",
+                                                                  f"{_CROSSED} there")},
+                       # Gloo's thread may still have its buffer of sums.
+                       sums_of_hosts_cross={**_outputs(_SUMMED_ON_HOST, _CROSSED),
+                                            **_payloads(f"{_SUMMED_ON_HOST} there", f"{_CROSSED} cast",
+                                                        f"{_CROSSED} there", "local there")}),
+            _awaited(sent), _exchanged_back(_CROSSED),
+            _updated(_payloads("local back", f"{_CROSSED} back"), _SUMMED_ON_HOST,
+                     gradients_gathered={**_gradients(_CROSSED),
+                                         **_payloads(f"{_CROSSED} recast", gathered, gathered)}))
+
+
+def _replicated() -> tuple[Turn, ...]:
+    """The dense kernel makes gradients of its own, beside DDP's buckets.
+
+    Until then, those of its outputs live. They are a part of those of the collection.
+    """
+    received, gradients = {"received outputs": {"local": 1}}, _gradients("gradient")
+    return (_turn(after=_outputs("local"), looked_up=_outputs("local")), _turn(_outputs("local"), received),
+            _turn(gradients, gradients),
+            _turn(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}))
+
+
+RUNS: Mapping[tuple[str, ...], tuple[Turn, ...]] = {
+    (_EXCHANGED,): _exchanged(), (_EXCHANGED, "sequence"): _sequences(), (_SUMMED,): _summed(),
+    (_SUMMED_ON_HOST, _CROSSED): _summed_on_hosts(), ("all_reduce world",): _replicated()}
+"""What is alive of a run, by its channels: in each stage. Besides, what _IDLE says.
+
+Amounts of a run on a device:
 
 - arrived: the ids of a global batch that it gets.
 - a collective and its group: the outputs that enter it. There, back: as they travel, and their gradients.
 - cast, clamped: what TorchRec's codec makes of them, in the number type that travels and before. 0 for FP32.
+  decoded, recast: the same of what comes back: FP32, and in the type that travels.
 - sorting: what backward sorts.
 - dense: a replica's gradient.
 
-Amounts of a local batch. A plan as a whole decides them, and they are the same on all devices:
+Amounts of a run's part of a local batch. A plan decides them, and they are the same on all devices:
 
-- batch: its ids.
 - permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times.
 - bucketized: its ids of tables whose rows are divided.
-- received: its outputs of all tables. replicated: of replicas.
-- arriving: as they travel, those that come by all-to-all.
-- ordered, scattered: outputs that come by all-to-all, and by reduce-scatter. There, back, cast, clamped: as
-  above.
-- joined: as ordered, if columns of tables, or outputs of several kinds, have to be joined.
-- cut: as ordered, if columns of tables have to be.
-- stepped: what the dense optimizer makes to update the largest replica.
+- local: its outputs. There, back, cast, clamped, decoded, recast: as above.
+- copied: as they travel back, if they are not the whole of a tensor.
+- together: as local, if outputs of several runs are joined to one tensor.
+- joined: as local, if columns of tables, or outputs of several runs, have to be joined.
+- cut: as local, if columns of tables have to be.
+- gradient: of all outputs of its collection, if this run is the last that needs it. Uncut: the same, if none
+  of its columns are cut. Else they are copied before.
+
+Others: batch, the ids of a local batch, and stepped, what the dense optimizer makes to update the largest
+replica. They count for the first run.
 """
-TIMES: Mapping[str, Mapping[str, int]] = {
-    phase: sum((Counter(counts) for counts in alive.values()), Counter()) for phase, alive in PHASES.items()}
-"""phase -> amount -> how many of it are alive, all parts together."""
+
+
+def run_key(channels: Sequence[str], sequence: bool) -> tuple[str, ...]:
+    """The key in RUNS. Replicas run sequences as they do others."""
+    key = (*channels, "sequence") if sequence else tuple(channels)
+    return key if key in RUNS else tuple(channels)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A phase of a step. alive: (part, run, amount) -> how many are alive. Runs by their number."""
+
+    name: str
+    alive: Mapping[tuple[str, int, str], int]
+
+
+def _sum(each: Iterable[tuple[int, Alive]]) -> dict[tuple[str, int, str], int]:
+    found: Counter[tuple[str, int, str]] = Counter()
+    for run, alive in each:
+        for part, amounts in alive.items():
+            for amount, n in amounts.items():
+                found[part, run, amount] += n
+    return found
+
+
+@cache
+def phases_of(keys: tuple[tuple[str, ...], ...]) -> tuple[Phase, ...]:
+    """The phases of a step with these runs, in the order of TorchRec."""
+    runs = range(len(keys))
+    idle = [(run, _IDLE) for run in runs]
+    # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
+    found = [Phase("ids arrive", _sum([*idle, *((run, {"ids": {"arrived": 1}}) for run in runs)]))]
+    for stage in range(4):
+        turns = [RUNS[key][stage] for key in keys]
+        held, lingering = [turn.before for turn in turns], []
+        if stage == 2:  # outputs in one tensor, and its gradient
+            received = [*idle, *((run, {"received outputs": {"local": 1}}) for run in runs)]
+            found += [Phase("outputs joined", _sum([*received, *(
+                          (run, {"received outputs": {"together": 1}}) for run in runs)])),
+                      Phase("dense part", _sum([*received, *enumerate(held)]))]
+        for run in reversed(runs) if stage > 1 else runs:
+            held[run] = {}
+            for name, alive in turns[run].phases.items():
+                found.append(Phase(name, _sum([*idle, *enumerate(held), *lingering, (run, alive)])))
+                lingering = []
+            held[run], lingering = turns[run].after, [(run, turns[run].lingers)]
+    # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
+    return (*found, Phase("dense update", _sum([*idle, (0, {"dense gradients": {"stepped": 1}})])))
+
+
+@cache
+def times_of(keys: tuple[tuple[str, ...], ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
+    """(run, amount) that count, and [amounts, phases] how many are alive, all parts together."""
+    found = phases_of(keys)
+    amounts = tuple(dict.fromkeys((run, amount) for phase in found for _, run, amount in phase.alive))
+    times = np.zeros((len(amounts), len(found)))
+    for column, phase in enumerate(found):
+        for (_, run, amount), n in phase.alive.items():
+            times[amounts.index((run, amount)), column] += n
+    return amounts, times

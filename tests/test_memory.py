@@ -53,11 +53,11 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     back = replace(plain, job=Job(backward_payload=payload))
     given = Plan((column(TABLE, 0), column(OTHER, 1)))
     ordered = 32 * (8 + 16) * 4
-    found = memory.placed_amounts(given, back)
-    assert (found["ordered"], found["ordered back"], found["ordered cast"], found["ordered clamped"]) == (
-        ordered, ordered / 2, ordered / 2, ordered)
-    assert memory.placed_amounts(given, short)["arriving"] == ordered / 2
-    assert memory.placed_amounts(given, plain)["ordered cast"] == 0
+    [found] = memory.local_amounts(given, back).values()
+    assert [found[f"local{what}"] for what in ("", " there", " back", " recast", " clamped")] == [
+        ordered, ordered, ordered / 2, ordered / 2, ordered]
+    [found] = memory.local_amounts(given, short).values()
+    assert (found["local there"], found["local decoded"], found["local recast"]) == (ordered / 2, ordered, 0)
 
 
 def test_parts_say_what_payloads_of_16_bits_take():
@@ -134,15 +134,65 @@ def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
     problem = problem_of(replace(OTHER, dim=512), hardware="cpu-some")
     [table] = problem.tables
-    amounts = [memory.placed_amounts(plan, problem)["received"] for plan in (
+    each = [memory.local_amounts(plan, problem).values() for plan in (
         Plan((column(table, 0),)), Plan((row(table, problem.topology),)),
         Plan((replica(table, problem.topology),)))]
-    assert amounts == [32 * 512 * 4] * 3
+    assert [found["local"] for [found] in each] == [32 * 512 * 4] * 3
+
+
+def test_runs_are_in_the_order_of_their_first_tables():
+    """As TorchRec makes them, collection by collection."""
+    tables = [Table(name, 1000, 8, 3.0, collection=name[0]) for name in ("b0", "b1", "a0", "a1", "b2")]
+    problem = problem_of(*tables)
+    b0, b1, a0, a1, b2 = tables
+    plan = Plan((column(a1, 0), replica(b2, problem.topology), row(a0, problem.topology),
+                 row(b1, problem.topology), column(b0, 1)))
+    assert [(run.collection, run.name) for run in memory.local_amounts(plan, problem)] == [
+        ("b", "column"), ("b", "row"), ("b", "data_parallel"), ("a", "row"), ("a", "column")]
+
+
+def test_the_order_of_kinds_decides_what_is_there_at_once():
+    """Gradients go back from the last kind to the first. What rows gather first waits for what follows."""
+    divided, whole = Table("divided", 1000, 64, 1.0), Table("whole", 1000, 256, 1.0)
+    found = []
+    for tables in ((divided, whole), (whole, divided)):
+        problem = problem_of(*tables, hardware="cpu-some")
+        plan = Plan((row(divided, problem.topology), column(whole, 0)))
+        found.append(memory.by_part(plan, problem)[1])
+    assert [device.phase for device in found] == ["gradients in order"] * 2
+    gathered = 64 * 64 * 4
+    assert found[1].parts["payloads"] - found[0].parts["payloads"] == 2 * gathered + gathered // 2
+    assert found[1].bytes - found[0].bytes == 2 * gathered + gathered // 2
+
+
+def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
+    """That is the first kind. But replicas come after all exchanges. Columns that are cut have a copy."""
+    a, b = Table("a", 100, 64, 1.0), Table("b", 100, 64, 1.0)
+    problem = problem_of(a, b)
+    on, outputs = problem.topology, 32 * 2 * 64 * 4
+    for plan, needs in (((row(a, on), column(b, 0)), [(outputs, outputs), (0, 0)]),
+                        ((column(a, 0), replica(b, on)), [(0, 0), (outputs, outputs)]),
+                        ((column(a, 0, 0, 32), column(a, 1, 32), row(b, on)), [(outputs, 0), (0, 0)])):
+        each = memory.local_amounts(Plan(plan), problem).values()
+        assert [(n.get("gradient", 0), n["uncut"]) for n in each] == needs
+
+
+@pytest.mark.parametrize("job", [Job(), Job(forward_payload="fp16"), Job(backward_payload="bf16")])
+@pytest.mark.parametrize("hardware", ["cpu-x", None])
+def test_searches_count_what_whole_tables_take(job, hardware):
+    """Exactly on a device with half of an even share of equal tables. More on those that have more."""
+    tables = [Table(f"t{i}", 1000, 64, 2.0) for i in range(8)]
+    problem = replace(problem_of(*tables, hardware=hardware), job=job)
+    for n_tables in range(1, len(tables)):
+        plan = Plan(tuple(column(t, int(i >= n_tables)) for i, t in enumerate(tables)))
+        counted = memory.counted_bytes(plan, problem)[0] + memory.every_plan_bytes(problem)
+        used = memory.used_bytes(plan, problem)[0]
+        assert (counted == used) if n_tables == 2 else counted >= (used if n_tables > 2 else 0.8 * used)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_searches_count_no_less_than_a_plan_takes(seed):
-    """Of two devices, where no table has more parts than a device pays for: so what a search finds fits."""
+def test_searches_count_about_what_a_plan_takes(seed):
+    """Of all kinds, on two devices. What they find is then judged by what it takes."""
     sys.path.append(str(Path(__file__).parent / "export"))
     pytest.importorskip("torchrec")
     import training
@@ -152,7 +202,7 @@ def test_searches_count_no_less_than_a_plan_takes(seed):
     given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]), job=job)
     plan = training.draw(given, np.random.default_rng(seed))
     each = memory.every_plan_bytes(given)
-    assert all(used <= counted + each for used, counted in zip(
+    assert all(0.8 * used <= counted + each for used, counted in zip(
         memory.used_bytes(plan, given), memory.counted_bytes(plan, given), strict=True))
 
 
@@ -223,8 +273,8 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
 
 def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
-    with pytest.raises(Infeasible, match=r"device 0 .* would hold 103680 bytes \(weights .*\); it may hold "
-                                         r"40000 bytes, 63680 bytes too little. It would fit with"):
+    with pytest.raises(Infeasible, match=r"device 0 .* would hold 100608 bytes \(weights .*\); it may hold "
+                                         r"40000 bytes, 60608 bytes too little. It would fit with"):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from conformance import draw_problem, model_for
-from shapes import with_room
+from shapes import column, with_room
 
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.memory import counted_bytes, every_plan_bytes
+from shardcore.memory import used_bytes
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.fixed_kinds import set_aside
@@ -69,13 +69,13 @@ def test_tables_that_do_not_fit_are_refused_by_what_they_take():
 
 
 def test_what_they_take_is_not_given_to_others():
-    of = problem({f"t{i}": "data_parallel" for i in range(4)})
-    taken = counted_bytes(Plan(tuple(set_aside(of)[0])), of)[0]
-    # The second device has room for the replica, and for next to nothing else.
+    of = problem({f"t{i}": "data_parallel" for i in range(4)}, 64 * MIB)
+    fixed, others = set_aside(of)
+    all_on_first = Plan((*fixed, *(column(t, 0) for t in others.tables)))
+    # The second device has room for the replicas, and for next to nothing else.
     devices = tuple(replace(d, memory_bytes=m) for d, m in zip(
-        of.topology.devices, (64 * MIB, every_plan_bytes(of) + taken + 1000), strict=True))
-    tight = replace(of, topology=Topology(devices))
-    found = plan(tight)
+        of.topology.devices, (64 * MIB, used_bytes(all_on_first, of)[1] + 1000), strict=True))
+    found = plan(replace(of, topology=Topology(devices)))
     assert {p.devices for p in found.placements if p.kind == "column"} == {(0,)}
 
 

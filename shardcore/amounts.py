@@ -1,0 +1,110 @@
+"""Bytes of the amounts that a training step has: of a shard, and of a local batch. phases.RUNS says when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardcore.fused import DENSE_OPTIMIZERS
+from shardcore.inputs import received_bytes, sample_bytes
+from shardcore.job import PAYLOADS, Job
+from shardcore.layouts import Layout, layout_of, run_of
+from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.tables.access import access_share
+from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard
+
+SORTING_BYTES = 52
+"""Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
+
+8 each for linear indices, sorted ones and unique ones. 4 each for infos, sorted infos, run lengths and their
+sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in FBGEMM.
+"""
+
+
+def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
+    """Bytes of each amount of a shard. The names are those in phases.RUNS."""
+    if layout.local_batch:
+        return {"dense": shard.bytes * layout.dense_gradient}
+    lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
+    outputs = output_bytes(shard, problem.global_batch)
+    found: dict[str, float] = {}
+    for channel, entering in layout.channels.items():
+        found |= travelling(channel.name, entering(shard.bytes, outputs, problem), problem.job)
+    return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * sorting_bytes(problem)}
+
+
+def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
+    """An amount, as it travels, and its casts. received: whether it arrives, and gradients leave."""
+    there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
+    leaves, arrives = (back, there) if received else (there, back)
+    return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
+            f"{name} cast": n_bytes * leaves * (leaves < 1), f"{name} clamped": n_bytes * (leaves < 1),
+            f"{name} decoded": n_bytes * (arrives < 1), f"{name} recast": n_bytes * back * (back < 1)}
+
+
+def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]]:
+    """Bytes of each amount of a local batch, run by run, in the order in which TorchRec runs them.
+
+    That is of the first table of each. Of several collections, the one of the first table is first.
+    """
+    local, of_collection, numbers = problem.local_batch, {}, {}
+    for number, table in enumerate(problem.tables):
+        numbers[table.name] = of_collection.setdefault((table.collection, table.sequence), number), number
+    runs: dict[Layout, list[Placement]] = {}
+    for placement in sorted(plan.placements, key=lambda p: numbers[p.shard.table.name]):
+        runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
+    outputs = {run: sum(OUTPUT_BYTES * p.shard.width * table_output_rows(p.shard.table, local)
+                        for p in placements) for run, placements in runs.items()}
+    collections: dict[tuple[str, bool], list[int]] = {}
+    for run, n_bytes in outputs.items():
+        collections.setdefault((run.collection, run.sequence), []).append(n_bytes)
+    found, last = {}, _last_to_need_gradients(runs)
+    for run, placements in runs.items():
+        joined = collections[run.collection, run.sequence]
+        cut = any(p.shard.width < p.shard.table.dim for p in placements)
+        # Several columns of a table on a device are one shard in TorchRec.
+        tables = [p.shard.table for p in {(p.shard.table, p.devices): p for p in placements}.values()]
+        found[run] = outputs_amounts(outputs[run], problem, cut, cut if run.sequence else len(joined) > 1)
+        if run.sequence or run in last:
+            found[run]["gradient"] = outputs[run] if run.sequence else sum(joined)
+        found[run]["uncut"] = found[run].get("gradient", 0) * (not cut)
+        found[run]["permuted"] = local * sum(sample_bytes(t, problem.job) for t in tables)
+        if run.divides_rows:
+            ranges = len(placements[0].devices)
+            found[run]["bucketized"] = local * sum(
+                sample_bytes(t, problem.job, ranges=ranges) for t in tables)
+    first = next(iter(found.values()))
+    first["batch"] = batch_bytes(problem)
+    first["stepped"] = max(stepped_bytes(layout_of(p.kind), p.shard, problem) for p in plan.placements)
+    return found
+
+
+def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
+    """Of each collection the run that is last in backward. Replicas' are after all that is exchanged."""
+    last: dict[tuple[str, bool], Layout] = {}
+    for run in runs:
+        key = run.collection, run.sequence
+        if key not in last or run.local_batch:
+            last[key] = run
+    return set(last.values())
+
+
+def outputs_amounts(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
+    """Amounts of a local batch's outputs of a run."""
+    found = travelling("local", outputs, problem.job, received=True)
+    copied = found["local back"] * (together or found["local back"] < outputs)
+    return found | {"local copied": copied, "cut": outputs * cut, "together": outputs * together,
+                    "joined": outputs * (cut or together)}
+
+
+def batch_bytes(problem: Problem) -> float:
+    """Bytes of a local batch's ids."""
+    return problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
+
+
+def sorting_bytes(problem: Problem) -> int:
+    """Bytes a lookup. Hardware that is not named counts as a GPU."""
+    return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
+
+
+def stepped_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+    return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
