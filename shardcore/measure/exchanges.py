@@ -65,12 +65,13 @@ def used_channels(workload: Workload) -> list[Channel]:
 def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
     """The exchanges of each run that carry something, in the order of runs."""
     # Gradients of all replicas are one exchange, of the first run that has any.
-    of_rows = {tuple(row_in(lane, c) for c in run.channels): run
+    job = workload.job
+    of_rows = {tuple(row_in(lane, c) for c in run.channels_in(job)): run
                for run, lane in reversed(workload.lanes.items())}
     found = {run: rows for rows, run in of_rows.items()
              if len(workload.ops) > 1 and workload.traffic[list(rows)].any()}
     return {run: [_EXCHANGES[c.collective](workload.traffic[row], workload, rank, full, own_groups[c.group])
-                  for c, row in zip(run.channels, found[run], strict=True)]
+                  for c, row in zip(run.channels_in(job), found[run], strict=True)]
             for run in workload.lanes if run in found}
 
 
@@ -88,32 +89,36 @@ def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
 
 class _AllToAll:
     """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples
-    are."""
+    are. Across hosts, what tower modules leave of them, to the nearest column."""
 
     def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
                  group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
         ranks, self._group = group
         local = workload.global_batch // len(workload.ops)
         elements = [round(entering[r] / OUTPUT_BYTES) for r in ranks]
-        columns = [n // (local * len(ranks)) for n in elements]
-        self._none, self._entered, self._sent = (full((0,)), full((elements[ranks.index(rank)],)),
-                                                 full((local * sum(columns),)))
-        self._arrived, self._job = torch.empty_like(self._sent), workload.job
+        columns = [round(n / (local * len(ranks))) for n in elements]
         self._mine, self._theirs = ([local * columns[ranks.index(rank)]] * len(ranks),
                                     [local * width for width in columns])
+        self._entered, self._sent = full((sum(self._mine),)), full((sum(self._theirs),))
+        self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        entered = self._none if outputs is None else outputs.view(-1)
+        entered = self._fitting(outputs, self._entered)
         send = partial(dist.all_to_all_single, output_split_sizes=self._theirs, input_split_sizes=self._mine,
                        group=self._group)
         return carried(self._arrived, entered, self._job.forward_payload, send)
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        back = self._entered if into is None else into.view(-1)
+        back = self._fitting(into, self._entered)
         send = partial(dist.all_to_all_single, output_split_sizes=self._mine, input_split_sizes=self._theirs,
                        group=self._group)
-        own = self._sent if gradients is None else gradients
-        return carried(back, own, self._job.backward_payload, send)
+        return carried(back, self._fitting(gradients, self._sent), self._job.backward_payload, send)
+
+    def _fitting(self, tensor: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
+        """A tensor, flat. A tower module between two exchanges is not run: instead of what it made smaller,
+        an own buffer."""
+        smaller = tensor is None or self._job.tower_ratio is not None and tensor.numel() != own.numel()
+        return own if smaller else tensor.view(-1)
 
 
 class _ReduceScatter:

@@ -142,7 +142,7 @@ def test_over_several_hosts_the_last_rank_counts():
     assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
     terms, measured = collective_fit.observed([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
-    rates = {collective_model.weight(ALL_TO_ALL, "backward"): np.eye(10)[6]}  # far_bytes
+    rates = {collective_model.weight(ALL_TO_ALL, "backward"): np.eye(12)[6]}  # far_bytes
     predicted, found = collective_fit.predicted(rates, [two], "backward")
     # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
     assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])
