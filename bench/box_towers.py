@@ -41,6 +41,8 @@ from shardcore.workload import lower
 RATIOS = (2.0, 4.0, 8.0)
 BOXES = ((4, 2), (2, 4), (4, 4))
 WAYS = ("with", "without")
+ROOM_BYTES = 8 << 30
+"""Of a device: any pair fits on any host."""
 MOST_LOOKUPS = 4.0
 """Of a table by a sample, on average."""
 
@@ -54,6 +56,8 @@ def judged(tables: Sequence[Table], model: neural.NeuralModel, index: int,
            args: argparse.Namespace) -> dict[str, Any]:
     """What the exchanges of a problem's plan take with towers and without, predicted and replayed."""
     problem, box = box_replays.problem_of(tables, model, index, args.seed, True, BOXES)
+    devices = tuple(replace(d, memory_bytes=ROOM_BYTES) for d in problem.topology.devices)
+    problem = replace(problem, topology=replace(problem.topology, devices=devices))
     names = [t.name for t in problem.tables]
     ratio = RATIOS[index // len(BOXES) % len(RATIOS)]
     pairs = tuple(tuple(names[i:i + 2]) for i in range(0, len(names), 2))
