@@ -72,8 +72,8 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
 def test_a_plan_with_towers_sends_less_to_other_hosts():
     tables = tuple(Table(f"t{i}", 2000, 32, 2.0) for i in range(4))
     plain = Problem("p", tables, on_hosts("aabb", 1 << 30), 1024,
-                    constraints=Constraints(pinned={t.name: (d // 2 * 2, d // 2 * 2 + 1)
-                                                    for d, t in enumerate(tables)}))
+                    constraints=Constraints(pinned=tuple((t.name, (d // 2 * 2, d // 2 * 2 + 1))
+                                                         for d, t in enumerate(tables))))
     towered = replace(plain, job=replace(plain.job, tower_ratio=8.0))
     plan = Plan(tuple(column(t, d) for d, t in enumerate(tables)))
     took, config = [], ReplayConfig(repeats=3, warmups=1, batches=2, evict_bytes=1 << 20)
